@@ -75,7 +75,15 @@ def torchrun(*arguments: str, folder: Path) -> list[subprocess.CompletedProcess[
 
 @pytest.fixture
 def settings(tiny_dir: Path, tmp_path: Path) -> list[str]:
-    rows = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefgh"]
+    rows = [
+        {
+            "prompt": f"say {letter}",
+            "response": letter * 3,
+            "chosen": letter * 3,
+            "rejected": "z",
+        }
+        for letter in "abcdefgh"
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return [
         f"model.path={tiny_dir}/model",
@@ -176,7 +184,7 @@ def test_calls_of_other_users_cannot_reach_a_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sft", "ppo"])
+@pytest.mark.parametrize("recipe", ["sft", "ppo", "reward-model", "dpo"])
 def test_torchrun_itself_gives_the_numbers_of_the_local_backend(
     recipe: str, settings: Sequence[str], tiny_dir: Path, tmp_path: Path
 ) -> None:
