@@ -173,7 +173,7 @@ class DetachedTrainer(PPOTrainer):
         """
         if method == REWARD_METHOD and has_column(batch, rm_column(role)):
             return ScoresHere(batch, role)
-        if role in self._roles_of_makers:
+        if self._roles_of_makers.get(role) == 0:
             role = role_on(role, self.source.validator.number)
         return super().call(role, method, batch, *more, **settings)
 

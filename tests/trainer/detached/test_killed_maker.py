@@ -80,12 +80,14 @@ def test_a_run_outlives_a_killed_maker(
 
 @pytest.mark.parametrize(("topology", "policy"), [("1m1t", "restart"), ("2m1t", "continue")])
 def test_a_run_outlives_a_maker_that_is_killed_as_it_is_to_validate(
-    tiny_dir: Path, tmp_path: Path, topology: str, policy: str
+    tiny_dir: Path, classifier: Path, tmp_path: Path, topology: str, policy: str
 ) -> None:
     settings = (
         "trainer.backend=local",
         f"detached.topology={topology}",
         f"detached.on_maker_loss={policy}",
+        f"rewards=[{{name: model, kind: model, path: '{classifier}'}}]",
+        "detached.score_on=maker",
         f"data.val_files={tiny_dir}/few.parquet",
         "trainer.test_freq=1",
         "actor_rollout_ref.actor.ema_decay=0.9",
