@@ -101,11 +101,18 @@ class Maker:
     def look_after(self, error: WorkerDiedError, num_losses: int) -> None:
         """The group has lost a process in a call of the trainer's, while makers rest.
 
-        It is started anew, or the maker ends; raises where the run cannot go on. `num_losses`: as
-        many as there were before the call.
+        It is started anew and has weights before its threads go on, or the maker ends; raises where
+        the run cannot go on. `num_losses`: as many as there were before the call.
         """
-        if not self._goes_on_after(error, num_losses):
-            self._buffer.leave(self.number)
+        while self._goes_on_after(error, num_losses):
+            num_losses = self.num_losses
+            try:
+                self.take_weights()
+            except WorkerDiedError as another:
+                error = another
+            else:
+                return
+        self._buffer.leave(self.number)
 
     def take_weights(self) -> None:
         """Bring the group to the newest weights, if it has older ones."""
