@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
@@ -81,5 +81,4 @@ def _function(options: argparse.Namespace) -> FunctionSpec:
         return FunctionSpec(deadline=options.sample_timeout_s, sandbox=sandbox)
     path, _, name = options.function.partition(":")
     settings = path, name or "compute_score", options.kwargs, options.sample_timeout_s
-    spec = FunctionSpec(*settings, sandbox=sandbox)
-    return replace(spec, path_key="--function", name_key="--function")
+    return FunctionSpec(*settings, sandbox=sandbox, path_key="--function", name_key="--function")

@@ -97,7 +97,7 @@ def _check_choices(key: Key, value: Any) -> None:
 def _check_range(key: Key, value: Any) -> None:
     if value != value:
         raise ConfigError(f"{key.name}={value}: it must be a number.")
-    if value is not None and key.range and not key.has_in_range(value):
+    if value is not None and not key.has_in_range(value):
         raise ConfigError(f"{key.name}={value}: it must be {_with_hint(key, key.range)}")
 
 

@@ -186,9 +186,9 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
     "setup", [Setup(), Setup(max_staleness=1), Setup(num_makers=2, max_staleness=2)]
 )
 def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup) -> None:
+    short = Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])
     for longer in (1, 3, 10):  # a busy machine wakes threads late, by some milliseconds each
-        lengths = [0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01]
-        phases = Phases(*([longer * seconds for seconds in phase] for phase in lengths))
+        phases = short.times(longer, longer, longer)
         predicted = simulate(phases, setup, 8).seconds
         measured = seconds_of_threads(phases, setup, 8)
         if abs(measured / predicted - 1) < 0.15:

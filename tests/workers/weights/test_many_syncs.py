@@ -67,6 +67,6 @@ def many_syncs() -> tuple[float, ...]:
 def test_many_syncs_leave_nothing_behind() -> None:
     for memory, tasks, descriptors, num_keys in run(2, many_syncs):
         assert memory < GROWTH_MB
-        assert tasks < SYNCS / 10
+        assert tasks <= 8
         assert descriptors < SYNCS / 10
         assert num_keys == 0
