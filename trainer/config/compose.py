@@ -28,7 +28,7 @@ from trainer.config.refusals import in_words, no_such_key, unreadable
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.shares import share
-from trainer.config.tree import compose_tree_of, into_schema, parse
+from trainer.config.tree import compose_tree_of, into_schema, parse, schema_node
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.environment import is_under_torchrun
@@ -58,18 +58,23 @@ OmegaConf.register_new_resolver("required", _required, replace=True)
 
 
 def register(recipe: Recipe[Any]) -> None:
-    """Let Hydra find the schema and the placement presets that the recipe's YAML names."""
+    """Let Hydra find the schema and the placement presets that the recipe's YAML names.
+
+    Those of the last recipe alone are there: presets of recipes share their names, and Hydra copies
+    all that is stored each time that it composes.
+    """
     store = ConfigStore.instance()
     presets = store.repo.get("placement", {})
-    is_stored = all(
-        f"{preset}.yaml" in presets and presets[f"{preset}.yaml"].provider == recipe.name
-        for preset in recipe.placements
-    )
+    names = [f"{preset}.yaml" for preset in recipe.placements]
+    are_stored = all(name in presets and presets[name].provider == recipe.name for name in names)
+    is_stored = f"{_schema_name(recipe)}.yaml" in store.repo and are_stored
     if is_stored and _registered.get(recipe.name) is recipe:
         return
 
+    for other in _registered.values():
+        store.repo.pop(f"{_schema_name(other)}.yaml", None)
     _registered[recipe.name] = recipe
-    store.store(name=f"{recipe.name}_schema", node=recipe.schema)
+    store.store(name=_schema_name(recipe), node=schema_node(recipe))
     for preset in recipe.placements:
         store.store(
             group="placement",
@@ -78,6 +83,10 @@ def register(recipe: Recipe[Any]) -> None:
             node=preset_tree(recipe, preset),
             provider=recipe.name,
         )
+
+
+def _schema_name(recipe: Recipe[Any]) -> str:
+    return f"{recipe.name}_schema"
 
 
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C:

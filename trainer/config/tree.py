@@ -94,13 +94,13 @@ def compose_tree_of(recipe: Recipe[Any], overrides: Sequence[str]) -> DictConfig
 
 def into_schema(recipe: Recipe[Any], composed: DictConfig) -> DictConfig:
     """A tree of Hydra's in which every key is the schema's, with its type."""
-    merged = OmegaConf.merge(_schema_node(recipe), composed)
+    merged = OmegaConf.merge(schema_node(recipe), composed)
     assert isinstance(merged, DictConfig), "a schema is a mapping of keys"
     return merged
 
 
 @lru_cache(maxsize=64)
-def _schema_node(recipe: Recipe[Any]) -> DictConfig:
+def schema_node(recipe: Recipe[Any]) -> DictConfig:
     """What OmegaConf makes of the schema; `merge` copies it."""
     node: DictConfig = OmegaConf.structured(recipe.schema)
     return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 OF_PYTHON = 10_000
 """More objects than Python itself keeps from its start (375 in 3.12)."""
@@ -18,7 +19,7 @@ def old_objects_kept() -> Iterator[None]:
     transformers, which every full collection would walk. Where whoever started the process keeps
     objects already, all stays as it is: to let go of some is to let go of all.
     """
-    if gc.get_freeze_count() > OF_PYTHON:
+    if somebody_keeps_objects():
         yield
         return
     gc.freeze()
@@ -26,3 +27,9 @@ def old_objects_kept() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@cache
+def somebody_keeps_objects() -> bool:
+    """Whether they did when this was first asked: Python counts them one by one, 40 ms of many."""
+    return gc.get_freeze_count() > OF_PYTHON

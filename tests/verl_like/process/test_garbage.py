@@ -7,15 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.process.garbage import old_objects_kept
+from verl_like.process.garbage import old_objects_kept, somebody_keeps_objects
 
 
 @pytest.fixture
 def nothing_is_kept() -> Iterator[None]:
     """As in a process that nobody has prepared; that of the tests keeps its modules."""
     gc.unfreeze()
+    somebody_keeps_objects.cache_clear()
     yield
     gc.freeze()
+    somebody_keeps_objects.cache_clear()
 
 
 def looked_at() -> set[int]:
