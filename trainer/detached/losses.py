@@ -50,7 +50,7 @@ class MakerLosses:
 
     def __call__(self, maker: int, error: WorkerDiedError, num_lost: int) -> bool:
         """Whether this maker goes on; raises where the run cannot."""
-        if self._is_alive(maker):  # then it is a trainer that died, while it sent weights
+        if self.is_alive(maker):  # then it is a trainer that died, while it sent weights
             raise error
         what = f"maker {maker} is lost with {num_lost} samples that it was making"
         if self._policy == "restart" and self._restarts[maker] < MOST_RESTARTS:
@@ -71,7 +71,7 @@ class MakerLosses:
             raise RolloutError(f"{what}: {error} {self._way_out(experience.maker)}") from error
         logger.warning("%s: their prompts are answered again. %s", what, error)
 
-    def _is_alive(self, maker: int) -> bool:
+    def is_alive(self, maker: int) -> bool:
         """Whether all processes of its group answer."""
         try:
             self._groups[maker_role(maker)].resume()

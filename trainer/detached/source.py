@@ -144,11 +144,6 @@ class DetachedSource(SampleSource):
         if self.rounds.train_epochs > 1 and epoch == 0:
             self._kept.append(batch.select())
 
-    @property
-    def validator(self) -> Maker:
-        """The maker whose group is used for validations: the first that is not lost."""
-        return next((maker for maker in self.makers if not maker.has_ended), self.makers[0])
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within, makers do nothing: their groups are the caller's."""

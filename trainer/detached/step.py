@@ -45,11 +45,19 @@ from trainer.detached.sizes import (
 )
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.topology import maker_role, role_on
+from trainer.detached.validators import (
+    Casualties,
+    at_once,
+    generate_in_parts,
+    rollouts_of,
+    validators_of,
+)
 from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.preflight import check_rollout
+from trainer.ppo.sampling import with_responses
 from trainer.ppo.step import PPOTrainer
 from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.timeline import Timeline
@@ -93,7 +101,7 @@ class DetachedTrainer(PPOTrainer):
         self.topology = topology_of(config)
         self.activity, self.ledger = Activity(), Ledger()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
-        self._roles_of_makers = maker_roles(config)
+        self._roles_of_makers, self._rollouts = maker_roles(config), rollouts_of(config)
         self.feed = WeightFeed(config, self.groups, self.topology)
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
@@ -117,7 +125,7 @@ class DetachedTrainer(PPOTrainer):
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
         trainers = [role for role in self.groups if role not in self._roles_of_makers]
         self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
-        losses = MakerLosses(
+        self.maker_losses = MakerLosses(
             config,
             self.groups,
             self.topology,
@@ -131,7 +139,7 @@ class DetachedTrainer(PPOTrainer):
                 self.activity,
                 self.start_generating,
                 self.feed.deliver,
-                losses,
+                self.maker_losses,
                 start_scoring=self.start_scoring if score_roles(config) else None,
                 weights_come_at_once=detached.new_weights == "at_once",
                 carries_over=self._draws_in_parts(number),
@@ -139,7 +147,8 @@ class DetachedTrainer(PPOTrainer):
             )
             for number in range(self.topology.makers)
         ]
-        return DetachedSource(buffer, makers, self.rounds, self.make_samples, losses.of_samples)
+        of_samples = self.maker_losses.of_samples
+        return DetachedSource(buffer, makers, self.rounds, self.make_samples, of_samples)
 
     def _draws_in_parts(self, maker: int) -> bool:
         """Whether a call of this maker may leave responses unfinished."""
@@ -160,21 +169,27 @@ class DetachedTrainer(PPOTrainer):
     # ------------------------------------------------------------------ what is different from PPO
 
     @property
-    def rollout_role(self) -> str:
-        """That of the maker which validates: nothing else is generated for the driver."""
-        return maker_role(self.source.validator.number)
+    def validators(self) -> list[Maker]:
+        """The makers that validate; the first of them scores, where makers do."""
+        return validators_of(self.source.makers, self._rollouts)
+
+    def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
+        """As PPO does, of a validation's samples: each maker that validates makes a part."""
+        asked = self.needed(batch, "rollout", "generate_sequences")
+        asked.meta_info = asked.meta_info | settings
+        return with_responses(batch, generate_in_parts(self.groups, self.validators, asked))
 
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
     ) -> Any:
         """A reward model is not asked again about what a maker has had it score.
 
-        Of makers' roles, those of the maker that validates answer.
+        Of makers' roles, those of the first maker that validates answer.
         """
         if method == REWARD_METHOD and has_column(batch, rm_column(role)):
             return ScoresHere(batch, role)
         if self._roles_of_makers.get(role) == 0:
-            role = role_on(role, self.source.validator.number)
+            role = role_on(role, self.validators[0].number)
         return super().call(role, method, batch, *more, **settings)
 
     @property
@@ -230,7 +245,7 @@ class DetachedTrainer(PPOTrainer):
         """The weights are published as a new version, if a round has ended; makers take them."""
         if self.source.buffer.is_paused:  # a validation by other weights, or the end of one
             metrics = self.feed.publish(self.weight_version)
-            self.feed.deliver(self.source.validator.number)
+            at_once(lambda maker: self.feed.deliver(maker.number), self.validators)
             return metrics
         if self.weight_version and not self.rounds.ends_with(self.global_step):
             return {}
@@ -248,20 +263,20 @@ class DetachedTrainer(PPOTrainer):
         return self.rounds.length == 1 and super().policy_is_current(batch)
 
     def validation_metrics(self) -> Metrics:
-        """Makers rest meanwhile, and one has the newest weights.
+        """Makers rest meanwhile, and those that validate have the newest weights.
 
-        If that one loses a process, it is looked after, and the validation begins anew.
+        If one of them loses a process, it is looked after, and the validation begins anew.
         """
         with self.source.paused():
             self._makers_rest_since = time.time()
             while True:
-                maker = self.source.validator
-                num_losses = maker.num_losses
+                makers = self.validators
+                casualties = Casualties(makers, self.maker_losses)
                 try:
-                    maker.take_weights()
+                    at_once(Maker.take_weights, makers)
                     return super().validation_metrics()
                 except WorkerDiedError as error:
-                    maker.look_after(error, num_losses)
+                    casualties.look_after(error)
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Makers make samples whatever trainers do; while they rest, it is for a validation."""

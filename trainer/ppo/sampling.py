@@ -42,21 +42,16 @@ class SamplingTrainer(Trainer):
         """Worker classes, and the rollout engine."""
         return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
 
-    @property
-    def rollout_role(self) -> str:
-        """The role whose group generates."""
-        return "rollout"
-
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
         """The rows of prompts with a response each; `settings` go before those of the batch.
 
         If the rollout loses a process meanwhile and can be replaced, its samples alone are made
         again.
         """
-        asked = self.needed(batch, self.rollout_role, "generate_sequences")
+        asked = self.needed(batch, "rollout", "generate_sequences")
         asked.meta_info = asked.meta_info | settings
-        replace = self.replace_rollout if self.can_replace(self.rollout_role) else None
-        return with_responses(batch, generate(self.groups[self.rollout_role], asked, replace))
+        replace = self.replace_rollout if self.can_replace("rollout") else None
+        return with_responses(batch, generate(self.groups["rollout"], asked, replace))
 
     def replace_rollout(self, error: LostSamplesError, kept: KeptSamples) -> Any:
         """The rollout's group that comes in the place of a lost one, with the weights of now."""

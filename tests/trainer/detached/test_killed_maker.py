@@ -15,12 +15,12 @@ from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 
 
-class KillFirstMaker:
-    """A callback: kills maker 0 as the second step begins, or the validation after it."""
+class KillMaker:
+    """A callback: kills a maker as the second step begins, or the validation after it."""
 
-    def __init__(self, at_validation: bool = False) -> None:
+    def __init__(self, role: str = "rollout", at_validation: bool = False) -> None:
         self.pids: list[int] = []
-        self.at_validation = at_validation
+        self.role, self.at_validation = role, at_validation
 
     def on_step_begin(self, trainer: Any) -> None:
         if not self.at_validation:
@@ -39,7 +39,7 @@ class KillFirstMaker:
         self.note(trainer)
 
     def note(self, trainer: Any) -> None:
-        self.pids += [header.pid for header in trainer.groups["rollout"].transport.started]
+        self.pids += [header.pid for header in trainer.groups[self.role].transport.started]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_run_outlives_a_killed_maker(
         "trainer.total_training_steps=5",
         *POLICY_ALONE,
     )
-    killer = KillFirstMaker()
+    killer = KillMaker()
     run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])
     assert len(lines(tmp_path)) == 5
     assert (killer.pids[0] == killer.pids[1]) == (policy == "continue")
@@ -78,9 +78,16 @@ def test_a_run_outlives_a_killed_maker(
     assert len({json.loads(row)["uid"] for step in rows for row in step}) == 5 * 8
 
 
-@pytest.mark.parametrize(("topology", "policy"), [("1m1t", "restart"), ("2m1t", "continue")])
+@pytest.mark.parametrize(
+    ("topology", "policy", "role"),
+    [
+        ("1m1t", "restart", "rollout"),
+        ("2m1t", "continue", "rollout"),
+        ("2m1t", "restart", "rollout_1"),
+    ],
+)
 def test_a_run_outlives_a_maker_that_is_killed_as_it_is_to_validate(
-    tiny_dir: Path, classifier: Path, tmp_path: Path, topology: str, policy: str
+    tiny_dir: Path, classifier: Path, tmp_path: Path, topology: str, policy: str, role: str
 ) -> None:
     settings = (
         "trainer.backend=local",
@@ -93,7 +100,7 @@ def test_a_run_outlives_a_maker_that_is_killed_as_it_is_to_validate(
         "actor_rollout_ref.actor.ema_decay=0.9",
         *POLICY_ALONE,
     )
-    killer = KillFirstMaker(at_validation=True)
+    killer = KillMaker(role, at_validation=True)
     run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])
     assert (killer.pids[0] == killer.pids[1]) == (policy == "continue")
     scores = [line["val-core/verl_like/tiny_letters/reward/mean@1"] for line in lines(tmp_path)]

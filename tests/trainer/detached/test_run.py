@@ -63,8 +63,9 @@ TWO_STEPS = "trainer.total_training_steps=2"
         ((*POLICY_ALONE, *FEW_ROWS, "actor_rollout_ref.rollout.name=hf"), "1m1t"),
         (("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"), "2m1t"),
         ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
+        ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "2m1t"),
     ],
-    ids=["hf", "dynamic_sampling", "validation"],
+    ids=["hf", "dynamic_sampling", "validation", "validation_of_two"],
 )
 def test_staleness_0_is_the_synchronous_run_of_other_settings_bit_for_bit(
     tiny_dir: Path, tmp_path: Path, settings: tuple[str, ...], makers: str

@@ -1,0 +1,82 @@
+"""The makers that generate for a validation, while all of them rest.
+
+They are those with one and the same rollout, the first living maker's: engines differ in their last
+bits, and a quantised one in more, so which makers live must not move the metrics of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from trainer.detached.config import DetachedConfig
+from trainer.detached.losses import MakerLosses
+from trainer.detached.maker import Maker
+from trainer.detached.topology import maker_role
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.ppo.samples import concat_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import gather
+from verl_like.calls.metrics import batch_alone
+from verl_like.errors import WorkerDiedError
+from workers.config import RolloutConfig
+
+
+def rollouts_of(config: DetachedConfig) -> list[RolloutConfig]:
+    """The settings of every maker's rollout, by its number."""
+    makers = range(config.detached.makers)
+    return [config.of_role(maker_role(maker)).actor_rollout_ref.rollout for maker in makers]
+
+
+def validators_of(makers: Sequence[Maker], rollouts: Sequence[RolloutConfig]) -> list[Maker]:
+    """Those of the makers that would validate now; `rollouts` by their numbers."""
+    living = [maker for maker in makers if not maker.has_ended] or [makers[0]]
+    first = rollouts[living[0].number]
+    return [maker for maker in living if rollouts[maker.number] == first]
+
+
+def generate_in_parts(groups: WorkerGroups, makers: Sequence[Maker], asked: DataProto) -> DataProto:
+    """The samples of these rows, in their order; every maker makes as many as the others."""
+    makers = makers[: len(asked)]
+    parts = [asked]
+    if len(makers) > 1:
+        rows = np.array_split(np.arange(len(asked)), len(makers))
+        parts = [asked.select_idxs(part) for part in rows]
+    futures = [
+        groups[maker.role].generate_sequences.remote(part)
+        for maker, part in zip(makers, parts, strict=True)
+    ]
+    made = [batch_alone(result) for result in gather(*futures)]
+    for samples in made:
+        samples.meta_info = {}
+    return concat_rows(made)
+
+
+def at_once(act: Callable[[Maker], Any], makers: Sequence[Maker]) -> None:
+    """`act` on all of them side by side; one that fails does not keep it from the others."""
+    with ThreadPoolExecutor(len(makers), "validation") as threads:
+        futures = [threads.submit(act, maker) for maker in makers]
+    for future in futures:
+        future.result()
+
+
+class Casualties:
+    """Which makers lose a process from now on."""
+
+    def __init__(self, makers: Sequence[Maker], losses: MakerLosses) -> None:
+        """None of these has lost any since."""
+        self._before = [(maker, maker.num_losses) for maker in makers]
+        self._losses = losses
+
+    def look_after(self, error: WorkerDiedError) -> None:
+        """Each of them is started anew or ends; where it is none of them, the error is raised."""
+        lost = [(maker, before) for maker, before in self._before if self._lost_one(maker, before)]
+        for maker, before in lost or self._before[:1]:
+            maker.look_after(error, before)
+
+    def _lost_one(self, maker: Maker, before: int) -> bool:
+        """Also where its own thread has seen to that, and another group is there already."""
+        return maker.num_losses > before or not self._losses.is_alive(maker.number)
