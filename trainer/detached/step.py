@@ -46,7 +46,7 @@ from trainer.detached.sizes import (
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.topology import maker_role, role_on
 from trainer.detached.validators import (
-    Casualties,
+    LostValidators,
     at_once,
     generate_in_parts,
     rollouts_of,
@@ -271,12 +271,12 @@ class DetachedTrainer(PPOTrainer):
             self._makers_rest_since = time.time()
             while True:
                 makers = self.validators
-                casualties = Casualties(makers, self.maker_losses)
+                lost = LostValidators(makers, self.maker_losses)
                 try:
                     at_once(Maker.take_weights, makers)
                     return super().validation_metrics()
                 except WorkerDiedError as error:
-                    casualties.look_after(error)
+                    lost.look_after(error)
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Makers make samples whatever trainers do; while they rest, it is for a validation."""

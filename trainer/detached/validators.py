@@ -63,7 +63,7 @@ def at_once(act: Callable[[Maker], Any], makers: Sequence[Maker]) -> None:
         future.result()
 
 
-class Casualties:
+class LostValidators:
     """Which makers lose a process from now on."""
 
     def __init__(self, makers: Sequence[Maker], losses: MakerLosses) -> None:

@@ -33,11 +33,6 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 def check_preference_config(config: PreferenceConfig) -> None:
     """The rules between fields that this recipe adds."""
-    if config.label_smoothing >= 0.5:
-        raise ConfigError(
-            f"label_smoothing={config.label_smoothing}: with half of the pairs or more the wrong "
-            "way round nothing can be learned; take less than 0.5."
-        )
     if config.desirable_weight == config.undesirable_weight == 0:
         raise ConfigError(
             "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."

@@ -76,8 +76,8 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     """What is learned from a pair, or from a row with a label."""
     beta: float = key(0.1, above=0, read_when=takes("beta"))
     """How much a log-ratio counts; simpo's paper takes 2 and more."""
-    label_smoothing: float = key(0.1, at_least=0, read_when=takes("label_smoothing"))
-    """Share of pairs that are taken to be the wrong way round; below 0.5."""
+    label_smoothing: float = key(0.1, at_least=0, below=0.5, read_when=takes("label_smoothing"))
+    """Share of pairs that are taken to be the wrong way round: of one half nothing is learned."""
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
     """The margin between rewards that simpo wants."""
     orpo_lambda: float = key(0.1, at_least=0, read_when=takes("orpo_lambda"))

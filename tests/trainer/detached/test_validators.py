@@ -13,7 +13,7 @@ from tests.integration.runs import POLICY_ALONE, calls
 from tests.trainer.detached.test_run import detached
 from trainer import load_config
 from trainer.detached.recipe import DETACHED
-from trainer.detached.validators import Casualties, at_once, rollouts_of, validators_of
+from trainer.detached.validators import LostValidators, at_once, rollouts_of, validators_of
 from verl_like.errors import WorkerDiedError
 
 
@@ -67,12 +67,12 @@ def test_those_that_lost_a_process_are_looked_after_and_else_the_first_knows_mor
     for maker in makers:
         maker.look_after = lambda error, before, maker=maker: looked_after.append(maker.number)
     losses: Any = SimpleNamespace(is_alive=lambda number: number not in dead)
-    casualties = Casualties(makers, losses)
+    lost = LostValidators(makers, losses)
     makers[2].num_losses = 1
 
-    casualties.look_after(WorkerDiedError("a process is gone"))
+    lost.look_after(WorkerDiedError("a process is gone"))
     assert looked_after == [1, 2]
 
     dead.clear()
-    Casualties(makers, losses).look_after(WorkerDiedError("a trainer's"))
+    LostValidators(makers, losses).look_after(WorkerDiedError("a trainer's"))
     assert looked_after == [1, 2, 0]

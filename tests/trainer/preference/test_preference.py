@@ -273,7 +273,7 @@ def test_adapters_start_from_the_reference(
         (["simpo_gamma=1"], r"simpo_gamma is set.*the loss does not take simpo_gamma"),
         (["loss=kto", "sft_coef=1"], r"sft_coef is set.*rows with a label, not pairs"),
         (["loss=simpo", "ref.model.path=x"], r"ref.model.path is set.*has no reference"),
-        (["loss=cdpo", "label_smoothing=0.5"], r"label_smoothing=0.5.*less than 0.5"),
+        (["loss=cdpo", "label_smoothing=0.5"], r"label_smoothing=0.5.*below 0.5"),
         (["loss=kto", "desirable_weight=0", "undesirable_weight=0"], r"nothing is learned"),
         (["data.max_token_len_per_gpu=63"], r"Two responses of data.max_length=32.*=63"),
     ],
