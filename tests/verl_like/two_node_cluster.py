@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import ray
 from ray._private.utils import get_system_memory, get_used_memory
 from ray.cluster_utils import Cluster
@@ -17,6 +19,7 @@ from ray.util import placement_group_table
 
 from tests.programs import tell
 from tests.verl_like.sample_workers import Adder, Faulty
+from tests.waiting import wait_until_ended
 from verl_like import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -42,17 +45,21 @@ def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
     group = RayWorkerGroup(
         pool, RayClassWithInitArgs(Faulty), name_prefix="greedy", log_dir=log_dir
     )
-    began = time.monotonic()
-    greedy, queued = group.takes_memory(6144), group.sleeps(0.0)
-    try:
-        gather(greedy, queued)
-    except WorkerDiedError as error:
-        return {
-            "starved": str(error),
-            "notes": error.__notes__,
-            "starved_s": time.monotonic() - began,
-        }
-    return {"starved": "", "notes": [], "starved_s": 0.0}
+    with ThreadPoolExecutor(1) as thread:
+        killed = thread.submit(end_of, group.transport.started[0].pid)
+        greedy, queued = group.takes_memory(6144), group.sleeps(0.0)
+        with pytest.raises(WorkerDiedError) as raised:
+            gather(greedy, queued)
+        known = time.monotonic()
+    error = raised.value
+    noticed_s = known - killed.result()
+    return {"starved": str(error), "notes": error.__notes__, "noticed_s": noticed_s}
+
+
+def end_of(pid: int) -> float:
+    """When that process ended."""
+    wait_until_ended(pid)
+    return time.monotonic()
 
 
 def hold_custom_resources() -> dict[str, Any]:
