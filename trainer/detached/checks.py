@@ -189,8 +189,8 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
 
 def _check_weights(config: DetachedConfig, topology: Topology) -> None:
     """Weights that come at once need an engine that can take them, and no second buffer."""
-    for role in topology.roles():
-        rollout = config.of_role(role).actor_rollout_ref.rollout
+    for maker, role in enumerate(topology.roles()):
+        rollout = config.rollout_of(maker)
         engine = ENGINES.look_up(rollout.name)
         at_once = config.detached.new_weights == "at_once"
         if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):

@@ -11,7 +11,7 @@ from trainer.detached.topology import maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.config_key import When, key
 from verl_like.placement.roles import expand_roles
-from workers.config import model_rewards
+from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
 
 OWN_TRAINER = "trainer.detached.step.DetachedTrainer"
@@ -134,3 +134,7 @@ class DetachedConfig(PPOConfig):
                     self, actor_rollout_ref=dataclasses.replace(policy, rollout=rollout)
                 )
         return self
+
+    def rollout_of(self, maker: int) -> RolloutConfig:
+        """The settings of a maker's rollout, its own ones included."""
+        return self.of_role(maker_role(maker)).actor_rollout_ref.rollout

@@ -44,12 +44,11 @@ from trainer.detached.sizes import (
     topology_of,
 )
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import maker_role, role_on
+from trainer.detached.topology import role_on
 from trainer.detached.validators import (
     LostValidators,
     at_once,
     generate_in_parts,
-    rollouts_of,
     validators_of,
 )
 from trainer.detached.watch import TrainerWatch
@@ -101,7 +100,8 @@ class DetachedTrainer(PPOTrainer):
         self.topology = topology_of(config)
         self.activity, self.ledger = Activity(), Ledger()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
-        self._roles_of_makers, self._rollouts = maker_roles(config), rollouts_of(config)
+        self._roles_of_makers = maker_roles(config)
+        self._rollouts = [config.rollout_of(maker) for maker in range(self.topology.makers)]
         self.feed = WeightFeed(config, self.groups, self.topology)
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
@@ -142,18 +142,13 @@ class DetachedTrainer(PPOTrainer):
                 self.maker_losses,
                 start_scoring=self.start_scoring if score_roles(config) else None,
                 weights_come_at_once=detached.new_weights == "at_once",
-                carries_over=self._draws_in_parts(number),
+                carries_over=self._rollouts[number].max_new_tokens_per_call is not None,
                 keeps_samples=detached.on_maker_loss != "fail",
             )
             for number in range(self.topology.makers)
         ]
         of_samples = self.maker_losses.of_samples
         return DetachedSource(buffer, makers, self.rounds, self.make_samples, of_samples)
-
-    def _draws_in_parts(self, maker: int) -> bool:
-        """Whether a call of this maker may leave responses unfinished."""
-        rollout = self.config.of_role(maker_role(maker)).actor_rollout_ref.rollout
-        return rollout.max_new_tokens_per_call is not None
 
     def start_generating(self, role: str, rows: DataProto, attempt: int) -> Any:
         """The future of the samples of these rows; called in the thread of a maker."""

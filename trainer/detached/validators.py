@@ -10,12 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
-from trainer.detached.config import DetachedConfig
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
-from trainer.detached.topology import maker_role
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
@@ -23,12 +19,6 @@ from verl_like.calls.future import gather
 from verl_like.calls.metrics import batch_alone
 from verl_like.errors import WorkerDiedError
 from workers.config import RolloutConfig
-
-
-def rollouts_of(config: DetachedConfig) -> list[RolloutConfig]:
-    """The settings of every maker's rollout, by its number."""
-    makers = range(config.detached.makers)
-    return [config.of_role(maker_role(maker)).actor_rollout_ref.rollout for maker in makers]
 
 
 def validators_of(makers: Sequence[Maker], rollouts: Sequence[RolloutConfig]) -> list[Maker]:
@@ -41,18 +31,11 @@ def validators_of(makers: Sequence[Maker], rollouts: Sequence[RolloutConfig]) ->
 def generate_in_parts(groups: WorkerGroups, makers: Sequence[Maker], asked: DataProto) -> DataProto:
     """The samples of these rows, in their order; every maker makes as many as the others."""
     makers = makers[: len(asked)]
-    parts = [asked]
-    if len(makers) > 1:
-        rows = np.array_split(np.arange(len(asked)), len(makers))
-        parts = [asked.select_idxs(part) for part in rows]
     futures = [
         groups[maker.role].generate_sequences.remote(part)
-        for maker, part in zip(makers, parts, strict=True)
+        for maker, part in zip(makers, asked.chunk(len(makers)), strict=True)
     ]
-    made = [batch_alone(result) for result in gather(*futures)]
-    for samples in made:
-        samples.meta_info = {}
-    return concat_rows(made)
+    return concat_rows([batch_alone(result) for result in gather(*futures)])
 
 
 def at_once(act: Callable[[Maker], Any], makers: Sequence[Maker]) -> None:

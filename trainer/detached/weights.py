@@ -36,7 +36,7 @@ class WeightFeed:
         """By maker, the version that it has beside its engine, and the group that has it."""
         self._threads: dict[int, ThreadPoolExecutor] = {}
         for maker in range(topology.makers):
-            if config.of_role(maker_role(maker)).actor_rollout_ref.rollout.double_buffer:
+            if config.rollout_of(maker).double_buffer:
                 self._threads[maker] = ThreadPoolExecutor(1, f"weights of maker {maker}")
 
     def publish(self, version: int) -> Metrics:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 OF_PYTHON = 10_000
 """More objects than Python itself keeps from its start (375 in 3.12)."""
@@ -19,7 +18,7 @@ def old_objects_kept() -> Iterator[None]:
     transformers, which every full collection would walk. Where whoever started the process keeps
     objects already, all stays as it is: to let go of some is to let go of all.
     """
-    if somebody_keeps_objects():
+    if Others.keep_objects():
         yield
         return
     gc.freeze()
@@ -29,7 +28,13 @@ def old_objects_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-@cache
-def somebody_keeps_objects() -> bool:
-    """Whether they did when this was first asked: Python counts them one by one, 40 ms of many."""
-    return gc.get_freeze_count() > OF_PYTHON
+class Others:
+    """Whoever keeps objects for longer than a run."""
+
+    are_known = False
+
+    @classmethod
+    def keep_objects(cls) -> bool:
+        """Whether somebody does; where they do, Python counts them once: 40 ms of so many."""
+        cls.are_known = cls.are_known or gc.get_freeze_count() > OF_PYTHON
+        return cls.are_known

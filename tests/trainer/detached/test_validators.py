@@ -13,7 +13,7 @@ from tests.integration.runs import POLICY_ALONE, calls
 from tests.trainer.detached.test_run import detached
 from trainer import load_config
 from trainer.detached.recipe import DETACHED
-from trainer.detached.validators import LostValidators, at_once, rollouts_of, validators_of
+from trainer.detached.validators import LostValidators, at_once, validators_of
 from verl_like.errors import WorkerDiedError
 
 
@@ -28,7 +28,7 @@ def numbers_of(makers: list[Any]) -> list[int]:
 def test_every_maker_with_the_rollout_of_the_first_one_that_lives_validates() -> None:
     needed = ("data.train_files=x", "actor_rollout_ref.model.path=y", "detached.makers=4")
     config = load_config([*needed, "detached.maker_settings.1={name: hf}"], DETACHED)
-    makers, rollouts = some_makers(4), rollouts_of(config)
+    makers, rollouts = some_makers(4), [config.rollout_of(maker) for maker in range(4)]
     assert numbers_of(validators_of(makers, rollouts)) == [0, 2, 3]
 
     makers[0].has_ended = True

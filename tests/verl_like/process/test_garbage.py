@@ -7,17 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.process.garbage import old_objects_kept, somebody_keeps_objects
+from verl_like.process.garbage import Others, old_objects_kept
 
 
 @pytest.fixture
 def nothing_is_kept() -> Iterator[None]:
     """As in a process that nobody has prepared; that of the tests keeps its modules."""
     gc.unfreeze()
-    somebody_keeps_objects.cache_clear()
+    Others.are_known = False
     yield
     gc.freeze()
-    somebody_keeps_objects.cache_clear()
 
 
 def looked_at() -> set[int]:
@@ -49,6 +48,8 @@ def test_afterwards_it_looks_at_all_again_however_the_run_ended() -> None:
 @pytest.mark.usefixtures("nothing_is_kept")
 def test_what_somebody_keeps_for_longer_stays_kept() -> None:
     before: list[int] = []
+    with old_objects_kept():
+        pass  # when nobody did yet
     gc.freeze()
     new: list[int] = []
 
