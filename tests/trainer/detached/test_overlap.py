@@ -197,6 +197,11 @@ def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup
 
 
 def test_slow_weights_and_slow_updates_overlap_in_threads() -> None:
-    phases = Phases([0.005], [0.0], [0.02], [0.02])
-    serial = seconds_of_threads(phases, Setup(), 20)
-    assert seconds_of_threads(phases, Setup(max_staleness=1), 20) < 0.75 * serial
+    short = Phases([0.005], [0.0], [0.02], [0.02])
+    for longer in (1, 3, 10):  # a busy machine wakes threads late, by some milliseconds each
+        phases = short.times(longer, longer, longer)
+        serial = seconds_of_threads(phases, Setup(), 20)
+        overlapped = seconds_of_threads(phases, Setup(max_staleness=1), 20)
+        if overlapped < 0.75 * serial:
+            return
+    assert overlapped < 0.75 * serial
