@@ -116,7 +116,7 @@ def speed(folder: str, backend: str, rounds: int, steps: int, prompts: int) -> d
             facts = answer(start(name, folder, backend, str(steps), str(prompts)))
             rates.setdefault(name, []).append(rate(facts, prompts))
             share = driver_share(facts)
-            seen = f"{rates[name][-1]:.1f} samples/s, driver {share:.1%} of a core"
+            seen = f"{rates[name][-1]:.1f} samples/s, the driver's process {share:.1%} of a core"
             print(f"{backend} {name}: {seen}", file=sys.stderr)
             lengths += [length for length in facts["length"] if length]
             if name == "staleness_1":

@@ -56,7 +56,6 @@ from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.preflight import check_rollout
-from trainer.ppo.sampling import with_responses
 from trainer.ppo.step import PPOTrainer
 from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.timeline import Timeline
@@ -101,7 +100,6 @@ class DetachedTrainer(PPOTrainer):
         self.activity, self.ledger = Activity(), Ledger()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
         self._roles_of_makers = maker_roles(config)
-        self._rollouts = [config.rollout_of(maker) for maker in range(self.topology.makers)]
         self.feed = WeightFeed(config, self.groups, self.topology)
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
@@ -142,7 +140,7 @@ class DetachedTrainer(PPOTrainer):
                 self.maker_losses,
                 start_scoring=self.start_scoring if score_roles(config) else None,
                 weights_come_at_once=detached.new_weights == "at_once",
-                carries_over=self._rollouts[number].max_new_tokens_per_call is not None,
+                carries_over=config.rollout_of(number).max_new_tokens_per_call is not None,
                 keeps_samples=detached.on_maker_loss != "fail",
             )
             for number in range(self.topology.makers)
@@ -166,13 +164,11 @@ class DetachedTrainer(PPOTrainer):
     @property
     def validators(self) -> list[Maker]:
         """The makers that validate; the first of them scores, where makers do."""
-        return validators_of(self.source.makers, self._rollouts)
+        return validators_of(self.source.makers, self.config)
 
-    def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
-        """As PPO does, of a validation's samples: each maker that validates makes a part."""
-        asked = self.needed(batch, "rollout", "generate_sequences")
-        asked.meta_info = asked.meta_info | settings
-        return with_responses(batch, generate_in_parts(self.groups, self.validators, asked))
+    def ask_rollout(self, asked: DataProto) -> DataProto:
+        """Of a validation's samples each maker that validates makes a part."""
+        return generate_in_parts(self.groups, self.validators, asked)
 
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from trainer.detached.config import DetachedConfig
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
 from trainer.groups.worker_groups import WorkerGroups
@@ -18,14 +19,13 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.metrics import batch_alone
 from verl_like.errors import WorkerDiedError
-from workers.config import RolloutConfig
 
 
-def validators_of(makers: Sequence[Maker], rollouts: Sequence[RolloutConfig]) -> list[Maker]:
-    """Those of the makers that would validate now; `rollouts` by their numbers."""
+def validators_of(makers: Sequence[Maker], config: DetachedConfig) -> list[Maker]:
+    """Those of the makers that would validate now."""
     living = [maker for maker in makers if not maker.has_ended] or [makers[0]]
-    first = rollouts[living[0].number]
-    return [maker for maker in living if rollouts[maker.number] == first]
+    first = config.rollout_of(living[0].number)
+    return [maker for maker in living if config.rollout_of(maker.number) == first]
 
 
 def generate_in_parts(groups: WorkerGroups, makers: Sequence[Maker], asked: DataProto) -> DataProto:

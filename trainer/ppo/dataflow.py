@@ -60,7 +60,15 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
 
 
 STAGE_METHODS = {
-    "gen": ("make_samples", "generate", "greedy_scores", "roll_out", "with_rewards", "balance"),
+    "gen": (
+        "make_samples",
+        "generate",
+        "greedy_scores",
+        "roll_out",
+        "ask_rollout",
+        "with_rewards",
+        "balance",
+    ),
     "score": ("score", "launch_rewards", "policy_is_current"),
     "adv": ("estimate",),
     "update": ("update",),

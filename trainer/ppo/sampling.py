@@ -43,15 +43,18 @@ class SamplingTrainer(Trainer):
         return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
 
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
-        """The rows of prompts with a response each; `settings` go before those of the batch.
-
-        If the rollout loses a process meanwhile and can be replaced, its samples alone are made
-        again.
-        """
+        """The rows of prompts with a response each; `settings` go before those of the batch."""
         asked = self.needed(batch, "rollout", "generate_sequences")
         asked.meta_info = asked.meta_info | settings
+        return with_responses(batch, self.ask_rollout(asked))
+
+    def ask_rollout(self, asked: DataProto) -> DataProto:
+        """The rollout's samples of these rows.
+
+        If it loses a process meanwhile and can be replaced, its samples alone are made again.
+        """
         replace = self.replace_rollout if self.can_replace("rollout") else None
-        return with_responses(batch, generate(self.groups["rollout"], asked, replace))
+        return generate(self.groups["rollout"], asked, replace)
 
     def replace_rollout(self, error: LostSamplesError, kept: KeptSamples) -> Any:
         """The rollout's group that comes in the place of a lost one, with the weights of now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -182,13 +183,17 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
     return spent / num_steps
 
 
+def longer_and_longer(short: Phases) -> Iterator[Phases]:
+    """A busy machine wakes threads late, by some milliseconds each."""
+    for longer in (1, 3, 10):
+        yield short.times(longer, longer, longer)
+
+
 @pytest.mark.parametrize(
     "setup", [Setup(), Setup(max_staleness=1), Setup(num_makers=2, max_staleness=2)]
 )
 def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup) -> None:
-    short = Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])
-    for longer in (1, 3, 10):  # a busy machine wakes threads late, by some milliseconds each
-        phases = short.times(longer, longer, longer)
+    for phases in longer_and_longer(Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])):
         predicted = simulate(phases, setup, 8).seconds
         measured = seconds_of_threads(phases, setup, 8)
         if abs(measured / predicted - 1) < 0.15:
@@ -197,9 +202,7 @@ def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup
 
 
 def test_slow_weights_and_slow_updates_overlap_in_threads() -> None:
-    short = Phases([0.005], [0.0], [0.02], [0.02])
-    for longer in (1, 3, 10):  # a busy machine wakes threads late, by some milliseconds each
-        phases = short.times(longer, longer, longer)
+    for phases in longer_and_longer(Phases([0.005], [0.0], [0.02], [0.02])):
         serial = seconds_of_threads(phases, Setup(), 20)
         overlapped = seconds_of_threads(phases, Setup(max_staleness=1), 20)
         if overlapped < 0.75 * serial:

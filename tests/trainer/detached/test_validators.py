@@ -28,14 +28,14 @@ def numbers_of(makers: list[Any]) -> list[int]:
 def test_every_maker_with_the_rollout_of_the_first_one_that_lives_validates() -> None:
     needed = ("data.train_files=x", "actor_rollout_ref.model.path=y", "detached.makers=4")
     config = load_config([*needed, "detached.maker_settings.1={name: hf}"], DETACHED)
-    makers, rollouts = some_makers(4), [config.rollout_of(maker) for maker in range(4)]
-    assert numbers_of(validators_of(makers, rollouts)) == [0, 2, 3]
+    makers = some_makers(4)
+    assert numbers_of(validators_of(makers, config)) == [0, 2, 3]
 
     makers[0].has_ended = True
-    assert numbers_of(validators_of(makers, rollouts)) == [1]
+    assert numbers_of(validators_of(makers, config)) == [1]
 
     makers[1].has_ended = True
-    assert numbers_of(validators_of(makers, rollouts)) == [2, 3]
+    assert numbers_of(validators_of(makers, config)) == [2, 3]
 
 
 def test_each_maker_makes_a_part_of_a_validation(tiny_dir: Path, tmp_path: Path) -> None:
