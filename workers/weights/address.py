@@ -18,6 +18,8 @@ from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore, open_store
 
 LOOPBACK = "127.0.0.1"
+FORM_TIMEOUT = timedelta(seconds=20)
+"""How long a rank waits for the others to join."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class StoreParts:
             ended.part_of(store).delete_all()
 
 
-def open_weight_store(timeout: timedelta) -> tuple[dist.TCPStore, str]:
+def open_weight_store(timeout: timedelta = FORM_TIMEOUT) -> tuple[dist.TCPStore, str]:
     """A store on a free port, and its place `host:port`; on one machine that is loopback."""
     host = LOOPBACK if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else _own_address()
     store = open_store(host)
@@ -85,7 +87,7 @@ def _own_address() -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
-def join_weight_store(place: str, timeout: timedelta) -> dist.TCPStore:
+def join_weight_store(place: str, timeout: timedelta = FORM_TIMEOUT) -> dist.TCPStore:
     """The sender's store, from another process."""
     host, _, port = place.rpartition(":")
     try:

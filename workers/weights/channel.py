@@ -18,23 +18,27 @@ from __future__ import annotations
 
 import hmac
 import json
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
+from struct import Struct
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.errors import WeightSyncError
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore
-from workers.weights.address import LOOPBACK
 from workers.weights.checksum import Hashing, NamedTensors, Seen, byte_view
+from workers.weights.meeting import (
+    TRANSFER_TIMEOUT,
+    explained,
+    gloo_options,
+    gpu_of,
+    group_of_gpus,
+    meet,
+)
 
 END = -1
 """In the place of a bucket's size: there are no more."""
@@ -42,10 +46,10 @@ Sent = tuple[str, str, list[int], int]
 """Name, dtype, shape and hash of a tensor."""
 Manifest = dict[str, list[Any]]
 """Of every tensor, by name: dtype, shape and hash."""
-FORM_TIMEOUT = timedelta(seconds=20)
-"""How long a rank waits for the others to join."""
-TRANSFER_TIMEOUT = timedelta(seconds=120)
-"""How long one broadcast may take, the gathering of its tensors included."""
+Finish = Callable[[], None]
+"""Waits until something that has begun is done."""
+_LENGTHS = Struct("<qq")
+"""The first bytes of a header: the sizes of its bucket and of its text."""
 CLOSING = "weight channel's end"
 """The name of the threads in which a channel's groups end."""
 
@@ -79,10 +83,10 @@ class Channel:
         """The first bucket gets lost: a fault on purpose."""
         self._buffers = [_room_for(0) for _ in range(2)]
         size = num_receivers + 1
-        has_own_gpus = _meet(store, rank, num_receivers, gpu_of(device))
-        with _explained("the group of sender and receivers did not form"):
+        has_own_gpus = meet(store, rank, num_receivers, gpu_of(device))
+        with explained("the group of sender and receivers did not form"):
             own_store = dist.PrefixStore("weights", store)
-            self._group = dist.ProcessGroupGloo(own_store, rank, size, _gloo_options(store.host))
+            self._group = dist.ProcessGroupGloo(own_store, rank, size, gloo_options(store.host))
             self._gpu_group: Any = None
             if has_own_gpus:
                 self._gpu_group = group_of_gpus(store.unsigned("gpus"), rank, size)
@@ -99,24 +103,28 @@ class Channel:
         Their `hashes` are taken on the way unless they are given, by name. Of `changes` those are
         left out that every receiver holds.
         """
-        finish, num_buckets = None, 0
         held = None if changes is None else changes.held
         buckets = self._buckets(tensors, int(bucket_mb * 2**20), hashes or {}, held)
+        self.send_buckets(buckets, changes)
+
+    def send_buckets(
+        self, buckets: Iterable[tuple[list[Sent], Tensor]], changes: Changes | None = None
+    ) -> None:
+        """Broadcast what these hold; each payload must stay as it is until the next but one."""
+        num_buckets, before = 0, list[Finish]()
         for number, (sent, payload) in enumerate(buckets):
             num_buckets += 1
             if number == 0 and self.drops_first:
                 continue
-            if finish is not None:
-                finish()
-            self._send_header(payload.numel(), {"number": number, "tensors": sent})
-            finish = self._start_bucket(payload)
+            begun = self._start_header(payload.numel(), {"number": number, "tensors": sent})
+            begun.append(self._start_bucket(payload))
             self.num_bytes += payload.numel()
-        if finish is not None:
-            finish()
+            _finish(before)
+            before = begun
         whole: dict[str, Any] = {}
         if changes is not None:
             whole = {"manifest": self.manifest, "merging": changes.merging}
-        self._send_header(END, {"number": num_buckets, **whole})
+        _finish([*before, *self._start_header(END, {"number": num_buckets, **whole})])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the sender broadcasts, tensor by tensor, each valid until the next.
@@ -176,7 +184,7 @@ class Channel:
             self.seen[name] = seen
             if seen[0] != value:
                 self.corrupt.append(name)
-            yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
+            yield name, aligned(piece, dtype).view(dtype).reshape(shape)
 
     def close(self) -> None:
         """Let go of the groups, in a thread of its own: gloo takes 20 ms to stop its threads."""
@@ -188,7 +196,7 @@ class Channel:
     def all_agree(self, ok: bool) -> bool:
         """Whether every rank, the sender included, says ok."""
         votes = torch.tensor([0 if ok else 1])
-        with _explained("a rank left before the vote"):
+        with explained("a rank left before the vote"):
             options = dist.AllreduceOptions()
             options.timeout = TRANSFER_TIMEOUT
             self._group.allreduce([votes], options).wait()
@@ -239,27 +247,26 @@ class Channel:
             self._buffers[which] = _buffer_of(num_bytes)
         return self._buffers[which][:num_bytes]
 
-    def _send_header(self, size: int, header: dict[str, Any]) -> None:
-        """Send the size of the next bucket, and what it holds, signed."""
+    def _start_header(self, size: int, header: dict[str, Any]) -> list[Finish]:
+        """Begin to send the size of the next bucket, and what it holds, signed."""
         text = json.dumps(header).encode()
-        self._broadcast(torch.tensor([size, len(text)]))
-        self._broadcast(_tensor_of(self._sign(b"%d" % size, text)))
-        self._broadcast(_tensor_of(text))
+        first = _LENGTHS.pack(size, len(text)) + self._sign(b"%d" % size, text)
+        return [partial(_wait, self._start_broadcast(_tensor_of(part))) for part in (first, text)]
 
     def _receive_header(self) -> tuple[int, dict[str, Any] | None]:
         """The next bucket's size and header; none where it is not what the sender has signed."""
-        numbers = torch.zeros(2, dtype=torch.long)
-        self._broadcast(numbers)
-        size, length = numbers.tolist()
-        given, sent = _room_for(SIGNATURE_BYTES), _room_for(length)
-        self._broadcast(given)
+        first = _room_for(_LENGTHS.size + SIGNATURE_BYTES)
+        self._broadcast(first)
+        lengths, given = first.numpy().tobytes()[: _LENGTHS.size], first.numpy()[_LENGTHS.size :]
+        size, length = _LENGTHS.unpack(lengths)
+        sent = _room_for(length)
         self._broadcast(sent)
         text = sent.numpy().tobytes()
-        is_whole = hmac.compare_digest(given.numpy().tobytes(), self._sign(b"%d" % size, text))
+        is_whole = hmac.compare_digest(given.tobytes(), self._sign(b"%d" % size, text))
         header: dict[str, Any] | None = json.loads(text) if is_whole else None
         return size, header
 
-    def _start_bucket(self, payload: Tensor) -> Callable[[], None]:
+    def _start_bucket(self, payload: Tensor) -> Finish:
         """Begin to broadcast these bytes; what is returned waits until they are there."""
         if self._gpu_group is None:
             return partial(_wait, self._start_broadcast(payload))
@@ -281,73 +288,9 @@ class Channel:
     def _start_broadcast(self, tensor: Tensor, group: Any = None) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
-        with _explained("a broadcast could not begin"):
+        with explained("a broadcast could not begin"):
             work: dist.Work = (group or self._group).broadcast([tensor], options)
             return work
-
-
-def gpu_of(device: torch.device) -> str:
-    """A name that no other GPU has; none on a CPU, or without nccl."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return ""
-    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
-
-
-def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
-    """The group that buckets travel over where every rank has a GPU of its own, as nccl demands."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TRANSFER_TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _gloo_options(host: str) -> Any:
-    """Of a group that meets at this host: on loopback it stays there.
-
-    Elsewhere gloo takes the interface that GLOO_SOCKET_IFNAME names, or that of the host's name.
-    """
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = FORM_TIMEOUT
-    gloo = dist.ProcessGroupGloo
-    stays = host == LOOPBACK
-    options._devices = [
-        gloo.create_device(hostname=host) if stays else gloo.create_default_device()
-    ]
-    return options
-
-
-def _meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
-    """Wait until every rank is there; returns whether each has a GPU of its own.
-
-    The error names the ranks that did not come.
-    """
-    with _explained("cannot reach the sender's store"):
-        store.set(f"joined/{rank}", gpu or "no GPU")
-    if rank != 0:
-        with _explained("the sender is gone"), _naming_absent(store, num_receivers):
-            store.wait(["complete"], FORM_TIMEOUT)
-            return bool(store.get("complete") == b"own GPUs")
-
-    keys = [f"joined/{other}" for other in range(1, num_receivers + 1)]
-    with _explained("who has come is not known"), _naming_absent(store, num_receivers):
-        store.wait(keys, FORM_TIMEOUT)
-        gpus = [gpu, *(store.get(key).decode() for key in keys)]
-    has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
-    store.set("complete", "own GPUs" if has_own_gpus else "yes")
-    return has_own_gpus
-
-
-@contextmanager
-def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
-    """A wait in the store that ends in vain is an error about the ranks that did not come."""
-    try:
-        yield
-    except dist.DistStoreError as error:
-        ranks = range(num_receivers + 1)
-        absent = ", ".join(_who(rank) for rank in ranks if not store.check([f"joined/{rank}"]))
-        raise WeightSyncError(
-            f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent or _who(0)}: "
-            "not there. Is that worker alive, and not busy with another call?"
-        ) from error
 
 
 def _tensor_of(content: bytes) -> Tensor:
@@ -366,12 +309,17 @@ def _buffer_of(num_bytes: int) -> Tensor:
         return _room_for(num_bytes)
 
 
+def _finish(begun: Iterable[Finish]) -> None:
+    for finish in begun:
+        finish()
+
+
 def _wait(work: dist.Work) -> None:
-    with _explained("a broadcast broke off; a worker died or fell behind"):
+    with explained("a broadcast broke off; a worker died or fell behind"):
         work.wait()
 
 
-def _aligned(piece: Tensor, dtype: torch.dtype) -> Tensor:
+def aligned(piece: Tensor, dtype: torch.dtype) -> Tensor:
     """The piece itself, or a copy where it starts between two elements of `dtype`."""
     return piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
 
@@ -380,18 +328,3 @@ def dtype_of(name: str) -> torch.dtype:
     """The type of this name, as a bucket's header has it."""
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
-
-
-def _who(rank: int) -> str:
-    return f"rollout rank {rank - 1}" if rank else "the sender (actor rank 0)"
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Errors of torch's transport as `WeightSyncError`s that say what we were doing."""
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except (RuntimeError, dist.DistError) as error:
-        raise WeightSyncError(f"weight sync: {what}: {str(error).splitlines()[0]}") from error

@@ -31,7 +31,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore
 from workers.weights.address import Address, join_weight_store
-from workers.weights.channel import FORM_TIMEOUT, Channel
+from workers.weights.channel import Channel
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.kept import changes
 from workers.weights.snapshot import Snapshot, Snapshots
@@ -251,7 +251,10 @@ class WeightPublisher(WeightSender):
             ):
                 what = changes(store, num_receivers, snapshot.merging)
                 channel.drops_first = self.is_to_drop(snapshot.version)
-                channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
+                if what is None:
+                    channel.send_buckets(snapshot.buckets(int(bucket_mb * 2**20)))
+                else:
+                    channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
                 agreed = channel.all_agree(True)
         except WeightSyncError as error:
             self.parts.failed(Address.read(address))
@@ -278,7 +281,7 @@ class WeightPublisher(WeightSender):
         try:
             connection = self._idle_stores.pop()
         except IndexError:
-            connection = join_weight_store(address.place, FORM_TIMEOUT)
+            connection = join_weight_store(address.place)
         yield address.part_of(connection)
         self.parts.delete(address, connection)
         self._idle_stores.append(connection)  # after an error it may be broken, and is let go

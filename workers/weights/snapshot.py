@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
+from workers.weights.channel import Sent, aligned
 from workers.weights.checksum import Hashing, NamedTensors, byte_view
 from workers.weights.kept import effective_tensors
 
@@ -22,8 +23,60 @@ BUFFER_TIMEOUT_S = 120.0
 """How long a publication waits for a delivery to end whose memory it needs."""
 
 
+class Memory:
+    """Host memory that is filled from its begin, and then again: what is alike lies alike."""
+
+    BLOCK = 2**26
+    """Bytes that are taken at once; of one that is filled in part, the rest is not resident."""
+
+    def __init__(self) -> None:
+        """Nothing is taken."""
+        self._blocks: list[Tensor] = []
+        self._block = self._filled = 0
+
+    def begin(self) -> None:
+        """Fill it anew."""
+        self._block = self._filled = 0
+
+    def take(self, num_bytes: int) -> Place:
+        """The next bytes."""
+        start = self._filled
+        while self._block < len(self._blocks):
+            if start + num_bytes <= len(self._blocks[self._block]):
+                break
+            if start:
+                self._block, start = self._block + 1, 0
+            else:
+                del self._blocks[self._block]
+        else:
+            self._blocks.append(torch.empty(max(num_bytes, self.BLOCK), dtype=torch.uint8))
+        self._filled = start + num_bytes
+        return Place(self._blocks[self._block], start, self._filled)
+
+
+class Place(NamedTuple):
+    """Bytes of a block."""
+
+    block: Tensor
+    start: int
+    end: int
+
+    @property
+    def content(self) -> Tensor:
+        """The bytes."""
+        return self.block[self.start : self.end]
+
+    def follows(self, other: Place) -> bool:
+        """Whether it begins where the other one ends."""
+        return self.block is other.block and self.start == other.end
+
+
 class Snapshot:
-    """The full weights of one version, with the hash of every tensor."""
+    """The full weights of one version, with the hash of every tensor.
+
+    They lie behind each other, so that a bucket is a stretch of them: a delivery copies nothing,
+    and has next to nothing to do in Python beside the trainer's own work.
+    """
 
     def __init__(self) -> None:
         """Empty: it holds no version."""
@@ -33,6 +86,8 @@ class Snapshot:
         self.merging: dict[str, Any] | None = None
         """Where adapters come apart from their base: how they are put together."""
         self.num_readers = 0
+        self._memory = Memory()
+        self._places: dict[str, Place] = {}
 
     def fill(
         self,
@@ -41,17 +96,33 @@ class Snapshot:
         hashing: Hashing,
         merging: dict[str, Any] | None = None,
     ) -> None:
-        """Copy these tensors, into the memory of the version before where they have its shapes."""
-        before, self.tensors, self.hashes = self.tensors, {}, {}
+        """Copy these tensors, into the memory of the version before."""
+        self.tensors, self.hashes, self._places = {}, {}, {}
         self.version, self.merging = None, merging
+        self._memory.begin()
         for name, tensor in tensors:
-            own = before.pop(name, None)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = torch.empty(tensor.shape, dtype=tensor.dtype)
             source = byte_view(tensor.detach().cpu().contiguous()).numpy()
-            self.hashes[name] = hashing.of_copied(byte_view(own).numpy(), source)
-            self.tensors[name] = own
+            self._places[name] = place = self._memory.take(len(source))
+            self.hashes[name] = hashing.of_copied(place.content.numpy(), source)
+            content = aligned(place.content, tensor.dtype)
+            self.tensors[name] = content.view(tensor.dtype).view(tensor.shape)
         self.version = version
+
+    def buckets(self, limit: int) -> Iterator[tuple[list[Sent], Tensor]]:
+        """All of it, in pieces of at most so many bytes; a tensor that is larger comes alone."""
+        sent: list[Sent] = []
+        whole = None
+        for name, place in self._places.items():
+            tensor = self.tensors[name]
+            if whole is not None and place.follows(whole) and place.end - whole.start <= limit:
+                whole = whole._replace(end=place.end)
+            else:
+                if whole is not None:
+                    yield sent, whole.content
+                sent, whole = [], place
+            sent.append((name, str(tensor.dtype), list(tensor.shape), self.hashes[name]))
+        if whole is not None:
+            yield sent, whole.content
 
     def effective(self) -> Iterable[tuple[str, Tensor]]:
         """The weights as a rollout has them in the end."""

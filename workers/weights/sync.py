@@ -34,7 +34,7 @@ from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore, new_secret
 from workers.models.lora import adapter_facts
 from workers.weights.address import Address, StoreParts, join_weight_store, open_weight_store
-from workers.weights.channel import FORM_TIMEOUT, Channel
+from workers.weights.channel import Channel
 from workers.weights.checksum import NamedTensors, Seen
 from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
@@ -249,7 +249,7 @@ class WeightSender:
             return Address(self._opened_store()[1], self._num_channels, new_secret())
 
     def _opened_store(self) -> tuple[dist.TCPStore, str]:
-        self._weight_store = self._weight_store or open_weight_store(FORM_TIMEOUT)
+        self._weight_store = self._weight_store or open_weight_store()
         return self._weight_store
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, keeps_state=True)
@@ -396,5 +396,5 @@ class WeightReceiver:
         """
         place = address.place
         if self._joined_store is None or self._joined_store[1] != place:
-            self._joined_store = join_weight_store(place, FORM_TIMEOUT), place
+            self._joined_store = join_weight_store(place), place
         return address.part_of(self._joined_store[0])

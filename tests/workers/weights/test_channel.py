@@ -146,10 +146,10 @@ def test_a_dropped_bucket_is_caught(
 
 def announced(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """What the sender says that a bucket holds is `change` of it."""
-    announce = weight_channel.Channel._send_header
+    announce = weight_channel.Channel._start_header
     monkeypatch.setattr(
         weight_channel.Channel,
-        "_send_header",
+        "_start_header",
         lambda channel, size, held: announce(channel, size, change(held) if held else held),
     )
 

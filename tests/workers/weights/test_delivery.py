@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import workers.weights.channel as weight_channel
 from tests.verl_like.groups import start
 from tests.workers.stand_ins import (
     Group,
@@ -25,7 +24,7 @@ from tests.workers.stand_ins import (
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
-from workers.weights import delivery
+from workers.weights import delivery, meeting
 from workers.weights import snapshot as weight_snapshot
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
@@ -117,7 +116,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
 def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=2))
     alone = Group([Receiver(0, 2)])
     alone.world_size = 2
     publish_weights(actor, 0)

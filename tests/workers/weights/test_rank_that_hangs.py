@@ -20,7 +20,7 @@ from verl_like import Dispatch, Worker, register
 from verl_like.calls import deadlock, stopped
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
-from workers.weights import channel, sync
+from workers.weights import channel, meeting, sync
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
 from workers.weights.sync import WeightReceiver, sync_weights
 
@@ -35,11 +35,11 @@ class Fault:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def prepare(self, rank: int, how: str) -> None:
         """At the vote this rank does so; and nobody waits long for who does not come."""
-        channel.FORM_TIMEOUT = timedelta(seconds=2)
+        meeting.FORM_TIMEOUT = timedelta(seconds=2)
         if self.rank != rank:
             return
         if how == "does not come":
-            channel._meet = lambda *_: time.sleep(60)
+            channel.meet = lambda *_: time.sleep(60)
         vote = channel.Channel.all_agree
 
         def hit(own: Any, ok: bool) -> bool:

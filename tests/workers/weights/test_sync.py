@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import workers.weights.channel as weight_channel
 import workers.weights.sync as weight_sync
 from tests.workers.kept_ranks import run_kept
 from tests.workers.prompts import prompt_batch
@@ -36,6 +35,7 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.store import SignedStore, new_secret
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
+from workers.weights import meeting
 from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
 from workers.weights.delivery import deliver_weights, publish_weights
@@ -224,7 +224,7 @@ def test_a_group_in_the_drivers_own_thread_syncs_with_a_larger_one(
     senders: Group, receivers: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=5))
     sync_weights(senders, receivers, 0)
     assert set(checksums(receivers)) == {checksums(senders)[0]}
 
@@ -281,7 +281,7 @@ def test_what_a_failed_sync_has_left_in_the_store_goes_with_a_later_one(
 ) -> None:
     publish_weights(actor, 1)
     ways: dict[str, Callable[..., Any]] = {"sync": sync_weights, "delivery": deliver_weights}
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=0.2))
     monkeypatch.setattr(rollout.workers[1], "receive_weights", lambda *_: SyncReport())
     with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
         ways[fails](actor, rollout, 1)
@@ -324,7 +324,7 @@ def test_what_a_stranger_writes_over_ends_a_sync_in_words(
 
     sync_weights(actor, rollout, 0)
     monkeypatch.setattr(SignedStore, "set", written_over)
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=0.2))
     with pytest.raises(WeightSyncError, match="was not written by a process of this run"):
         sync_weights(actor, rollout, 1)
     assert versions(rollout) == [0, 0]
@@ -369,7 +369,7 @@ def test_what_is_refused_is_sent_once_more(
 
 
 def test_an_engine_that_never_joins_is_named(actor: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=1))
     rollout = Group([Receiver(0, 2)])
     rollout.world_size = 2
     with pytest.raises(WeightSyncError, match="rollout rank 1: not there") as caught:
