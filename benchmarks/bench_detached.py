@@ -1,26 +1,30 @@
 """Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
 
     python benchmarks/bench_detached.py [--only speed,ray,driver,slow,memory] [--json FILE]
-        [--rounds 2] [--steps 20] [--prompts 16] [--layers 2]
+        [--rounds 8] [--window 10] [--prompts 16] [--layers 2]
     python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
-(`detached_side.py`); sides run in turn, and the median over rounds counts; each round is printed
-as it ends. A rate is samples a second of the steps after `WARM_UP`. The last steps of a detached
-run, for which nothing is made any more, do not count. `speed` is `backend=local`, whose makers are
-child processes; `ray` is Ray, and `driver` what the driver's process takes of a core there, by
-threads, beside what Ray alone takes for the same calls with nothing done.
-Run it on an idle machine with two cores.
+(`detached_side.py`). All are started, and then run in turn, a window of steps in every round, while
+the others rest: so a machine that others slow for minutes slows all sides alike. A rate is samples
+a second of a window, whose first `SETTLE` steps do not count, since makers go on for a batch when a
+trainer rests. The median over rounds counts, of rates as of ratios of two rates of the same round;
+each round is printed as it ends. `speed` is `backend=local`, whose makers are child processes;
+`ray` is Ray, and `driver` what the driver's process takes of a core there, by threads, beside what
+Ray alone takes for the same calls with nothing done. Run it on an idle machine with two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,12 @@ from sides import ENV, HERE
 SIDE = str(HERE / "detached_side.py")
 BARE_DRIVER = str(HERE / "bare_driver_side.py")
 STEPS = 20
-"""Steps of a run."""
+"""Steps of a run that does not rest."""
+SETTLE = 5
+"""Steps of a window that do not count."""
+WITHOUT_END = 10**6
+"""Steps of a run that is stopped."""
+DRIVER_ROUNDS = 2
 ALONE = ("makers_alone", "trainer_alone")
 SIDES = {
     "local": ("synchronous", "staleness_0", "staleness_1", "staleness_4", *ALONE),
@@ -51,11 +60,11 @@ LIMITS: dict[str, tuple[str, float]] = {
 Facts = dict[str, list[float]]
 
 
-def start(*arguments: str, script: str = SIDE) -> subprocess.Popen[str]:
+def start(*arguments: str, script: str = SIDE, stdin: int | None = None) -> subprocess.Popen[str]:
     """A side, in a process of its own."""
     env = ENV | {"PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, script, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
@@ -71,79 +80,133 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(lines[-1])
 
 
-def rate(facts: Facts, prompts: int) -> float:
-    """Samples a second of the steps that count."""
-    ended = facts["ended"][WARM_UP - 1 : len(facts["ended"]) - LAST]
-    return prompts * NUM_SAMPLES * (len(ended) - 1) / (ended[-1] - ended[0])
+class PausedSide:
+    """A side that runs a window of steps when it is asked to, and rests in between."""
+
+    def __init__(self, name: str, folder: str, backend: str, options: argparse.Namespace) -> None:
+        """It starts, and rests after a first window."""
+        sizes = map(str, (WITHOUT_END, options.prompts, SETTLE + options.window))
+        self._process = start(name, folder, backend, *sizes, stdin=subprocess.PIPE)
+        self._name, self._num_samples = name, options.prompts * NUM_SAMPLES
+        self._num_asked = 1
+
+    def begin(self, windows: int = 1) -> None:
+        """Ask for one, or for more without a rest."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        self._process.stdin.write("\n" * windows)
+        self._process.stdin.flush()
+        self._num_asked += windows
+
+    def end(self) -> Facts:
+        """What was measured in what was asked for, without the steps that do not count."""
+        assert self._process.stdout is not None, "it was started with a pipe"
+        facts: Facts = defaultdict(list)
+        while self._num_asked:
+            line = self._process.stdout.readline()
+            if not line:
+                sys.exit(f"{self._name} failed: its error stands above.")
+            if line.startswith("{"):
+                self._num_asked -= 1
+                for key, values in json.loads(line).items():
+                    facts[key] += values
+        return {key: values[SETTLE - 1 :] for key, values in facts.items()}
+
+    def rate(self, ended: list[float]) -> float:
+        """Samples a second from the first to the last of these ends of steps."""
+        return self._num_samples * (len(ended) - 1) / (ended[-1] - ended[0])
+
+    def close(self) -> None:
+        """Have it end, where it rests."""
+        self._process.communicate()
 
 
 def driver_share(facts: Facts) -> float:
     """Of a core, by the driver's process."""
-    counted = slice(WARM_UP - 1, len(facts["ended"]) - LAST)
-    ended, used = facts["ended"][counted], facts["cpu_s"][counted]
+    ended, used = facts["ended"], facts["cpu_s"]
     return (used[-1] - used[0]) / (ended[-1] - ended[0])
 
 
-def rates_at_once(folder: str, backend: str, prompts: int) -> dict[str, float]:
+def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict[str, float]:
     """Makers and trainer alone, but at once: what they cost each other without a word between.
 
-    Of the time in which both were at work; a side that ends first is started with more steps.
+    Of the time in which both were at work; the faster one, by `alone`, is asked for more steps.
     """
-    steps = {"makers_alone": 3 * STEPS, "trainer_alone": STEPS}
-    processes = {
-        name: start(name, folder, backend, str(n), str(prompts)) for name, n in steps.items()
-    }
-    found = {name: answer(process) for name, process in processes.items()}
-    begin = max(facts["ended"][WARM_UP - 1] for facts in found.values())
-    end = min(facts["ended"][-1] for facts in found.values())
+    slower = min(alone.values())
+    for name, rate in alone.items():
+        sides[name].begin(math.ceil(rate / slower))
+    ended = {name: sides[name].end()["ended"] for name in alone}
+    begin = max(times[0] for times in ended.values())
+    end = min(times[-1] for times in ended.values())
     rates = {}
-    for name, facts in found.items():
-        within = [time for time in facts["ended"] if begin <= time <= end]
-        if len(within) < WARM_UP:
-            return {}
-        rate_within = (len(within) - 1) / (within[-1] - within[0])
-        rates[f"{name} at once"] = prompts * NUM_SAMPLES * rate_within
+    for name, times in ended.items():
+        within = [time for time in times if begin <= time <= end]
+        rates[f"{name} at once"] = sides[name].rate(within)
     return rates
 
 
-def speed(folder: str, backend: str, rounds: int, steps: int, prompts: int) -> dict[str, float]:
+def speed(folder: str, backend: str, options: argparse.Namespace) -> dict[str, float]:
     """Samples a second of every side, and what staleness 1 makes of them."""
-    rates: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = defaultdict(list)
     shares: list[float] = []
     lengths: list[float] = []
-    for _ in range(rounds):
-        for name in SIDES[backend]:
-            facts = answer(start(name, folder, backend, str(steps), str(prompts)))
-            rates.setdefault(name, []).append(rate(facts, prompts))
-            share = driver_share(facts)
-            seen = f"{rates[name][-1]:.1f} samples/s, the driver's process {share:.1%} of a core"
-            print(f"{backend} {name}: {seen}", file=sys.stderr)
+    sides = {name: PausedSide(name, folder, backend, options) for name in SIDES[backend]}
+    for side in sides.values():
+        side.end()
+
+    for number in range(options.rounds):
+        # every other round in the other order: a machine that gets slower favours neither
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            sides[name].begin()
+            facts = sides[name].end()
+            rates[name].append(sides[name].rate(facts["ended"]))
             lengths += [length for length in facts["length"] if length]
             if name == "staleness_1":
-                shares.append(share)
-        if backend == "local":
-            for name, found in rates_at_once(folder, backend, prompts).items():
-                rates.setdefault(name, []).append(found)
+                shares.append(driver_share(facts))
+        for name, rate in rates_at_once(sides, {name: rates[name][-1] for name in ALONE}).items():
+            rates[name].append(rate)
+        seen = ", ".join(f"{name} {of[-1]:.1f}" for name, of in rates.items())
+        print(f"{backend}, round {number + 1}: {seen} samples/s", file=sys.stderr)
+    for side in sides.values():
+        side.close()
 
     found = {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
-    middle = {name: statistics.median(of) for name, of in rates.items()}
-    ahead = middle["staleness_1"]
     found["mean length, tokens"] = statistics.mean(lengths)
-    found["staleness 1 over the synchronous run"] = ahead / middle["synchronous"]
-    if "split" in middle:
-        found["staleness 1 over placement=split"] = ahead / middle["split"]
-        apart = middle["critic_apart"] / middle["split"]
-        found["staleness 1 over placement=split, critic apart in both"] = apart
-    found["staleness 1 over the slower side alone"] = ahead / min(middle[name] for name in ALONE)
-    if "trainer_alone at once" in middle:
-        at_once = min(middle[f"{name} at once"] for name in ALONE)
-        found["staleness 1 over the slower side, both at once"] = ahead / at_once
+    found |= compared(rates)
     if backend == "ray":  # in process the driver is the trainer as well
         found["driver, share of a core"] = statistics.median(shares)
     return found
 
 
-def driver(folder: str, rounds: int, steps: int) -> dict[str, float]:
+def compared(rates: dict[str, list[float]]) -> dict[str, float]:
+    """What staleness 1 makes of the others' rates: the median and the quartiles over rounds.
+
+    Both rates of a ratio are of the same round: the machine was as fast for the one as for the
+    other.
+    """
+    pairs = {
+        "staleness 1 over the synchronous run": ("staleness_1", "synchronous"),
+        "staleness 1 over placement=split": ("staleness_1", "split"),
+        "staleness 1 over placement=split, critic apart in both": ("critic_apart", "split"),
+        "staleness 1 over the slower side alone": ("staleness_1", slower_of(rates, ALONE)),
+    }
+    at_once = slower_of(rates, [f"{name} at once" for name in ALONE])
+    pairs["staleness 1 over the slower side, both at once"] = ("staleness_1", at_once)
+    found = {}
+    for key, (name, other) in pairs.items():
+        if other in rates:
+            ratios = [a / b for a, b in zip(rates[name], rates[other], strict=True)]
+            first, found[key], third = statistics.quantiles(ratios, n=4, method="inclusive")
+            found[f"{key}, first quartile"] = first
+            found[f"{key}, third quartile"] = third
+    return found
+
+
+def slower_of(rates: dict[str, list[float]], names: Sequence[str]) -> str:
+    """The side with the lower median."""
+    return min(names, key=lambda name: statistics.median(rates[name]))
+
+
+def driver(folder: str, rounds: int) -> dict[str, float]:
     """Milliseconds of a core that the driver's process takes a step, by kind of thread, on Ray.
 
     On a machine that is not idle they are more, but far less so than times by the clock.
@@ -152,12 +215,12 @@ def driver(folder: str, rounds: int, steps: int) -> dict[str, float]:
     for prompts in (NUM_PROMPTS, 4 * NUM_PROMPTS):
         samples = prompts * NUM_SAMPLES
         for _ in range(rounds):
-            facts = answer(start("staleness_1", folder, "ray", str(steps), str(prompts)))
+            facts = answer(start("staleness_1", folder, "ray", str(STEPS), str(prompts)))
             taken = [key for key in facts if key.startswith("cpu_s of ")]
             ms = {key: 1e3 * (facts[key][1] - facts[key][0]) for key in taken}
             for key, value in {"all": sum(ms.values()), **ms}.items():
                 row = f"{samples} samples: {key.removeprefix('cpu_s of ')}, ms a step"
-                found.setdefault(row, []).append(value / (steps - LAST - WARM_UP))
+                found.setdefault(row, []).append(value / (STEPS - LAST - WARM_UP))
     for _ in range(rounds):
         bare = answer(start(script=BARE_DRIVER))
         found.setdefault("64 samples: Ray alone, idle, ms a step", []).append(bare["ms"])
@@ -165,14 +228,13 @@ def driver(folder: str, rounds: int, steps: int) -> dict[str, float]:
     return {row: statistics.median(values) for row, values in found.items()}
 
 
-def slow(folder: str, rounds: int) -> dict[str, float]:
+def slow(folder: str) -> dict[str, float]:
     """Twenty steps with a slow send and a slow update: overlapped over one after the other."""
-    seconds: dict[str, list[float]] = {"slow_serial": [], "slow_overlapped": []}
-    for _ in range(rounds):
-        for name, times in seconds.items():
-            ended = answer(start(name, folder, "local", "21"))["ended"]
-            times.append(ended[-1] - ended[0])
-    serial, overlapped = (statistics.median(times) for times in seconds.values())
+    seconds = []
+    for name in ("slow_serial", "slow_overlapped"):
+        ended = answer(start(name, folder, "local", "21"))["ended"]
+        seconds.append(ended[-1] - ended[0])
+    serial, overlapped = seconds
     return {
         "20 steps one after the other, s": serial,
         "20 steps overlapped, s": overlapped,
@@ -252,8 +314,8 @@ def main() -> None:
     """Measure what was asked for, then say which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="speed,ray,driver,slow,memory")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rounds", type=int, default=8, help="2 or more")
+    parser.add_argument("--window", type=int, default=10, help="steps of a side that count a round")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
     parser.add_argument("--layers", type=int, default=2, help="of the policy and of the critic")
     parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
@@ -261,6 +323,8 @@ def main() -> None:
     parser.add_argument("--learning-steps", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds needs 2 or more: a median has quartiles.")
 
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -271,11 +335,11 @@ def main() -> None:
         for section in sections:
             if section in ("speed", "ray"):
                 backend = "local" if section == "speed" else "ray"
-                found = speed(folder, backend, options.rounds, options.steps, options.prompts)
+                found = speed(folder, backend, options)
             elif section == "driver":
-                found = driver(folder, options.rounds, options.steps)
+                found = driver(folder, DRIVER_ROUNDS)
             elif section == "slow":
-                found = slow(f"{folder}/letters", 1)
+                found = slow(f"{folder}/letters")
             elif section == "memory":
                 found = memory(folder)
             elif section == "learning":

@@ -1,9 +1,11 @@
 """One measured run of detached PPO or of what it is compared with, in a process of its own.
 
     python benchmarks/detached_side.py make FOLDER [LAYERS]
-    python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS [PROMPTS]
+    python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS [PROMPTS [WINDOW]]
 
 prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`, PROMPTS how many a step has.
+With WINDOW the run rests after every so many steps: it prints what it has measured in them, and
+goes on when it reads a line, or ends when there is none.
 Policy and critic are Llamas of hidden size 64, with two layers unless said. The model ends a
 response at every token alike with a chance of 1/32, so lengths are geometric with a mean of 32, of
 256 at most; a learning rate of 1e-6 leaves that as it is.
@@ -139,7 +141,7 @@ SIDES = {
     "staleness_1": Side(("detached.max_staleness=1",)),
     "critic_apart": Side(("detached.max_staleness=1", *CRITIC_APART)),
     "staleness_4": Side(("detached.max_staleness=4",)),
-    "makers_alone": Side(("detached.max_staleness=1000",), trainer=MakersAlone),
+    "makers_alone": Side(("detached.max_staleness=1",), trainer=MakersAlone),
     "trainer_alone": Side(ROLLOUT_APART, is_detached=False, trainer=TrainerAlone),
     "slow_serial": Side((*SLOW, "detached.max_staleness=0"), trainer=SlowUpdate),
     "slow_overlapped": Side((*SLOW, "detached.max_staleness=1"), trainer=SlowUpdate),
@@ -161,12 +163,17 @@ def cpu_by_kind() -> Counter[str]:
     return used
 
 
+class Enough(BaseException):
+    """No more steps are asked for."""
+
+
 class Meter:
     """When each step ended, and what this process had used by then."""
 
-    def __init__(self, run_folder: str) -> None:
-        """No step has ended."""
+    def __init__(self, run_folder: str, window: int | None = None) -> None:
+        """No step has ended. The run rests after every `window` steps, if that is given."""
         self._metrics = Path(run_folder) / "metrics.jsonl"
+        self._window = window
         self.facts: dict[str, list[float]] = defaultdict(list)
 
     def on_step_end(self, trainer: Any, metrics: Metrics) -> None:
@@ -182,6 +189,11 @@ class Meter:
         self.facts["length"].append(metrics.get("response_length/mean", 0.0))
         self.facts["staleness"].append(metrics.get("detached/staleness/mean", 0.0))
         self.facts["score"].append(metrics.get("critic/score/mean", 0.0))
+        if self._window is not None and trainer.global_step % self._window == 0:
+            print(json.dumps(self.facts), flush=True)
+            self.facts.clear()
+            if not sys.stdin.readline():
+                raise Enough
 
     def on_train_end(self, trainer: Any) -> None:
         """Without metrics no report is drawn, which would take longer than the steps."""
@@ -236,15 +248,16 @@ def overrides(folder: Path, run_folder: str, backend: str, steps: int, prompts: 
 
 
 def measure(
-    name: str, folder: Path, backend: str, steps: int, prompts: int
+    name: str, folder: Path, backend: str, steps: int, prompts: int, window: int | None = None
 ) -> dict[str, list[float]]:
-    """A run of so many steps: what `Meter` saw."""
+    """A run of so many steps: what `Meter` saw since the last window."""
     side = SIDES[name]
     with tempfile.TemporaryDirectory() as run_folder:
         settings = [*overrides(folder, run_folder, backend, steps, prompts), *side.overrides]
         config = load_config(settings, DETACHED) if side.is_detached else load_config(settings)
-        meter = Meter(run_folder)
-        run(config, side.trainer, callbacks=[meter])
+        meter = Meter(run_folder, window)
+        with suppress(Enough):
+            run(config, side.trainer, callbacks=[meter])
     return meter.facts
 
 
@@ -253,9 +266,11 @@ def main() -> None:
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]), *map(int, sys.argv[3:]))
         return
-    name, folder, backend, steps, *size = sys.argv[1:]
-    prompts = int(size[0]) if size else NUM_PROMPTS
-    print(json.dumps(measure(name, Path(folder), backend, int(steps), prompts)), flush=True)
+    name, folder, backend, *sizes = sys.argv[1:]
+    steps, *rest = map(int, sizes)
+    prompts = rest[0] if rest else NUM_PROMPTS
+    window = rest[1] if len(rest) > 1 else None
+    print(json.dumps(measure(name, Path(folder), backend, steps, prompts, window)), flush=True)
 
 
 if __name__ == "__main__":
