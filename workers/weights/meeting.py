@@ -56,12 +56,12 @@ def meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
     with explained("cannot reach the sender's store"):
         store.set(f"joined/{rank}", gpu or "no GPU")
     if rank != 0:
-        with explained("the sender is gone"), naming_absent(store, num_receivers):
+        with explained("the sender is gone"), _naming_absent(store, num_receivers):
             store.wait(["complete"], FORM_TIMEOUT)
             return bool(store.get("complete") == b"own GPUs")
 
     keys = [f"joined/{other}" for other in range(1, num_receivers + 1)]
-    with explained("who has come is not known"), naming_absent(store, num_receivers):
+    with explained("who has come is not known"), _naming_absent(store, num_receivers):
         store.wait(keys, FORM_TIMEOUT)
         gpus = [gpu, *(store.get(key).decode() for key in keys)]
     has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
@@ -70,7 +70,7 @@ def meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
 
 
 @contextmanager
-def naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
+def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
     """A wait in the store that ends in vain is an error about the ranks that did not come."""
     try:
         yield
