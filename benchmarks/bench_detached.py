@@ -10,8 +10,9 @@ the others rest: so a machine that others slow for minutes slows all sides alike
 a second of a window, whose first `SETTLE` steps do not count, since makers go on for a batch when a
 trainer rests. The median over rounds counts, of rates as of ratios of two rates of the same round;
 each round is printed as it ends. `speed` is `backend=local`, whose makers are child processes;
-`ray` is Ray, and `driver` what the driver's process takes of a core there, by threads, beside what
-Ray alone takes for the same calls with nothing done. Run it on an idle machine with two cores.
+`ray` is Ray, one cluster for all sides, and `driver` what the driver's process takes of a core
+there, by threads, beside what Ray alone takes for the same calls with nothing done. Run it on an
+idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,13 @@ LIMITS: dict[str, tuple[str, float]] = {
 Facts = dict[str, list[float]]
 
 
-def start(*arguments: str, script: str = SIDE, stdin: int | None = None) -> subprocess.Popen[str]:
-    """A side, in a process of its own."""
+def start(
+    *arguments: str, script: str = SIDE, stdin: int | None = None, cluster: str | None = None
+) -> subprocess.Popen[str]:
+    """A side, in a process of its own; on Ray in the `cluster` of that address, or in its own."""
     env = ENV | {"PYTHONPATH": str(HERE.parent)}
+    if cluster is not None:
+        env["RAY_ADDRESS"] = cluster
     command = [sys.executable, script, *arguments]
     return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=env)
 
@@ -83,10 +89,13 @@ def answer(process: subprocess.Popen[str]) -> Any:
 class PausedSide:
     """A side that runs a window of steps when it is asked to, and rests in between."""
 
-    def __init__(self, name: str, folder: str, backend: str, options: argparse.Namespace) -> None:
-        """It starts, and rests after a first window."""
+    def __init__(
+        self, name: str, folder: str, cluster: str | None, options: argparse.Namespace
+    ) -> None:
+        """It starts, in that Ray cluster or in process, and rests after a first window."""
         sizes = map(str, (WITHOUT_END, options.prompts, SETTLE + options.window))
-        self._process = start(name, folder, backend, *sizes, stdin=subprocess.PIPE)
+        backend = "local" if cluster is None else "ray"
+        self._process = start(name, folder, backend, *sizes, stdin=subprocess.PIPE, cluster=cluster)
         self._name, self._num_samples = name, options.prompts * NUM_SAMPLES
         self._num_asked = 1
 
@@ -144,12 +153,39 @@ def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict
     return rates
 
 
+@contextmanager
+def cluster_for_all(backend: str) -> Iterator[str | None]:
+    """The address of one Ray cluster; None in process.
+
+    Clusters that rest use a twentieth of a core each, which sides that compute on both cores would
+    miss, and sides that compute on one would not.
+    """
+    if backend == "local":
+        yield None
+        return
+    process = start("cluster", stdin=subprocess.PIPE)
+    assert process.stdout is not None, "it was started with a pipe"
+    answered = (line for line in process.stdout if line.startswith("{"))
+    answer_of_cluster = next(answered, None)
+    if answer_of_cluster is None:
+        sys.exit("no Ray cluster started: its error stands above.")
+    yield json.loads(answer_of_cluster)["address"]
+    process.communicate()
+
+
 def speed(folder: str, backend: str, options: argparse.Namespace) -> dict[str, float]:
     """Samples a second of every side, and what staleness 1 makes of them."""
+    with cluster_for_all(backend) as cluster:
+        return speed_in(cluster, folder, options)
+
+
+def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> dict[str, float]:
+    """`speed` in that Ray cluster, or in process."""
+    backend = "local" if cluster is None else "ray"
     rates: dict[str, list[float]] = defaultdict(list)
     shares: list[float] = []
     lengths: list[float] = []
-    sides = {name: PausedSide(name, folder, backend, options) for name in SIDES[backend]}
+    sides = {name: PausedSide(name, folder, cluster, options) for name in SIDES[backend]}
     for side in sides.values():
         side.end()
 

@@ -2,8 +2,10 @@
 
     python benchmarks/detached_side.py make FOLDER [LAYERS]
     python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS [PROMPTS [WINDOW]]
+    python benchmarks/detached_side.py cluster
 
 prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`, PROMPTS how many a step has.
+`cluster` prints the address of a Ray cluster, which ends with its standard input.
 With WINDOW the run rests after every so many steps: it prints what it has measured in them, and
 goes on when it reads a line, or ends when there is none.
 Policy and critic are Llamas of hidden size 64, with two layers unless said. The model ends a
@@ -43,6 +45,8 @@ WARM_UP, LAST = 4, 5
 """Steps that do not count at a run's begin and at its end."""
 KEPT_BATCHES = 4
 """Batches that a trainer alone is given in turn."""
+CPUS_OF_SIDES = 32
+"""As many as the sides of a cluster claim together; one of them computes at a time."""
 KINDS = {"main": "the step", "maker": "makers", "reward": "rewards", "ray": "Ray's own"}
 """Word in the name of a thread -> what it is for."""
 
@@ -261,8 +265,22 @@ def measure(
     return meter.facts
 
 
+def keep_cluster() -> None:
+    """One Ray cluster, for all sides that run in turn."""
+    import ray
+
+    from verl_like.backends.ray import connect
+
+    connect(num_cpus=CPUS_OF_SIDES)
+    print(json.dumps({"address": ray.get_runtime_context().gcs_address}), flush=True)
+    sys.stdin.read()
+
+
 def main() -> None:
     """Command line."""
+    if sys.argv[1] == "cluster":
+        keep_cluster()
+        return
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]), *map(int, sys.argv[3:]))
         return
