@@ -68,7 +68,7 @@ def start(
     """A side, in a process of its own; on Ray in the `cluster` of that address, or in its own."""
     env = ENV | {"PYTHONPATH": str(HERE.parent)}
     if cluster is not None:
-        env["RAY_ADDRESS"] = cluster
+        env |= {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"}
     command = [sys.executable, script, *arguments]
     return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=env)
 
