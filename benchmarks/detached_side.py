@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,30 +43,29 @@ DELAY_S = 0.2
 """Of a slow send, and of a slow update."""
 WARM_UP, LAST = 4, 5
 """Steps that do not count at a run's begin and at its end."""
-KEPT_BATCHES = 4
-"""Batches that a trainer alone is given in turn."""
 CPUS_OF_SIDES = 32
 """As many as the sides of a cluster claim together; one of them computes at a time."""
 KINDS = {"main": "the step", "maker": "makers", "reward": "rewards", "ray": "Ray's own"}
 """Word in the name of a thread -> what it is for."""
 
 
-class Replayed(SampleSource):
-    """The first batches of another source, over and over."""
+class DrawnAhead(SampleSource):
+    """The batches of another source, all those of a window drawn in its first step.
 
-    def __init__(self, source: SampleSource) -> None:
-        """Batches are drawn from `source` as long as there are too few."""
-        self._source = source
-        self._kept: list[Samples] = []
-        self._num_taken = 0
+    That step does not count. The others have fresh batches, as in any run: on batches that were
+    there before a trainer is faster, since it knows their shapes.
+    """
+
+    def __init__(self, source: SampleSource, window: int) -> None:
+        """So many steps begin with batches that are there already."""
+        self._source, self._window = source, window
+        self._drawn: deque[Samples] = deque()
 
     def take(self) -> Samples:
         """The next one."""
-        if len(self._kept) < KEPT_BATCHES:
-            self._kept.append(self._source.take())
-        batch, metrics = self._kept[self._num_taken % KEPT_BATCHES]
-        self._num_taken += 1
-        return batch.select(), dict(metrics)
+        if not self._drawn:
+            self._drawn.extend(self._source.take() for _ in range(self._window))
+        return self._drawn.popleft()
 
     def close(self) -> None:
         """End the other source."""
@@ -76,9 +75,12 @@ class Replayed(SampleSource):
 class TrainerAlone(PPOTrainer):
     """All of a step but generation and weight sync."""
 
+    window = 1
+    """Steps between two rests."""
+
     def make_source(self) -> SampleSource:
-        """Batches that were made in the first steps."""
-        return Replayed(super().make_source())
+        """Batches that were made in the first step after a rest."""
+        return DrawnAhead(super().make_source(), self.window)
 
     def sync(self) -> Metrics:
         """Samples are of older weights, as in a detached run."""
@@ -260,6 +262,7 @@ def measure(
         settings = [*overrides(folder, run_folder, backend, steps, prompts), *side.overrides]
         config = load_config(settings, DETACHED) if side.is_detached else load_config(settings)
         meter = Meter(run_folder, window)
+        TrainerAlone.window = window or TrainerAlone.window
         with suppress(Enough):
             run(config, side.trainer, callbacks=[meter])
     return meter.facts
