@@ -50,10 +50,10 @@ KINDS = {"main": "the step", "maker": "makers", "reward": "rewards", "ray": "Ray
 
 
 class DrawnAhead(SampleSource):
-    """The batches of another source, all those of a window drawn in its first step.
+    """The batches of another source, all those of a window drawn before it begins.
 
-    That step does not count. The others have fresh batches, as in any run: on batches that were
-    there before a trainer is faster, since it knows their shapes.
+    They are fresh, as in any run: on batches that come again a trainer is faster, since it knows
+    their shapes.
     """
 
     def __init__(self, source: SampleSource, window: int) -> None:
@@ -61,10 +61,15 @@ class DrawnAhead(SampleSource):
         self._source, self._window = source, window
         self._drawn: deque[Samples] = deque()
 
+    def draw(self) -> None:
+        """Have the batches of a whole window."""
+        while len(self._drawn) < self._window:
+            self._drawn.append(self._source.take())
+
     def take(self) -> Samples:
         """The next one."""
         if not self._drawn:
-            self._drawn.extend(self._source.take() for _ in range(self._window))
+            self.draw()
         return self._drawn.popleft()
 
     def close(self) -> None:
@@ -79,7 +84,7 @@ class TrainerAlone(PPOTrainer):
     """Steps between two rests."""
 
     def make_source(self) -> SampleSource:
-        """Batches that were made in the first step after a rest."""
+        """Batches that are made before a rest."""
         return DrawnAhead(super().make_source(), self.window)
 
     def sync(self) -> Metrics:
@@ -196,6 +201,8 @@ class Meter:
         self.facts["staleness"].append(metrics.get("detached/staleness/mean", 0.0))
         self.facts["score"].append(metrics.get("critic/score/mean", 0.0))
         if self._window is not None and trainer.global_step % self._window == 0:
+            if isinstance(trainer.source, DrawnAhead):
+                trainer.source.draw()
             print(json.dumps(self.facts), flush=True)
             self.facts.clear()
             if not sys.stdin.readline():
