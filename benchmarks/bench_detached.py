@@ -129,6 +129,23 @@ class PausedSide:
         self._process.communicate()
 
 
+Ticks = tuple[int, int]
+"""Of all cores since the machine started: those that other machines took, and all of them."""
+
+
+def core_ticks() -> Ticks:
+    """As they are now."""
+    first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    ticks = [int(word) for word in first.split()[1:9]]
+    return ticks[7], sum(ticks)
+
+
+def share_stolen(since: Ticks) -> float:
+    """Of the cores' time since then, by other machines."""
+    stolen, of_all = (now - then for now, then in zip(core_ticks(), since, strict=True))
+    return stolen / of_all
+
+
 def driver_share(facts: Facts) -> float:
     """Of a core, by the driver's process."""
     ended, used = facts["ended"], facts["cpu_s"]
@@ -190,6 +207,7 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
         side.end()
 
     for number in range(options.rounds):
+        begun = core_ticks()
         # every other round in the other order: a machine that gets slower favours neither
         for name in list(sides)[:: 1 if number % 2 else -1]:
             sides[name].begin()
@@ -200,8 +218,9 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
                 shares.append(driver_share(facts))
         for name, rate in rates_at_once(sides, {name: rates[name][-1] for name in ALONE}).items():
             rates[name].append(rate)
-        seen = ", ".join(f"{name} {of[-1]:.1f}" for name, of in rates.items())
-        print(f"{backend}, round {number + 1}: {seen} samples/s", file=sys.stderr)
+        seen = ", ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items())
+        taken = f"other machines took {share_stolen(begun):.1%} of the cores"
+        print(f"{backend}, round {number + 1}: {seen} samples/s; {taken}", file=sys.stderr)
     for side in sides.values():
         side.close()
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,8 +164,8 @@ def call_timings(
 ) -> dict[str, float]:
     """`timing_s/...` of a step's stages and calls, and how much the calls overlapped.
 
-    A call's time is from its first start to its last end over the ranks. Its name is the method's,
-    or what `labels` says instead; where a method has a stage's name, the time is the stage's.
+    A method's time is that in which a rank at least was at it. Its name is the method's, or what
+    `labels` says instead; where a method has a stage's name, the time is the stage's.
 
     `perf/overlap_ratio` is the time in which roles were busy, added up, over the wall time from the
     first start to the last end, in the stages `concurrent`: 1 when they took turns, 2 when two of
@@ -180,7 +182,7 @@ def call_timings(
             continue
         first = min(record["start"] for record in calls)
         last = max(record["end"] for record in calls)
-        stage_busy = sum(end - start for start, end in _spans(calls, "role", "method").values())
+        stage_busy = sum(_busy_seconds(calls, "role", "method").values())
         timings[f"perf/overlap_ratio_{stage}"] = stage_busy / (last - first)
         busy += stage_busy
         wall += last - first
@@ -193,19 +195,19 @@ def call_timings(
 def call_seconds(
     records: Iterable[Record], labels: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """First start to last end of every method's calls, by its name or its label."""
+    """Seconds in which a rank at least was at each method, by its name or its label."""
     labels = labels or {}
-    return {
-        labels.get(method, method): end - start
-        for method, (start, end) in _spans(records, "method").items()
-    }
+    busy = _busy_seconds(records, "method")
+    return {labels.get(method, method): seconds for method, seconds in busy.items()}
 
 
-def _spans(records: Iterable[Record], *keys: str) -> dict[Any, tuple[float, float]]:
-    """First start and last end of the calls that agree in `keys`."""
-    spans: dict[Any, tuple[float, float]] = {}
-    for record in records:
+def _busy_seconds(records: Iterable[Record], *keys: str) -> dict[Any, float]:
+    """Of the calls that agree in `keys`: how long at least one of them was running."""
+    busy: dict[Any, float] = defaultdict(float)
+    ended: dict[Any, float] = {}
+    for record in sorted(records, key=itemgetter("start")):
         key = record[keys[0]] if len(keys) == 1 else tuple(record[key] for key in keys)
-        start, end = spans.get(key, (record["start"], record["end"]))
-        spans[key] = min(start, record["start"]), max(end, record["end"])
-    return spans
+        begin = max(record["start"], ended.get(key, record["start"]))
+        busy[key] += max(record["end"] - begin, 0.0)
+        ended[key] = max(record["end"], ended.get(key, record["end"]))
+    return dict(busy)
