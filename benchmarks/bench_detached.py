@@ -1,7 +1,7 @@
 """Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
 
     python benchmarks/bench_detached.py [--only speed,ray,driver,slow,memory] [--json FILE]
-        [--rounds 8] [--window 10] [--prompts 16] [--layers 2]
+        [--rounds 8] [--window 10] [--prompts 16] [--layers 2] [--critic-layers 2]
     python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
@@ -372,7 +372,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="2 or more")
     parser.add_argument("--window", type=int, default=10, help="steps of a side that count a round")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
-    parser.add_argument("--layers", type=int, default=2, help="of the policy and of the critic")
+    parser.add_argument("--layers", type=int, default=2, help="of the policy")
+    parser.add_argument("--critic-layers", type=int, help="of the critic; as many unless said")
     parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--learning-steps", type=int, default=30)
@@ -383,7 +384,8 @@ def main() -> None:
 
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        answer_of_make = start("make", folder, str(options.layers))
+        layers = options.layers, options.critic_layers or options.layers
+        answer_of_make = start("make", folder, *map(str, layers))
         if answer_of_make.wait():
             sys.exit("the tiny model could not be written: the error stands above.")
         sections = ["learning"] if options.learning else options.only.split(",")

@@ -1,6 +1,6 @@
 """One measured run of detached PPO or of what it is compared with, in a process of its own.
 
-    python benchmarks/detached_side.py make FOLDER [LAYERS]
+    python benchmarks/detached_side.py make FOLDER [LAYERS [LAYERS OF THE CRITIC]]
     python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS [PROMPTS [WINDOW]]
     python benchmarks/detached_side.py cluster
 
@@ -8,7 +8,7 @@ prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`, PROMPTS how
 `cluster` prints the address of a Ray cluster, which ends with its standard input.
 With WINDOW the run rests after every so many steps: it prints what it has measured in them, and
 goes on when it reads a line, or ends when there is none.
-Policy and critic are Llamas of hidden size 64, with two layers unless said. The model ends a
+Policy and critic are Llamas of hidden size 64, with two layers each unless said. The model ends a
 response at every token alike with a chance of 1/32, so lengths are geometric with a mean of 32, of
 256 at most; a learning rate of 1e-6 leaves that as it is.
 """
@@ -213,15 +213,18 @@ class Meter:
         self._metrics.unlink()
 
 
-def make(folder: Path, num_layers: int = 2) -> None:
+def make(folder: Path, num_layers: int = 2, critic_layers: int = 2) -> None:
     """A model that ends a response at any token alike, prompts, and `letters` for the learning."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaForCausalLM
 
     from trainer.cli.make_tiny import make as make_tiny
+    from trainer.cli.make_tiny import make_model
 
     make_tiny(folder / "letters", num_train=60 * NUM_PROMPTS)
     make_tiny(folder, num_train=60 * NUM_PROMPTS, num_layers=num_layers)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    make_model(tokenizer, num_layers=critic_layers).save_pretrained(folder / "critic")
     model = LlamaForCausalLM.from_pretrained(folder / "model")
     end = model.config.eos_token_id
     with torch.no_grad():
@@ -239,7 +242,8 @@ def make(folder: Path, num_layers: int = 2) -> None:
 
 
 def overrides(folder: Path, run_folder: str, backend: str, steps: int, prompts: int) -> list[str]:
-    """PPO with a critic of the policy's size, and two mini-batches a step."""
+    """PPO with a critic, and two mini-batches a step."""
+    critic = folder / "critic"
     return [
         f"trainer.backend={backend}",
         "trainer.device=cpu",
@@ -247,6 +251,7 @@ def overrides(folder: Path, run_folder: str, backend: str, steps: int, prompts: 
         f"trainer.default_local_dir={run_folder}",
         f"trainer.total_training_steps={steps}",
         f"actor_rollout_ref.model.path={folder}/model",
+        f"critic.model.path={critic if critic.is_dir() else folder / 'model'}",
         f"data.train_files={folder}/train.parquet",
         "data.max_prompt_length=16",
         "actor_rollout_ref.actor.optim.lr=1e-6",
