@@ -1,7 +1,7 @@
 """Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
 
     python benchmarks/bench_detached.py [--only speed,ray,driver,slow,memory] [--json FILE]
-        [--rounds 8] [--window 10] [--prompts 16] [--layers 2] [--critic-layers 2]
+        [--rounds 8] [--most-stolen 1] [--window 10] [--prompts 16] [--layers 2] [--critic-layers 2]
     python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
@@ -9,10 +9,11 @@ prints a table and which limits hold. Every side is a process of its own, one th
 the others rest: so a machine that others slow for minutes slows all sides alike. A rate is samples
 a second of a window, whose first `SETTLE` steps do not count, since makers go on for a batch when a
 trainer rests. The median over rounds counts, of rates as of ratios of two rates of the same round;
-each round is printed as it ends. `speed` is `backend=local`, whose makers are child processes;
-`ray` is Ray, one cluster for all sides, and `driver` what the driver's process takes of a core
-there, by threads, beside what Ray alone takes for the same calls with nothing done. Run it on an
-idle machine with two cores.
+each round is printed as it ends. A round in which other machines took more than `--most-stolen` of
+the cores, by the kernel's count, does not count. `speed` is `backend=local`, whose makers are child
+processes; `ray` is Ray, one cluster for all sides, and `driver` what the driver's process takes of
+a core there, by threads, beside what Ray alone takes for the same calls with nothing done. Run it
+on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ STEPS = 20
 """Steps of a run that does not rest."""
 SETTLE = 5
 """Steps of a window that do not count."""
+MOST_TRIES = 3
+"""Rounds that are run for each that is to count."""
 WITHOUT_END = 10**6
 """Steps of a run that is stopped."""
 DRIVER_ROUNDS = 2
@@ -206,30 +209,51 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
     for side in sides.values():
         side.end()
 
-    for number in range(options.rounds):
+    for number in range(MOST_TRIES * options.rounds):
         begun = core_ticks()
         # every other round in the other order: a machine that gets slower favours neither
-        for name in list(sides)[:: 1 if number % 2 else -1]:
-            sides[name].begin()
-            facts = sides[name].end()
-            rates[name].append(sides[name].rate(facts["ended"]))
-            lengths += [length for length in facts["length"] if length]
-            if name == "staleness_1":
-                shares.append(driver_share(facts))
-        for name, rate in rates_at_once(sides, {name: rates[name][-1] for name in ALONE}).items():
+        facts_of, of_round = one_round(sides, list(sides)[:: 1 if number % 2 else -1])
+        stolen = share_stolen(begun)
+        counts = stolen <= options.most_stolen
+        seen = ", ".join(f"{name} {rate:.1f}" for name, rate in of_round.items())
+        taken = f"other machines took {stolen:.1%} of the cores"
+        verdict = "" if counts else ": it does not count"
+        print(f"{backend}, round {number + 1}: {seen} samples/s; {taken}{verdict}", file=sys.stderr)
+        if not counts:
+            continue
+        for name, rate in of_round.items():
             rates[name].append(rate)
-        seen = ", ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items())
-        taken = f"other machines took {share_stolen(begun):.1%} of the cores"
-        print(f"{backend}, round {number + 1}: {seen} samples/s; {taken}", file=sys.stderr)
+        for facts in facts_of.values():
+            lengths += [length for length in facts["length"] if length]
+        shares.append(driver_share(facts_of["staleness_1"]))
+        if len(shares) == options.rounds:
+            break
     for side in sides.values():
         side.close()
+    if len(shares) < 2:
+        sys.exit("hardly a round was quiet enough: --most-stolen says which are.")
 
-    found = {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
+    found = {"rounds that count": float(len(shares))}
+    found |= {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
     found["mean length, tokens"] = statistics.mean(lengths)
     found |= compared(rates)
     if backend == "ray":  # in process the driver is the trainer as well
         found["driver, share of a core"] = statistics.median(shares)
     return found
+
+
+def one_round(
+    sides: dict[str, PausedSide], order: Sequence[str]
+) -> tuple[dict[str, Facts], dict[str, float]]:
+    """What a window of each side measured, and samples a second."""
+    facts_of: dict[str, Facts] = {}
+    rates: dict[str, float] = {}
+    for name in order:
+        sides[name].begin()
+        facts_of[name] = sides[name].end()
+        rates[name] = sides[name].rate(facts_of[name]["ended"])
+    rates |= rates_at_once(sides, {name: rates[name] for name in ALONE})
+    return facts_of, rates
 
 
 def compared(rates: dict[str, list[float]]) -> dict[str, float]:
@@ -370,6 +394,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="speed,ray,driver,slow,memory")
     parser.add_argument("--rounds", type=int, default=8, help="2 or more")
+    parser.add_argument(
+        "--most-stolen",
+        type=float,
+        default=1.0,
+        help="of the cores, by others, in a round that counts",
+    )
     parser.add_argument("--window", type=int, default=10, help="steps of a side that count a round")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
     parser.add_argument("--layers", type=int, default=2, help="of the policy")
