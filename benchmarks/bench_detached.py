@@ -158,11 +158,12 @@ def driver_share(facts: Facts) -> float:
 def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict[str, float]:
     """Makers and trainer alone, but at once: what they cost each other without a word between.
 
-    Of the time in which both were at work; the faster one, by `alone`, is asked for more steps.
+    Of the time in which both were at work. Makers that are faster, by `alone`, are asked for more
+    steps; the trainer has batches of one window, and would make more of them within the time.
     """
-    slower = min(alone.values())
-    for name, rate in alone.items():
-        sides[name].begin(math.ceil(rate / slower))
+    makers, trainer = (alone[name] for name in ALONE)
+    for name, windows in zip(ALONE, (math.ceil(makers / trainer), 1), strict=True):
+        sides[name].begin(windows)
     ended = {name: sides[name].end()["ended"] for name in alone}
     begin = max(times[0] for times in ended.values())
     end = min(times[-1] for times in ended.values())
