@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +175,12 @@ def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict
 
 
 @contextmanager
-def cluster_for_all(backend: str) -> Iterator[str | None]:
-    """The address of one Ray cluster; None in process.
+def cluster_for_all() -> Iterator[str]:
+    """The address of one Ray cluster.
 
     Clusters that rest use a twentieth of a core each, which sides that compute on both cores would
     miss, and sides that compute on one would not.
     """
-    if backend == "local":
-        yield None
-        return
     process = start("cluster", stdin=subprocess.PIPE)
     assert process.stdout is not None, "it was started with a pipe"
     answered = (line for line in process.stdout if line.startswith("{"))
@@ -196,7 +193,7 @@ def cluster_for_all(backend: str) -> Iterator[str | None]:
 
 def speed(folder: str, backend: str, options: argparse.Namespace) -> dict[str, float]:
     """Samples a second of every side, and what staleness 1 makes of them."""
-    with cluster_for_all(backend) as cluster:
+    with cluster_for_all() if backend == "ray" else nullcontext() as cluster:
         return speed_in(cluster, folder, options)
 
 

@@ -50,27 +50,24 @@ KINDS = {"main": "the step", "maker": "makers", "reward": "rewards", "ray": "Ray
 
 
 class DrawnAhead(SampleSource):
-    """The batches of another source, all those of a window drawn before it begins.
+    """The batches of another source, those of a window drawn before it begins.
 
     They are fresh, as in any run: on batches that come again a trainer is faster, since it knows
     their shapes.
     """
 
-    def __init__(self, source: SampleSource, window: int) -> None:
-        """So many steps begin with batches that are there already."""
-        self._source, self._window = source, window
+    def __init__(self, source: SampleSource) -> None:
+        """None is drawn."""
+        self._source = source
         self._drawn: deque[Samples] = deque()
 
-    def draw(self) -> None:
-        """Have the batches of a whole window."""
-        while len(self._drawn) < self._window:
-            self._drawn.append(self._source.take())
+    def draw(self, num_batches: int) -> None:
+        """Have so many batches more."""
+        self._drawn.extend(self._source.take() for _ in range(num_batches))
 
     def take(self) -> Samples:
         """The next one."""
-        if not self._drawn:
-            self.draw()
-        return self._drawn.popleft()
+        return self._drawn.popleft() if self._drawn else self._source.take()
 
     def close(self) -> None:
         """End the other source."""
@@ -80,12 +77,9 @@ class DrawnAhead(SampleSource):
 class TrainerAlone(PPOTrainer):
     """All of a step but generation and weight sync."""
 
-    window = 1
-    """Steps between two rests."""
-
     def make_source(self) -> SampleSource:
-        """Batches that are made before a rest."""
-        return DrawnAhead(super().make_source(), self.window)
+        """Batches that are made before a rest, from the second window on."""
+        return DrawnAhead(super().make_source())
 
     def sync(self) -> Metrics:
         """Samples are of older weights, as in a detached run."""
@@ -202,7 +196,7 @@ class Meter:
         self.facts["score"].append(metrics.get("critic/score/mean", 0.0))
         if self._window is not None and trainer.global_step % self._window == 0:
             if isinstance(trainer.source, DrawnAhead):
-                trainer.source.draw()
+                trainer.source.draw(self._window)
             print(json.dumps(self.facts), flush=True)
             self.facts.clear()
             if not sys.stdin.readline():
@@ -274,7 +268,6 @@ def measure(
         settings = [*overrides(folder, run_folder, backend, steps, prompts), *side.overrides]
         config = load_config(settings, DETACHED) if side.is_detached else load_config(settings)
         meter = Meter(run_folder, window)
-        TrainerAlone.window = window or TrainerAlone.window
         with suppress(Enough):
             run(config, side.trainer, callbacks=[meter])
     return meter.facts
