@@ -246,3 +246,7 @@ class RunConfig:
     def of_role(self, role: str) -> RunConfig:
         """The configuration that this role's workers get; a recipe's may differ between roles."""
         return self
+
+    def kind_of(self, role: str) -> str:
+        """The role that this one is another of, where a recipe has several that do the same."""
+        return role

@@ -23,8 +23,8 @@ from trainer.detached.endings import EndOfSamples, StalledError
 from trainer.detached.experience import Experience
 from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, TOO_OLD, Ledger
 from trainer.detached.pacing import BufferSettings, Demand, Pacing
-from trainer.detached.pieces import LeftBehind, Order, Piece, PieceStream
-from trainer.detached.samplers.registry import Choice, Sampler, Stock
+from trainer.detached.pieces import LeftBehind, Order, Piece, PieceStream, num_samples_of
+from trainer.detached.samplers.registry import Choice, Sampler, Stock, chosen
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -312,7 +312,7 @@ class ExperienceBuffer:
         ranks = self.stream.ranks
         whole = Choice()
         for rank in ranks:
-            choice = self._sampler.choose(self._stock(rank, num_samples // len(ranks)))
+            choice = chosen(self._sampler, self._stock(rank, num_samples // len(ranks)))
             whole.dropped += choice.dropped
             if not choice.taken:
                 return Choice([], whole.dropped)
@@ -332,6 +332,8 @@ class ExperienceBuffer:
             num_samples=num_samples,
             version=self.version,
             max_staleness=self.pacing.max_staleness,
+            samples_per_version=self.pacing.samples_per_version // len(self.stream.ranks),
+            rest_of_version=self._demand.rest_of_version // len(self.stream.ranks),
             seed=(self._settings.seed, self._num_taken),
             window=self._settings.window,
         )
@@ -342,16 +344,8 @@ class ExperienceBuffer:
         if self.stream.has_ended:
             size = f", a batch has {num_samples}" if num_samples else ""
             raise EndOfSamples(f"the prompts have ended: {self._queued()} samples are left{size}")
-        if not self._makers:
-            raise StalledError(
-                f"the trainer waits for {num_samples} samples, {self._queued()} are queued, and "
-                "there is no maker left."
-            )
-        raise StalledError(
-            f"the trainer waits for {num_samples} samples, {self._queued()} are queued, nothing is "
-            f"being made, and every maker waits: {self._who_waits()}. A larger detached.limit or "
-            "detached.max_staleness, or another sampler, would let them go on."
-        )
+        who = self._who_waits() if self._makers else None
+        raise StalledError.of_trainer(num_samples, self._queued(), who)
 
     def _next_piece(self, maker: int, version: int) -> Piece | None:
         """The first piece that this maker may make, if there is room for it."""
@@ -360,12 +354,14 @@ class ExperienceBuffer:
 
     def _has_room(self, piece: Piece, version: int) -> bool:
         """Whether a piece that weights of this version make may be open, too."""
-        opened = self._queued() + sum(o.piece.num_samples for _, o in self._in_flight.values())
-        opened += piece.num_samples + self.stream.waiting_before(piece)
-        bounds = [self.pacing.bound(self._demand, self.version - version)]
-        if not self._settings.evicts:
-            bounds.append(self._settings.limit)
-        return opened <= min(bounds)
+        opened = [one.piece for one in self._ready]
+        opened += [order.piece for _, order in self._in_flight.values()]
+        opened += [piece, *self.stream.waiting_before(piece)]
+        if not self._settings.evicts and num_samples_of(opened) > self._settings.limit:
+            return False
+        bound = self.pacing.bound(self._demand, self.version - version)
+        of_rank = [one for one in opened if one.rank == piece.rank]
+        return num_samples_of(of_rank) <= bound // len(self.stream.ranks)
 
     def _hand_out(self, piece: Piece, maker: int, version: int) -> Order:
         left = self.stream.hand_out(piece)
@@ -385,7 +381,7 @@ class ExperienceBuffer:
         self.ledger.drop(experience.uids, reason)
 
     def _queued(self) -> int:
-        return sum(one.num_samples for one in self._ready)
+        return num_samples_of([one.piece for one in self._ready])
 
     def _why(self, version: int) -> str:
         """What a maker with weights of that version waits for, in words."""

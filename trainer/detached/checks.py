@@ -10,7 +10,7 @@ from trainer.config.unused_keys import why_unused
 from trainer.detached.config import DetachedConfig
 from trainer.detached.maker_settings import MAKER_SETTINGS, ROLLOUT
 from trainer.detached.roles import maker_roles, score_roles
-from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
+from trainer.detached.sizes import samples_per_batch
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import refuse
@@ -36,14 +36,15 @@ SAME_FOR_ALL = {
 
 def check_run(config: DetachedConfig) -> None:
     """Refuse, with the numbers and the way out, what cannot work."""
-    topology = topology_of(config)
+    topology = config.topology
     _check_pools(config, topology)
     _check_algorithm(config)
+    _check_edges(config, topology)
     _check_pieces(config, topology)
     _check_buffer(config)
     _check_rounds(config)
     _check_maker_settings(config, topology)
-    _check_weights(config, topology)
+    _check_engines(config, topology)
     _check_scoring(config, topology)
 
 
@@ -85,9 +86,33 @@ def _check_algorithm(config: DetachedConfig) -> None:
         )
 
 
+def _check_edges(config: DetachedConfig, topology: Topology) -> None:
+    """Rows that stay with one trainer rank cannot be chosen anew among all of them."""
+    if len(topology.routed_ranks) == 1:
+        return
+    algorithm = config.algorithm
+    chooses = {
+        "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+    }
+    for key, is_set in chooses.items():
+        if is_set:
+            raise ConfigError(
+                f"{key}=true chooses a batch's rows among those of all makers, and trainer ranks "
+                "have makers of their own (detached.edges): a rank would get samples of others. "
+                "Let every maker send to every rank, "
+                f"detached.edges={_all_edges(topology)}, or drop one."
+            )
+
+
+def _all_edges(topology: Topology) -> str:
+    pairs = [f"[{m},{t}]" for m in range(topology.makers) for t in range(topology.trainers)]
+    return f"[{','.join(pairs)}]"
+
+
 def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
-    batch, ranks = config.data.train_batch_size, len(routed_ranks(topology))
-    size = piece_size(config, topology)
+    batch, ranks = config.data.train_batch_size, len(topology.routed_ranks)
+    size = config.piece_size
     if batch % ranks:
         near = sorted({max(batch // ranks, 1) * ranks, -(-batch // ranks) * ranks})
         raise ConfigError(
@@ -103,6 +128,13 @@ def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
             f"that one trainer rank gets; nearest that do: {_named(fit[:2])}."
         )
     total = config.data.total_prompts
+    if total is not None and total % batch % ranks:
+        near = sorted({total // ranks * ranks, -(-total // ranks) * ranks})
+        raise ConfigError(
+            f"data.total_prompts={total} ends in a batch of {total % batch} prompts, which do not "
+            f"divide among the {ranks} trainer ranks, whose makers differ (detached.edges); "
+            f"nearest that do: {_named([number for number in near if number])}."
+        )
     if config.detached.sampler != "in_order" and total is not None and total % batch:
         raise ConfigError(
             f"data.total_prompts={total} ends in a part of a batch of {batch}, which only "
@@ -187,10 +219,19 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
                 )
 
 
-def _check_weights(config: DetachedConfig, topology: Topology) -> None:
-    """Weights that come at once need an engine that can take them, and no second buffer."""
+def _check_engines(config: DetachedConfig, topology: Topology) -> None:
+    """Engines are split over ranks where they can be, and can take weights when they come.
+
+    Weights that come at once need an engine that can take them, and no second buffer.
+    """
     for maker, role in enumerate(topology.roles()):
         rollout = config.rollout_of(maker)
+        if rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
+                f"engine {rollout.name} of {role} is whole on every rank; vllm alone is split. "
+                f"Leave it out, or set {ROLLOUT}.name=vllm."
+            )
         engine = ENGINES.look_up(rollout.name)
         at_once = config.detached.new_weights == "at_once"
         if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):

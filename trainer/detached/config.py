@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.detached.maker_settings import own_rollout
-from trainer.detached.topology import maker_role, role_on
+from trainer.detached.topology import Topology, maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
+from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.config_key import When, key
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
@@ -119,13 +120,45 @@ class DetachedConfig(PPOConfig):
         pools = expand_roles(self.role_mapping)
         return frozenset(pools[maker_role(maker)] for maker in range(self.detached.makers))
 
+    @property
+    def topology(self) -> Topology:
+        """Who sends what to whom."""
+        detached = self.detached
+        edges = detached.edges, detached.weight_edges
+        return Topology.of(detached.makers, detached.trainers, *edges)
+
+    @property
+    def piece_size(self) -> int:
+        """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
+        asked = self.detached.prompts_per_piece
+        return self.topology.piece_size(self.data.train_batch_size) if asked is None else asked
+
+    def kind_of(self, role: str) -> str:
+        """What maker 0 calls the role of another maker."""
+        further = range(1, self.detached.makers)
+        kinds = {role_on(kind, maker): kind for kind in self._maker_kinds for maker in further}
+        return kinds.get(role, role)
+
+    def prompts_per_call(self, role: str) -> int:
+        """Of a maker's roles a piece."""
+        if self.kind_of(role) in self._maker_kinds:
+            return self.piece_size
+        return super().prompts_per_call(role)
+
+    @property
+    def _maker_kinds(self) -> list[str]:
+        """Roles that every maker may have."""
+        if self.detached.score_on == "trainer":
+            return ["rollout"]
+        return ["rollout", "ref", CRITIC_COPY, *model_rewards(self)]
+
     def of_role(self, role: str) -> DetachedConfig:
         """With `detached.maker_settings` for a maker that has some; a further maker's reward model
         is told the one reward that is its.
         """
-        for judge, reward in model_rewards(self).items() if self.rewards else ():
-            if role in [role_on(judge, maker) for maker in range(1, self.detached.makers)]:
-                return dataclasses.replace(self, rewards=[reward])
+        kind = self.kind_of(role)
+        if kind != role and self.rewards and kind in model_rewards(self):
+            return dataclasses.replace(self, rewards=[model_rewards(self)[kind]])
         for maker, settings in self.detached.maker_settings.items():
             if role == maker_role(int(maker)):
                 policy = self.actor_rollout_ref

@@ -6,10 +6,11 @@ maker lost is handed back, and handed out again before any later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from trainer.detached.topology import ANY_RANK
 from verl_like.batch.protocol import DataProto
 from workers.roles.lost_samples import KeptSamples
 
@@ -38,6 +39,11 @@ class Piece:
     num_samples: int
 
 
+def num_samples_of(pieces: Iterable[Piece]) -> int:
+    """Of all of them."""
+    return sum(piece.num_samples for piece in pieces)
+
+
 @dataclass(frozen=True)
 class LeftBehind:
     """Samples of a piece that were there when their maker lost a process."""
@@ -64,9 +70,6 @@ class Order:
     """The number of the draw, within its step, that it is made for."""
     left_behind: LeftBehind | None = None
     """What is there already: the rest alone is to be made."""
-
-
-ANY_RANK = -1
 
 
 class PieceStream:
@@ -128,9 +131,9 @@ class PieceStream:
         self._waiting = sorted([*self._waiting, *pieces], key=lambda piece: piece.number)
         self._left_behind.update(left_behind or {})
 
-    def waiting_before(self, piece: Piece) -> int:
-        """Samples of pieces that nobody makes yet and that come before this one."""
-        return sum(other.num_samples for other in self._waiting if other.number < piece.number)
+    def waiting_before(self, piece: Piece) -> list[Piece]:
+        """Pieces that nobody makes yet and that come before this one."""
+        return [other for other in self._waiting if other.number < piece.number]
 
     @property
     def waiting(self) -> list[Piece]:

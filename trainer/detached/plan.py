@@ -8,7 +8,11 @@ from __future__ import annotations
 from trainer.detached.config import DetachedConfig
 from trainer.detached.overlap import Phases, Setup, simulate, what_limits
 from trainer.detached.roles import score_roles
-from trainer.detached.sizes import open_samples, piece_size, samples_per_batch, topology_of
+from trainer.detached.sizes import (
+    idle_makers,
+    open_at_once,
+    samples_per_batch,
+)
 
 AGES = {0: "as new as the policy", 1: "at most 1 version old"}
 MOMENTS = {"at_boundary": "between two pieces", "at_once": "in the middle of a piece"}
@@ -16,9 +20,9 @@ MOMENTS = {"at_boundary": "between two pieces", "at_once": "in the middle of a p
 
 def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[str]:
     """Who sends what to whom, how far makers run ahead, when weights reach them."""
-    detached, topology, setup = config.detached, topology_of(config), setup_of(config)
-    prompts, batch = piece_size(config, topology), samples_per_batch(config)
-    num_open = _open_at_once(config)
+    detached, topology, setup = config.detached, config.topology, setup_of(config)
+    prompts, batch = config.piece_size, samples_per_batch(config)
+    num_open = open_at_once(config)
     age = AGES.get(detached.max_staleness, f"at most {detached.max_staleness} versions old")
     rounds = "batch" if detached.update_steps == 1 else f"{detached.update_steps} batches"
     lines = [
@@ -35,7 +39,7 @@ def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[s
         lines.append(f"makers score what they have made, each with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
         lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
-    idle = topology.makers - setup.limit
+    idle = idle_makers(config)
     if idle > 0:
         lines.append(
             f"{idle} of {topology.makers} makers have nothing to make, so few pieces are open at "
@@ -57,22 +61,16 @@ def prediction_lines(config: DetachedConfig, phases: Phases) -> list[str]:
 
 def setup_of(config: DetachedConfig) -> Setup:
     """The run as the simulation has it."""
-    detached, topology = config.detached, topology_of(config)
-    prompts = piece_size(config, topology)
+    detached, topology = config.detached, config.topology
+    prompts = config.piece_size
     return Setup(
         num_makers=topology.makers,
         num_trainers=1,  # the measured seconds are those of its ranks together
         max_staleness=detached.max_staleness,
         pieces=config.data.train_batch_size // prompts,
-        limit=_open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
+        limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
         weights_at_once=detached.new_weights == "at_once",
     )
-
-
-def _open_at_once(config: DetachedConfig) -> int:
-    """Samples that staleness and the buffer let be queued or in the making."""
-    limit = config.detached.limit
-    return open_samples(config) if limit is None else min(limit, open_samples(config))
 
 
 def _count(number: int, what: str) -> str:

@@ -1,6 +1,6 @@
 """Detached PPO as a recipe: `verl-like detached`.
 
-The numbers of makers and trainers decide pools and roles: `trainer.detached.sizes.topology_of`.
+The numbers of makers and trainers decide pools and roles: `DetachedConfig.topology`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from trainer.config.recipe import Recipe
 from trainer.detached.config import OWN_TRAINER, DetachedConfig
 from trainer.detached.maker_settings import MAKER_SETTINGS, by_number
 from trainer.detached.roles import place_makers
-from trainer.detached.sizes import topology_of
 from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.default_passes import rows_where_asked
@@ -32,7 +31,7 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     if detached.topology is not None:
         detached.makers, detached.trainers = counts(detached.topology)
     detached.maker_settings = by_number(detached.maker_settings)
-    makers = place_makers(config, topology_of(config))
+    makers = place_makers(config, config.topology)
 
     mapped = expand_roles(config.role_mapping)
     wanted = {role: TRAINER_POOL for role in TRAINER_ROLES} | makers

@@ -25,7 +25,7 @@ from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
 from trainer.detached.pacing import BufferSettings, Pacing
-from trainer.detached.pieces import ANY_RANK, PieceStream
+from trainer.detached.pieces import PieceStream
 from trainer.detached.plan import plan_lines
 from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.samplers.registry import SAMPLERS
@@ -36,15 +36,9 @@ from trainer.detached.scoring import (
     ScoresHere,
     launch_readings,
 )
-from trainer.detached.sizes import (
-    open_samples,
-    piece_size,
-    routed_ranks,
-    samples_per_batch,
-    topology_of,
-)
+from trainer.detached.sizes import open_samples, samples_per_batch
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import role_on
+from trainer.detached.topology import ANY_RANK, role_on
 from trainer.detached.validators import (
     LostValidators,
     at_once,
@@ -83,20 +77,17 @@ class DetachedTrainer(PPOTrainer):
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """As PPO does; the start, and engines of makers with settings of their own, are looked at
-        first.
-        """
+        """As PPO does; the start, and every maker's engine on its pool, are looked at first."""
         assert isinstance(config, DetachedConfig), "this trainer's configuration"
         check_start(config)
-        for role in topology_of(config).roles():
-            if (of_maker := config.of_role(role)) is not config:
-                check_rollout(of_maker, role)
+        for role in config.topology.roles():
+            check_rollout(config.of_role(role), role)
         return super().prepare(config, at_end)
 
     def make_source(self) -> DetachedSource:
         """Makers' threads, the buffer, and the ledger."""
         config, detached = self.config, self.config.detached
-        self.topology = topology_of(config)
+        self.topology = config.topology
         self.activity, self.ledger = Activity(), Ledger()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
         self._roles_of_makers = maker_roles(config)
@@ -104,9 +95,9 @@ class DetachedTrainer(PPOTrainer):
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
             self.loader,
-            piece_size(config, self.topology),
+            config.piece_size,
             samples,
-            routed_ranks(self.topology),
+            self.topology.routed_ranks,
             self.topology.makers_of,
         )
         limit = open_samples(config) if detached.limit is None else detached.limit
@@ -208,7 +199,7 @@ class DetachedTrainer(PPOTrainer):
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
-        if routed_ranks(self.topology) == [ANY_RANK]:
+        if self.topology.routed_ranks == [ANY_RANK]:
             return super().balance(batch)
         return self.number_rows(batch), {}
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 
+ANY_RANK = -1
+"""In the place of a trainer rank: samples may go to whichever."""
 Edge = tuple[int, int]
 """(sender, receiver): (maker, trainer rank) of experience, (trainer rank, maker) of weights."""
 TRAINER_POOL = "trainer_pool"
@@ -100,6 +102,26 @@ class Topology:
     def makers_of(self, trainer: int) -> list[int]:
         """The makers whose experience this trainer rank gets."""
         return [maker for maker, receiver in self.experience if receiver == trainer]
+
+    @property
+    def routed_ranks(self) -> list[int]:
+        """The trainer ranks whose samples come from makers of their own.
+
+        Where every maker serves every rank, rows may go to any: one answer, `ANY_RANK`.
+        """
+        if len(self.experience) == self.makers * self.trainers:
+            return [ANY_RANK]
+        return list(range(self.trainers))
+
+    def makers_for(self, rank: int) -> list[int]:
+        """The makers that make samples for one of `routed_ranks`."""
+        return list(range(self.makers)) if rank == ANY_RANK else self.makers_of(rank)
+
+    def piece_size(self, batch: int) -> int:
+        """Prompts of a piece, so that all makers have one of a batch of so many prompts."""
+        ranks = self.routed_ranks
+        part, makers = batch // len(ranks), max(len(self.makers_for(rank)) for rank in ranks)
+        return next(n for n in range(max(part // makers, 1), 0, -1) if part % n == 0)
 
     def weight_sender(self, maker: int) -> int:
         """The trainer rank that sends this maker its weights."""

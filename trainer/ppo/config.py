@@ -194,3 +194,11 @@ class PPOConfig(RunConfig, WorkersConfig):
     """Advantages and KL."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
     """The run."""
+
+    def of_role(self, role: str) -> PPOConfig:
+        """The configuration that this role's workers get: this one."""
+        return self
+
+    def prompts_per_call(self, role: str) -> int:
+        """Prompts whose samples a role that only reads or generates has in one call: a batch."""
+        return self.data.train_batch_size

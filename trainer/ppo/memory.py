@@ -46,24 +46,25 @@ def role_memories(
     judges = model_rewards(config)
     found = []
     for role in expand_roles(config.role_mapping):
-        if role == "rollout":
-            found.append(_rollout(config, device_type, device_bytes))
-        elif role == "actor":
+        kind = config.kind_of(role)
+        if kind == "rollout":
+            found.append(_rollout(config.of_role(role), role, device_type, device_bytes))
+        elif kind == "actor":
             sharding = settle(policy.actor.strategy, policy.actor.fsdp_config)
             found.append(_engine(config, role, policy.model, "token", sharding, device_type))
-        elif role in ("critic", CRITIC_COPY):
+        elif kind in ("critic", CRITIC_COPY):
             sharding = settle(config.critic.strategy, config.critic.model.fsdp_config)
             model = critic_model(config)
             found.append(_engine(config, role, model, "scalar", sharding, device_type))
-        elif role == "ref" and not policy.model.lora_rank:
+        elif kind == "ref" and not policy.model.lora_rank:
             sharding = settle(policy.actor.strategy, policy.ref.fsdp_config)
             found.append(_engine(config, role, policy.model, "token", sharding, device_type))
-        elif role == "teacher":
+        elif kind == "teacher":
             sharding = settle(policy.actor.strategy, config.distillation.teacher_model.fsdp_config)
             model = teacher_model(config)
             found.append(_engine(config, role, model, "token", sharding, device_type))
-        elif role in judges:
-            model = replace(policy.model, path=judges[role].path, lora_rank=0)
+        elif kind in judges:
+            model = replace(policy.model, path=judges[kind].path, lora_rank=0)
             found.append(_engine(config, role, model, "score", frozen_sharding, device_type))
     return found
 
@@ -136,8 +137,8 @@ def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.
 
 def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
     """(tokens, response positions) of the role's largest pass, all of full length."""
-    if role in (judges := model_rewards(config)):
-        return _judges_pass(config, role, judges[role].micro_batch_size_per_gpu)
+    if (kind := config.kind_of(role)) in (judges := model_rewards(config)):
+        return _judges_pass(config, role, judges[kind].micro_batch_size_per_gpu)
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
     most = 0
@@ -162,7 +163,7 @@ def _judges_pass(config: PPOConfig, role: str, num_rows: int | None) -> tuple[in
     rows = num_rows or actor.ppo_micro_batch_size_per_gpu
     if num_rows is None and actor.use_dynamic_bsz:
         rows = tokens_per_pass(config) // width
-    rows = min(rows, _on_a_rank(config, role, config.data.train_batch_size))
+    rows = min(rows, _on_a_rank(config, role, config.prompts_per_call(role)))
     return rows * width, rows
 
 
@@ -172,7 +173,9 @@ def _on_a_rank(config: PPOConfig, role: str, num_prompts: int) -> int:
     return -(-num_prompts * config.actor_rollout_ref.rollout.n // ranks)
 
 
-def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> RoleMemory:
+def _rollout(
+    config: PPOConfig, role: str, device_type: str, device_bytes: int | None
+) -> RoleMemory:
     """The engine's own weights, if it has any, and its cache; vLLM takes a share of a GPU whole."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     kept = precision_of(policy.model, device_type).weights
@@ -188,14 +191,14 @@ def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> R
         weights /= rollout.tensor_model_parallel_size
         if device_type == "cuda" and device_bytes is not None:
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
-    ranks = sum(config.resource_pool_spec[pools["rollout"]])
+    ranks = sum(config.resource_pool_spec[pools[role]])
     is_whole = ranks == 1 or policy.actor.strategy == "ddp"
-    beside_actor = pools["actor"] == pools["rollout"]
+    beside_actor = pools["actor"] == pools[role]
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and beside_actor and is_whole and dtype == kept:
         weights = 0  # the actor's own module
     types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
-    return RoleMemory("rollout", pools["rollout"], types, weights=weights, kv_cache=cache)
+    return RoleMemory(role, pools[role], types, weights=weights, kv_cache=cache)
 
 
 def check_memory(config: PPOConfig, device_type: str, device_bytes: int | None) -> None:

@@ -47,6 +47,7 @@ def check_quantized_device(config: Any) -> None:
 def quantization_of(config: Any, role: str) -> str | None:
     """How a role, of PPO or of best-of-n, holds its linear weights; None is as floats."""
     judges = model_rewards(config)
+    config, role = config.of_role(role), config.kind_of(role)
     if role == "rollout":
         rollout: RolloutConfig = config.actor_rollout_ref.rollout
         return rollout.quantization

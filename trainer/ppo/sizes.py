@@ -6,7 +6,7 @@ responses of full length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
@@ -38,7 +38,7 @@ class Row:
 
 def rows_of(config: PPOConfig) -> list[Row]:
     """The parts of a step in order, of the roles of this run."""
-    policy, critic, batch = config.actor_rollout_ref, config.critic, config.data.train_batch_size
+    policy, critic = config.actor_rollout_ref, config.critic
     teacher = config.distillation.teacher_model
     actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
 
@@ -46,18 +46,38 @@ def rows_of(config: PPOConfig) -> list[Row]:
         return None if actor.use_dynamic_bsz else samples, tokens or tokens_per_pass(config)
 
     critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
-    found = [
-        Row("generate", "rollout", batch, policy.rollout.max_num_seqs),
-        Row(
-            "old log-probs", "actor", batch, *cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
-        ),
-        Row("reference", "ref", batch, *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
-        Row("teacher", "teacher", batch, *cut(teacher.log_prob_micro_batch_size_per_gpu)),
-        Row("values", values_role(config), batch, *critic_cut),
+
+    def reads(part: str, role: str, samples: int | None, tokens: int = 0) -> Row:
+        return Row(part, role, config.prompts_per_call(role), samples, tokens)
+
+    old_log_probs = cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
+    parts = [
+        reads("generate", "rollout", policy.rollout.max_num_seqs),
+        reads("old log-probs", "actor", *old_log_probs),
+        reads("reference", "ref", *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
+        reads("teacher", "teacher", *cut(teacher.log_prob_micro_batch_size_per_gpu)),
+        reads("values", values_role(config), *critic_cut),
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
         Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),
     ]
-    return [row for row in found if row.role in expand_roles(config.role_mapping)]
+    roles = list(expand_roles(config.role_mapping))
+    found = [row for row in parts if row.role in roles]
+    for row in parts:
+        found += [_row_of(row, role, config) for role in roles if _is_another(role, row, config)]
+    return found
+
+
+def _is_another(role: str, row: Row, config: PPOConfig) -> bool:
+    return role != row.role and config.kind_of(role) == row.role
+
+
+def _row_of(row: Row, role: str, config: PPOConfig) -> Row:
+    """The row of a role that does the same with settings of its own."""
+    own = replace(row, part=f"{row.part}, {role}", role=role)
+    if row.role != "rollout":
+        return own
+    rollout = config.of_role(role).actor_rollout_ref.rollout
+    return replace(own, micro_samples=rollout.max_num_seqs)
 
 
 HEAD = (

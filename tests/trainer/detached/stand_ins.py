@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trainer.data.prompts import as_objects
@@ -11,7 +13,7 @@ from trainer.detached.experience import Experience
 from trainer.detached.ledger import Ledger
 from trainer.detached.pacing import BufferSettings, Pacing
 from trainer.detached.pieces import Order, PieceStream
-from trainer.detached.samplers import SAMPLERS
+from trainer.detached.samplers import SAMPLERS, Sampler
 from verl_like.batch.protocol import DataProto
 
 
@@ -43,12 +45,22 @@ def make_buffer(
     evicts: bool = False,
     num_batches: int | None = None,
     window: int | None = None,
+    own_sampler: Sampler | None = None,
+    makers_of: Sequence[Sequence[int]] | None = None,
+    stall_s: float = 120.0,
 ) -> ExperienceBuffer:
-    """A buffer of an unlimited run, at version 1 of the weights."""
-    stream = PieceStream(NumberedPrompts(batch, num_batches), piece, samples)
+    """A buffer of an unlimited run, at version 1 of the weights.
+
+    With `makers_of` every trainer rank has its own.
+    """
+    prompts = NumberedPrompts(batch, num_batches)
+    stream = PieceStream(prompts, piece, samples)
+    if makers_of is not None:
+        ranks = range(len(makers_of))
+        stream = PieceStream(prompts, piece, samples, ranks, makers_of.__getitem__)
     pacing = Pacing(max_staleness, batch * samples)
-    settings = BufferSettings(limit, evicts, seed=1, window=window)
-    chosen = SAMPLERS.look_up(sampler)()
+    settings = BufferSettings(limit, evicts, seed=1, window=window, stall_s=stall_s)
+    chosen = SAMPLERS.look_up(sampler)() if own_sampler is None else own_sampler
     buffer = ExperienceBuffer(stream, pacing, chosen, settings, Ledger(), Activity())
     buffer.publish(1)
     return buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 
@@ -12,6 +13,9 @@ from tests.trainer.detached.stand_ins import begin, finish, make_buffer, may_beg
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.endings import EndOfSamples, StalledError
 from trainer.detached.ledger import IN_FLIGHT, QUEUED
+from trainer.detached.pacing import Demand
+from trainer.detached.pieces import Order
+from trainer.detached.samplers.registry import Choice, Sampler, SamplerError, Stock, up_to
 
 
 def test_makers_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
@@ -106,6 +110,24 @@ def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     makers.join(30)
 
 
+def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.detached.buffer.LOOK_S", 0.02)
+    buffer = make_buffer(piece=4, stall_s=0.05)
+    buffer.join(0)
+    order = begin(buffer)
+    threading.Timer(0.3, lambda: finish(buffer, order)).start()
+    with buffer._activity.of("maker 0").busy("generate"):
+        buffer.take(4)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) > 1  # again after each 0.05 s
+    assert all("no batch for" in warning for warning in warnings)
+    assert re.search(
+        r"trainer has waited .* for samples; maker 0 has been busy with generate", warnings[0]
+    )
+
+
 def test_without_a_maker_the_trainer_does_not_wait() -> None:
     with pytest.raises(StalledError, match="there is no maker left"):
         make_buffer().take(4)
@@ -146,7 +168,7 @@ def test_no_sample_is_trained_on_too_late_whatever_the_makers_do(
         thread.start()
     try:
         seen: list[str] = []
-        for version in range(1, 25):
+        for version in range(1, 61):
             taken = buffer.take(4)
             assert all(version - one.version <= max_staleness for one in taken)
             seen += [uid for one in taken for uid in one.uids]
@@ -155,10 +177,10 @@ def test_no_sample_is_trained_on_too_late_whatever_the_makers_do(
         buffer.close()
         for thread in threads:
             thread.join(30)
-    assert len(set(seen)) == len(seen) == 24 * 4
+    assert len(set(seen)) == len(seen) == 60 * 4
     assert sum(account.dropped.total() for account in buffer.ledger.makers.values()) == 0
     if sampler == "in_order":
-        assert seen == [str(number) for number in range(24 * 4)]
+        assert seen == [str(number) for number in range(60 * 4)]
 
 
 def _make(buffer: ExperienceBuffer, maker: int) -> None:
@@ -169,6 +191,93 @@ def _make(buffer: ExperienceBuffer, maker: int) -> None:
         if order is not None:
             time.sleep(pace.random() * 0.004 * (1 + 4 * maker))
             finish(buffer, order, maker)
+
+
+@pytest.mark.parametrize("num_slow", [0, 1, 5])
+@pytest.mark.parametrize("piece", [1, 2])
+@pytest.mark.parametrize("max_staleness", [1, 2, 3, 6])
+@pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
+def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
+    sampler: str, max_staleness: int, piece: int, num_slow: int
+) -> None:
+    buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, piece=piece)
+    buffer.join(0)
+    slow: list[Order] = []
+    for version in range(1, 60):
+        buffer._demand = Demand(4)  # as makers see it while the trainer waits
+        while may_begin(buffer):
+            order = begin(buffer)
+            if len(slow) < num_slow and version == 1:
+                slow.append(order)
+            else:
+                finish(buffer, order)
+        while slow and not buffer._choose(4).taken:
+            finish(buffer, slow.pop())
+        taken = buffer.take(4)
+        assert max(version - one.version for one in taken) <= max_staleness
+        train(buffer, taken, version + 1)
+    assert not slow
+
+
+def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() -> None:
+    buffer = make_buffer(max_staleness=0, sampler="random", piece=1)
+    buffer._demand = Demand(4, rest_of_version=4)
+    orders = [begin(buffer) for _ in range(8)]
+    assert not may_begin(buffer)
+    for order in orders[1:]:
+        finish(buffer, order)
+    first = buffer.take(4, rest_of_version=4)  # does not wait for the one that is being made
+    finish(buffer, orders[0])
+    second = buffer.take(4)
+    assert sorted(one.piece.number for one in first + second) == list(range(8))
+
+
+class NewestAtFirst(Sampler):
+    """Comes back to old samples too late."""
+
+    def choose(self, stock: Stock) -> Choice:
+        newest = sorted(stock.ready, key=lambda one: one.version, reverse=stock.version < 3)
+        return Choice(up_to(newest, stock.num_samples))
+
+
+class HalfABatch(Sampler):
+    """Takes too little."""
+
+    def choose(self, stock: Stock) -> Choice:
+        return Choice(up_to(stock.ready, stock.num_samples // 2))
+
+
+def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_run() -> None:
+    buffer = make_buffer(max_staleness=1, own_sampler=NewestAtFirst())
+    buffer.join(0)
+    for version in (1, 2, 3):
+        buffer._demand = Demand(4)
+        while may_begin(buffer):
+            finish(buffer, begin(buffer))
+        if version < 3:
+            train(buffer, buffer.take(4), version + 1)
+    words = "NewestAtFirst took samples of version 1 for the update of version 3, and .*staleness=1"
+    with pytest.raises(SamplerError, match=words):
+        buffer.take(4)
+
+
+def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> None:
+    buffer = make_buffer(own_sampler=HalfABatch())
+    buffer.join(0)
+    while may_begin(buffer):
+        finish(buffer, begin(buffer))
+    with pytest.raises(SamplerError, match="HalfABatch took 2 samples for a batch of 4"):
+        buffer.take(4)
+
+
+def test_makers_of_one_rank_do_not_fill_the_room_of_another() -> None:
+    buffer = make_buffer(max_staleness=1, makers_of=[[0], [1]], sampler="random", piece=1)
+    for _ in range(2):  # the two of each rank that a batch of four has
+        finish(buffer, begin(buffer, maker=0), maker=0)
+    assert not may_begin(buffer, maker=0)
+    assert may_begin(buffer, maker=1)
+    buffer.clear("asked for")  # what one rank lost is no room for the other
+    assert [may_begin(buffer, maker) for maker in (0, 1)] == [True, True]
 
 
 def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:

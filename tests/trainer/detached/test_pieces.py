@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.trainer.detached.stand_ins import NumberedPrompts
-from trainer.detached.pieces import Piece, PieceStream
+from trainer.detached.pieces import Piece, PieceStream, num_samples_of
 
 
 def uids(stream: PieceStream, piece: Piece) -> list[str]:
@@ -36,7 +36,7 @@ def test_makers_of_one_rank_get_its_part_of_every_batch() -> None:
     stream = PieceStream(NumberedPrompts(4), 2, 1, ranks=(0, 1), makers_of=lambda rank: [rank])
     of_rank_1 = [next_of(stream, maker=1) for _ in range(2)]
     assert [uids(stream, piece) for piece in of_rank_1] == [["2", "3"], ["6", "7"]]
-    assert stream.waiting_before(of_rank_1[1]) == 4  # both parts of rank 0
+    assert num_samples_of(stream.waiting_before(of_rank_1[1])) == 4  # both parts of rank 0
     assert uids(stream, next_of(stream, maker=0)) == ["0", "1"]
 
 

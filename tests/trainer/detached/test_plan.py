@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainer.detached.config import DetachedConfig
 from trainer.detached.overlap import Phases, simulate
 from trainer.detached.plan import plan_lines, prediction_lines, setup_of
 from trainer.detached.recipe import DETACHED
+from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
+from trainer.ppo.sizes import rows_of
 
 NEEDED = (
     "data.train_files=x",
@@ -47,6 +51,45 @@ def test_makers_without_a_piece_are_told(makers: int, idle: int) -> None:
     lines = plan_lines(config_of(f"detached.makers={makers}", *sizes))
     told = [line for line in lines if "have nothing to make" in line]
     assert [line.split()[0] for line in told] == ([str(idle)] if idle else [])
+
+
+def test_makers_of_one_rank_without_a_piece_are_told() -> None:
+    edges = "detached.edges=[[0,1],[1,0],[2,1],[3,1]]"
+    sizes = ["detached.topology=4m2t", edges, "detached.max_staleness=0"]
+    config = config_of(*sizes)
+    assert config.piece_size == 1  # one of the 4 prompts of a rank for each of its 3 makers
+    assert not [line for line in plan_lines(config) if "have nothing to make" in line]
+    told = plan_lines(config_of(*sizes, "detached.prompts_per_piece=2"))
+    assert [line.split()[0] for line in told if "have nothing to make" in line] == ["1"]
+
+
+def test_every_maker_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once() -> None:
+    config = config_of(
+        "detached.makers=2",
+        "detached.score_on=maker",
+        "algorithm.use_kl_in_reward=true",
+        "detached.maker_settings.1={max_num_seqs: 3}",
+    )
+    rows = {(row.part, row.role): row for row in rows_of(config)}
+    assert {role for _, role in rows} == {"rollout", "rollout_1", "actor", "ref", "ref_1"}
+    generate, further = rows["generate", "rollout"], rows["generate, rollout_1", "rollout_1"]
+    assert (generate.prompts, further.prompts, further.micro_samples) == (4, 4, 3)
+    assert rows["reference, ref_1", "ref_1"].prompts == 4
+    assert rows["old log-probs", "actor"].prompts == 8
+
+
+def test_every_maker_is_in_the_table_of_memory(tiny_dir: Path) -> None:
+    settings = (
+        f"actor_rollout_ref.model.path={tiny_dir / 'model'}",
+        "detached.makers=3",
+        "detached.maker_settings.1={name: hf, quantization: int8}",
+        "resource_pool_spec.maker_2_pool=[2]",
+    )
+    found = {role.role: role for role in role_memories(config_of(*settings), "cpu")}
+    assert set(found) == {"rollout", "rollout_1", "rollout_2", "actor"}
+    assert found["rollout_1"].pool == "maker_1_pool"
+    assert found["rollout_1"].types.startswith("int8")
+    assert found["rollout_1"].weights < found["rollout"].weights == found["rollout_2"].weights
 
 
 def test_the_prediction_is_that_of_the_simulation() -> None:

@@ -20,6 +20,11 @@ from trainer.detached.step import DetachedTrainer
 from verl_like.errors import CheckpointError, ConfigError, RolloutError
 
 LOCAL = "trainer.backend=local"
+APART = ("detached.topology=2m2t", "detached.edges=[[0,0],[1,1]]")
+"""Trainer ranks that have makers of their own."""
+BY_PROMPTS = "trainer.total_training_steps=null"
+ENDS_AT_12 = (BY_PROMPTS, "data.total_prompts=12")
+ENDS_AT_13 = (BY_PROMPTS, "data.total_prompts=13", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
 
 
 def detached(tiny: Path, folder: Path, *more: str) -> Path:
@@ -286,6 +291,44 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
             "the engine builtins.object of rollout takes no weights within a generation",
         ),
         (["detached.train_epochs=2", "trainer.save_freq=3"], "Take a multiple of 2"),
+        (
+            [*APART, "algorithm.filter_groups.enable=true"],
+            r"filter_groups.enable=true chooses .*edges=\[\[0,0\],\[0,1\],\[1,0\],\[1,1\]\]",
+        ),
+        ([*APART, "algorithm.use_pf_ppo=true"], "use_pf_ppo=true chooses a batch's rows among"),
+        (
+            [*APART, *ENDS_AT_13],
+            "=13 ends in a batch of 5 prompts, .* 2 trainer ranks.*nearest that do: 12 and 14",
+        ),
+        (
+            [*APART, "data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=7"],
+            "=7 prompts do not divide among the 2 trainer ranks.*nearest that do: 6 and 8",
+        ),
+        (
+            [
+                "detached.sampler=ready_first",
+                "data.total_prompts=12",
+                "trainer.total_training_steps=null",
+            ],
+            "=12 ends in a part of a batch of 8, which only detached.sampler=in_order keeps",
+        ),
+        (
+            ["detached.makers=2", "role_mapping.rollout_1=maker_0_pool"],
+            "the 2 makers have the pools maker_0_pool, maker_0_pool: each needs its own",
+        ),
+        (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, and detached.trainers=1"),
+        (
+            ["detached.sampler=version_window", "detached.window=3"],
+            "window=3 is wider than detached.max_staleness=1",
+        ),
+        (
+            ["detached.new_weights=at_once", "actor_rollout_ref.rollout.double_buffer=true"],
+            "double_buffer=true receives weights while it generates",
+        ),
+        (
+            ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            "size=2: the engine native of rollout is whole on every rank; vllm alone is split",
+        ),
         (["trainer.backend=torchrun"], "makers have pools of their own"),
     ],
 )
@@ -310,6 +353,17 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
     checks.check_start(config)
     start.start_step = 8
     checks.check_start(config)
+
+
+def test_an_engine_that_one_makers_pool_does_not_divide_into_is_refused_by_a_dry_run(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.ppo.preflight.joined_cluster", lambda config: True)
+    engine = ("name=vllm", "tensor_model_parallel_size=2")
+    settings = [f"actor_rollout_ref.rollout.{setting}" for setting in engine]
+    settings += ["detached.makers=2", "resource_pool_spec.maker_0_pool=[2]", "trainer.dry_run=true"]
+    with pytest.raises(ConfigError, match="size=2 does not divide the 1 processes of rollout_1's"):
+        run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED))
 
 
 def test_an_engine_of_one_maker_that_does_not_fit_its_pool_is_refused_by_a_dry_run(

@@ -14,7 +14,6 @@ from trainer.detached.config import DetachedConfig
 from trainer.detached.endings import ToldToStop
 from trainer.detached.losses import MakerLosses
 from trainer.detached.recipe import DETACHED
-from trainer.detached.sizes import topology_of
 from trainer.detached.step import DetachedTrainer
 from trainer.run_folder.signals import RunStopped
 from verl_like.errors import NoRoomError, PlacementError, WorkerDiedError
@@ -60,7 +59,7 @@ def config_of(tiny: Path, folder: Path, *more: str) -> DetachedConfig:
 
 
 def losses(config: DetachedConfig, cluster: Cluster, is_ending: bool = False) -> MakerLosses:
-    topology = topology_of(config)
+    topology = config.topology
     groups: Any = cluster
     return MakerLosses(config, groups, topology, lambda role: {}, lambda: is_ending)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.detached.experience import Experience
 from trainer.detached.pieces import Piece
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_methods
 
@@ -35,14 +35,19 @@ class Stock:
     version: int
     """Of the trainer's weights."""
     max_staleness: int
+    samples_per_version: int
+    """Trained on between two versions of the weights."""
     seed: Sequence[int]
     """Of this batch's own randomness: the run's seed and the number of the batch."""
+    rest_of_version: int = 0
+    """Samples of the batches that come after this one, before the next version."""
     window: int | None = None
     """`detached.window`, where it is set."""
 
-    def last_call(self, made_by: int | None) -> bool:
-        """Whether samples of that version would be too old after the next weights."""
-        return made_by is not None and self.version - made_by >= self.max_staleness
+    def room_after(self, made_by: int) -> int:
+        """Samples that are trained on after this batch while those of that version may be."""
+        versions_left = made_by + self.max_staleness - self.version
+        return max(self.rest_of_version + versions_left * self.samples_per_version, 0)
 
 
 @dataclass
@@ -59,6 +64,30 @@ class Sampler(ABC):
     @abstractmethod
     def choose(self, stock: Stock) -> Choice:
         """The next batch; nothing taken: wait."""
+
+
+class SamplerError(VerlLikeError, RuntimeError):
+    """A sampler's choice is no batch, or one that is too old."""
+
+
+def chosen(sampler: Sampler, stock: Stock) -> Choice:
+    """The sampler's choice, of exactly one batch or nothing, and of nothing too old."""
+    choice, name = sampler.choose(stock), type(sampler).__name__
+    num_samples = sum(one.num_samples for one in choice.taken)
+    if choice.taken and num_samples != stock.num_samples:
+        raise SamplerError(
+            f"the sampler {name} took {num_samples} samples for a batch of {stock.num_samples}: "
+            "trainer.detached.samplers.registry.up_to takes as many, or none."
+        )
+    oldest = min((one.version for one in choice.taken), default=stock.version)
+    if stock.version - oldest > stock.max_staleness:
+        raise SamplerError(
+            f"the sampler {name} took samples of version {oldest} for the update of version "
+            f"{stock.version}, and detached.max_staleness={stock.max_staleness}: it had left them "
+            "over for too long. trainer.detached.samplers.registry.most_urgent_first puts at the "
+            "head what a batch must have."
+        )
+    return choice
 
 
 def _check(sampler: Any, subject: str) -> None:
@@ -85,8 +114,22 @@ def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experienc
 
 
 def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experience] | None:
-    """`ready` with those at the head that would be too old later; None: one is still coming."""
-    if any(stock.last_call(version) for _, version in stock.coming):
-        return None
-    urgent = [one for one in ready if stock.last_call(one.version)]
-    return [*urgent, *(one for one in ready if one not in urgent)]
+    """`ready` with those at the head that this batch must have, so that none grows too old.
+
+    For every version, no more samples of it and of older ones may be left over than later batches
+    take in time. None: one that this batch must have is still coming.
+    """
+    coming = [(piece, version) for piece, version in stock.coming if version is not None]
+    head: dict[int, Experience] = {}
+    for made_by in sorted({one.version for one in ready} | {version for _, version in coming}):
+        due = [one for one in ready if one.version <= made_by and one.piece.number not in head]
+        num_left = sum(one.num_samples for one in due)
+        num_left += sum(piece.num_samples for piece, version in coming if version <= made_by)
+        for one in due:
+            if num_left <= stock.room_after(made_by):
+                break
+            head[one.piece.number] = one
+            num_left -= one.num_samples
+        if num_left > stock.room_after(made_by):
+            return None
+    return [*head.values(), *(one for one in ready if one.piece.number not in head)]
