@@ -11,22 +11,19 @@ and by how old they may grow (`trainer.detached.pacing`). One lock guards all of
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.endings import EndOfSamples, StalledError
+from trainer.detached.endings import EndOfSamples, StalledError, StallWarning
 from trainer.detached.experience import Experience
-from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, TOO_OLD, Ledger
+from trainer.detached.ledger import IN_FLIGHT, LOST, MADE_AGAIN, QUEUED, TAKEN, TOO_OLD, Ledger
 from trainer.detached.pacing import BufferSettings, Demand, Pacing
 from trainer.detached.pieces import LeftBehind, Order, Piece, PieceStream, num_samples_of
 from trainer.detached.samplers.registry import Choice, Sampler, Stock, chosen
 
-logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often a wait looks whether it has lasted too long."""
 
@@ -183,7 +180,14 @@ class ExperienceBuffer:
             for uid, samples in rows.items():
                 ranks, versions = zip(*samples, strict=True)
                 self.ledger.trained(uid, ranks, versions, self.version)
-            self.ledger.check()
+        self.check()
+
+    def check(self) -> None:
+        """The ledger adds up, and has every group where it is in fact."""
+        with self._changed:
+            queued = [uid for one in self._ready for uid in one.uids]
+            in_flight = [uid for _, order in self._in_flight.values() for uid in order.uids]
+            self.ledger.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
         """There are weights of that version, which makers take before their next piece."""
@@ -283,7 +287,7 @@ class ExperienceBuffer:
         self._changed.notify_all()
 
     def _wait_for_batch(self, num_samples: int) -> list[Experience]:
-        began = last_warning = time.monotonic()
+        stall = StallWarning(self._settings.stall_s, self._activity.who_waits)
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -300,12 +304,7 @@ class ExperienceBuffer:
 
             self._raise_if_nobody_can_go_on(num_samples)
             self._changed.wait(LOOK_S)
-            now = time.monotonic()
-            if now - last_warning > self._settings.stall_s:
-                logger.warning(
-                    "no batch for %.0f s: %s", now - began, "; ".join(self._activity.who_waits())
-                )
-                last_warning = now
+            stall.look()
 
     def _choose(self, num_samples: int) -> Choice:
         """What the sampler chooses: for each trainer rank that has makers of its own, its share."""

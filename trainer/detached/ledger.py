@@ -11,7 +11,7 @@ so a uid stands for all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,16 @@ class Ledger:
         groups = (group for group in self._open.values() if group.state == state)
         return sum(group.num_samples for group in groups if maker in (None, group.maker))
 
-    def check(self) -> None:
-        """Raise if the ledger does not add up, for a maker or as a whole."""
+    def check(self, found: Mapping[str, Iterable[str]] | None = None) -> None:
+        """Raise if the ledger does not add up, for a maker or as a whole.
+
+        `found` has the uids of the groups that are there in fact, by state.
+        """
+        for state, uids in (found or {}).items():
+            if astray := set(uids) ^ set(self.uids(state)):
+                raise LedgerError(
+                    f"by the ledger other groups are {state} than there are: {sorted(astray)[:8]}."
+                )
         for maker, account in self.makers.items():
             row = self._row(maker, account)
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())

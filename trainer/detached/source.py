@@ -25,6 +25,7 @@ from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
+from workers.columns import read_columns
 
 Metrics = dict[str, float]
 PAUSE_S = 600.0
@@ -90,6 +91,7 @@ class DetachedSource(SampleSource):
         self._num_steps: int | None = None
         self._drawn: list[str] = []
         self._read: list[Metrics] = []
+        self._num_tokens = 0
         self._kept: list[DataProto] = []
         self._queued: list[Experience] = []
         self._has_started = False
@@ -107,15 +109,21 @@ class DetachedSource(SampleSource):
         number, epoch, place = self.rounds.place(self._step)
         if epoch:
             chosen = self.rounds.order(number, epoch)[place]
-            return self._kept[chosen].select(), {"detached/reused": float(epoch)}
+            again = {"detached/reused": float(epoch), "detached/batch_of_round": float(chosen)}
+            return self._kept[chosen].select(), again | {"detached/drawn_tokens": 0.0}
 
         if place == 0:
             self._kept = []
-        self._drawn, self._read = [], []
+        self._drawn, self._read, self._num_tokens = [], [], 0
         batch, metrics = self._assemble(self._draw)
         self._drop_unused(batch)
-        read = over_draws(self._read)
-        return batch, metrics | read | {"detached/queue_depth": float(self.buffer.depth)}
+        taken = {
+            "detached/queue_depth": float(self.buffer.depth),
+            "detached/drawn_tokens": float(self._num_tokens),
+        }
+        if self.rounds.train_epochs > 1:
+            taken |= {"detached/reused": 0.0, "detached/batch_of_round": float(place)}
+        return batch, metrics | over_draws(self._read) | taken
 
     def fetch_ahead(self) -> None:
         """Bring samples here that the next step may take, of those that nobody need wait for."""
@@ -133,6 +141,8 @@ class DetachedSource(SampleSource):
 
     def in_words(self) -> str:
         """Which samples the step is on, for the report of an error."""
+        if not self._drawn:
+            return f"step {self._step} has no samples yet"
         named = ", ".join(self._drawn[:NAMED_UIDS])
         more = len(self._drawn) - NAMED_UIDS
         rest = f" and {more} more" if more > 0 else ""
@@ -219,7 +229,9 @@ class DetachedSource(SampleSource):
         self._drawn += [uid for experience in experiences for uid in experience.uids]
         rows = [experience.fetch() for experience in experiences]
         self._read += [experience.metrics for experience in experiences]
-        return concat_rows(rows)
+        drawn = concat_rows(rows)
+        self._num_tokens += int(read_columns(drawn, "response_mask")["response_mask"].sum())
+        return drawn
 
     def _take(
         self, num_samples: int, attempt: int, rest_of_version: int, rest_of_run: int | None

@@ -24,6 +24,7 @@ from trainer.detached.endings import EndOfSamples, ToldToStop
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
+from trainer.detached.maker_settings import MAKER_SETTINGS
 from trainer.detached.pacing import BufferSettings, Pacing
 from trainer.detached.pieces import PieceStream
 from trainer.detached.plan import plan_lines
@@ -55,7 +56,7 @@ from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import WorkerDiedError, WorkerError
+from verl_like.errors import ConfigError, WorkerDiedError, WorkerError
 from verl_like.files import write_whole
 from workers.columns import has_column, read_columns, rm_column
 
@@ -80,8 +81,14 @@ class DetachedTrainer(PPOTrainer):
         """As PPO does; the start, and every maker's engine on its pool, are looked at first."""
         assert isinstance(config, DetachedConfig), "this trainer's configuration"
         check_start(config)
-        for role in config.topology.roles():
-            check_rollout(config.of_role(role), role)
+        for maker, role in enumerate(config.topology.roles()):
+            own = config.of_role(role)
+            try:
+                check_rollout(own, role)
+            except ConfigError as error:
+                if own is config:
+                    raise
+                raise ConfigError(f"{MAKER_SETTINGS}.{maker}: {error}") from error
         return super().prepare(config, at_end)
 
     def make_source(self) -> DetachedSource:
@@ -315,7 +322,7 @@ class DetachedTrainer(PPOTrainer):
                 with suppress(WorkerError):  # whoever is gone has nothing to break off
                     self.groups[maker.role].abort()
         self.source.close()
-        self.ledger.check()
+        self.source.buffer.check()
         print(self.ledger.describe(), flush=True)
         facts = {"ledger": self.ledger.as_dict(), **self.activity.as_json()}
         write_whole(self.folder / "detached.json", json.dumps(facts))

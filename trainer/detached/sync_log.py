@@ -1,4 +1,4 @@
-"""`syncs.jsonl`: a line for every version that a maker took, for `detached.debug`."""
+"""`syncs.jsonl`: a line for every delivery of weights to a maker, for `detached.debug`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class SyncLog:
         self._path = Path(folder) / SYNCS_FILE
         self._lock = threading.Lock()
 
-    def add(self, maker: int, figures: Mapping[str, float]) -> None:
-        """Write what `deliver_weights` has said of a delivery to this maker."""
+    def add(self, maker: int, role: str, figures: Mapping[str, float]) -> None:
+        """Write what `deliver_weights` has said of a delivery to this role of the maker's."""
         line = {
             "time": time.time(),
             "version": round(figures["training/weight_version"]),
             "maker": maker,
+            "role": role,
             "seconds": figures["timing_s/weight_sync"],
             "hash_s": figures["perf/weight_sync_hash_s"],
             "bytes": round(figures["perf/weight_sync_mb"] * MIB),

@@ -66,13 +66,14 @@ class WeightFeed:
         return version
 
     def _deliver_critic(self, maker: int) -> None:
-        copy = self._groups[role_on(CRITIC_COPY, maker)]
-        sender = self._topology.weight_sender(maker)
+        role, sender = role_on(CRITIC_COPY, maker), self._topology.weight_sender(maker)
+        groups = self._groups["critic"], self._groups[role]
         try:
-            deliver_weights(self._groups["critic"], copy, bucket_mb=self._bucket_mb, sender=sender)
+            figures = deliver_weights(*groups, bucket_mb=self._bucket_mb, sender=sender)
         except WeightSyncError as error:
             error.add_note(f"It was to bring maker {maker}'s copy of the critic to the critic's.")
             raise
+        self._note(maker, role, figures)
 
     def _deliver_ahead(self, maker: int, number: int) -> None:
         """Unless a publication with a higher number has come, which will be delivered next."""
@@ -90,16 +91,18 @@ class WeightFeed:
         return version
 
     def _deliver(self, maker: int, ahead: bool = False) -> int:
-        actor, rollout = self._groups["actor"], self._groups[maker_role(maker)]
-        sender = self._topology.weight_sender(maker)
+        role, sender = maker_role(maker), self._topology.weight_sender(maker)
         figures = deliver_weights(
-            actor,
-            rollout,
+            self._groups["actor"],
+            self._groups[role],
             bucket_mb=self._bucket_mb,
             sender=sender,
             ahead=ahead,
             at_once=self._at_once and not ahead,
         )
-        if self._log is not None:
-            self._log.add(maker, figures)
+        self._note(maker, role, figures)
         return int(figures["training/weight_version"])
+
+    def _note(self, maker: int, role: str, figures: Metrics) -> None:
+        if self._log is not None:
+            self._log.add(maker, role, figures)

@@ -69,18 +69,19 @@ def read_detached(
 
 
 def speeds(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """For each step the tokens a second of makers (of responses) and trainers, while busy."""
+    """For each step the tokens a second of makers and trainers, while busy.
+
+    Makers' are those of all responses that the step took, of what it left out as well.
+    """
     found = []
     for line in metrics:
         tokens = line.get("perf/total_num_tokens", 0.0)
-        response = line.get("response_length/mean", 0.0)
-        prompt = line.get("prompt_length/mean", 0.0)
+        drawn = line.get("detached/drawn_tokens", 0.0)
         spent = {"makers": 0.0, "trainer": 0.0}
         for role, seconds in _seconds_of_steps([line]).items():
             spent["makers" if role.startswith("maker") else "trainer"] += seconds["busy"]
-        if not (tokens and response and spent["makers"] > 0 and spent["trainer"] > 0):
+        if not (tokens and spent["makers"] > 0 and spent["trainer"] > 0):
             continue
-        drawn = tokens * response / (response + prompt)
         found.append(
             {
                 "step": line["step"],

@@ -30,7 +30,8 @@ class NumberedPrompts:
     def batch(self, number: int) -> DataProto:
         first = number * self.size
         uids = [str(first + place) for place in range(self.size)]
-        tensors = {"input_ids": torch.arange(first, first + self.size)[:, None]}
+        rows = torch.arange(first, first + self.size)[:, None]
+        tensors = {"input_ids": rows, "response_mask": torch.ones_like(rows)}
         return DataProto.from_dict(tensors, {"uid": as_objects(uids)})
 
 

@@ -16,6 +16,7 @@ from trainer.detached.ledger import IN_FLIGHT, QUEUED
 from trainer.detached.pacing import Demand
 from trainer.detached.pieces import Order
 from trainer.detached.samplers.registry import Choice, Sampler, SamplerError, Stock, up_to
+from verl_like.errors import LedgerError
 
 
 def test_makers_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
@@ -308,6 +309,20 @@ def test_the_ledger_follows_a_sample() -> None:
     assert buffer.ledger.uids(IN_FLIGHT) == ["0", "1"]
     finish(buffer, order)
     assert buffer.ledger.uids(QUEUED) == ["0", "1"]
+
+
+def test_a_group_that_is_not_where_the_ledger_has_it_is_named() -> None:
+    buffer = make_buffer(max_staleness=4)
+    finish(buffer, begin(buffer))
+    begin(buffer)
+    buffer.check()
+    lost = buffer._ready.pop()
+    with pytest.raises(LedgerError, match=r"other groups are queued than there are: \['0', '1'\]"):
+        buffer.check()
+    buffer._ready.append(lost)
+    buffer._in_flight.clear()
+    with pytest.raises(LedgerError, match=r"are in flight than there are: \['2', '3'\]"):
+        buffer.check()
 
 
 def test_a_resumed_buffer_makes_again_what_was_open() -> None:

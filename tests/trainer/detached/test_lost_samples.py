@@ -67,7 +67,8 @@ def test_a_lost_piece_is_made_again_and_the_others_of_its_batch_stay() -> None:
         finish(buffer, order, maker=1)
 
     buffer.take_back = take_back_and_make
-    batch, _ = make_source(buffer, maker.on_lost_samples, maker).take()
+    batch, metrics = make_source(buffer, maker.on_lost_samples, maker).take()
+    assert metrics["detached/drawn_tokens"] == 4
     assert batch.non_tensor_batch["uid"].tolist() == ["0", "1", "2", "3"]
     assert [one.uids for one in maker.lost] == [["0", "1"]]
 

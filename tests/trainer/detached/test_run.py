@@ -197,6 +197,15 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
     assert uids[2:4] in (uids[0:2], uids[1::-1])
     assert not uids[0] & uids[4]
 
+    of_round = [int(line["detached/batch_of_round"]) for line in lines(folder)]
+    assert of_round[:2] == of_round[4:6] == [0, 1]
+    assert uids[2:4] == [uids[place] for place in of_round[2:4]]
+    assert uids[6:] == [uids[4 + place] for place in of_round[6:]]
+    for line in lines(folder):
+        is_fresh = line["detached/reused"] == 0
+        drawn = line["response_length/mean"] * 16 if is_fresh else 0
+        assert line["detached/drawn_tokens"] == pytest.approx(drawn)
+
 
 def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
     tiny_dir: Path, tmp_path: Path, plain: Path
@@ -371,5 +380,6 @@ def test_an_engine_of_one_maker_that_does_not_fit_its_pool_is_refused_by_a_dry_r
 ) -> None:
     of_one = "detached.maker_settings.1={name: vllm, tensor_model_parallel_size: 2}"
     settings = ("detached.makers=2", of_one, "trainer.dry_run=true")
-    with pytest.raises(ConfigError, match="size=2 does not divide the 1 processes of rollout_1's"):
+    words = "maker_settings.1: .*size=2 does not divide the 1 processes of rollout_1's"
+    with pytest.raises(ConfigError, match=words):
         run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED))

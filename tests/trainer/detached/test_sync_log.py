@@ -20,13 +20,14 @@ def figures(version: int) -> dict[str, float]:
 
 
 def test_a_line_says_what_a_delivery_was(tmp_path: Path) -> None:
-    SyncLog(tmp_path).add(1, figures(3))
+    SyncLog(tmp_path).add(1, "rollout_1", figures(3))
     (line,) = lines(tmp_path, "syncs.jsonl")
     assert line.pop("time") > 1.7e9
     assert line.pop("driver_rss_bytes") > 2**24
     assert line == {
         "version": 3,
         "maker": 1,
+        "role": "rollout_1",
         "seconds": 0.25,
         "hash_s": 0.125,
         "bytes": 5 * 2**20,
@@ -34,12 +35,12 @@ def test_a_line_says_what_a_delivery_was(tmp_path: Path) -> None:
 
 
 def test_makers_write_whole_lines_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
-    SyncLog(tmp_path).add(0, figures(0))
+    SyncLog(tmp_path).add(0, "rollout", figures(0))
     log = SyncLog(tmp_path)
 
     def deliver(maker: int) -> None:
         for version in range(20):
-            log.add(maker, figures(version))
+            log.add(maker, f"rollout_{maker}", figures(version))
 
     threads = [threading.Thread(target=deliver, args=(maker,)) for maker in range(4)]
     for thread in threads:

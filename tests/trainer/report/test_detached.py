@@ -39,7 +39,7 @@ LEDGER = {
 
 
 def detached_metrics(step: int) -> dict[str, float]:
-    """A step of 1 s in which maker 0 drew 3 tokens in a quarter of it."""
+    """A step of 1 s, for a quarter of which maker 0 generated."""
     return {
         "detached/queue_depth": step % 4,
         "detached/staleness/0": 1, "detached/staleness/1": 7,
@@ -47,7 +47,7 @@ def detached_metrics(step: int) -> dict[str, float]:
         "detached/maker_0/syncing_s": 0.25,
         "detached/trainer/busy_s": 0.5, "detached/trainer/waiting_s": 0.5,
         "detached/trainer/syncing_s": 0.0,
-        "perf/total_num_tokens": 800, "response_length/mean": 30, "prompt_length/mean": 10,
+        "perf/total_num_tokens": 800, "detached/drawn_tokens": 900,
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_has_what_its_steps_say(tmp_path: Path) -> None:
 
 def test_tokens_a_second_are_those_of_busy_time() -> None:
     (rates,) = speeds([{"step": 1, **detached_metrics(1)}])
-    assert rates == {"step": 1, "a maker": 800 * 30 / 40 / 0.25, "the trainer": 800 / 0.5}
+    assert rates == {"step": 1, "a maker": 900 / 0.25, "the trainer": 800 / 0.5}
 
 
 def test_another_run_has_no_part_about_makers(tmp_path: Path) -> None:
