@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.integration.runs import lines
+from trainer.detached.recipe import DETACHED
 from trainer.detached.sync_log import SyncLog
+from trainer.detached.weights import WeightFeed
+from trainer.ppo.recipe import load_config
 
 
 def figures(version: int) -> dict[str, float]:
@@ -48,3 +54,17 @@ def test_makers_write_whole_lines_and_a_resumed_run_adds_to_them(tmp_path: Path)
     for thread in threads:
         thread.join()
     assert len(lines(tmp_path, "syncs.jsonl")) == 1 + 4 * 20
+
+
+def test_a_makers_copy_of_the_critic_has_lines_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["data.train_files=x", "actor_rollout_ref.model.path=y", "detached.debug=true"]
+    settings += ["detached.makers=2", "detached.score_on=maker"]
+    config = load_config([*settings, f"trainer.default_local_dir={tmp_path}"], DETACHED)
+    monkeypatch.setattr("trainer.detached.weights.deliver_weights", lambda *_, **__: figures(3))
+    groups: Any = dict.fromkeys([*config.role_mapping], None)
+    feed = WeightFeed(config, groups, config.topology)
+    assert feed.deliver(1) == 3
+    roles = [line["role"] for line in lines(tmp_path, "syncs.jsonl")]
+    assert roles == ["rollout_1", "critic_copy_1"]
