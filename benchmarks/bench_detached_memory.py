@@ -2,9 +2,10 @@
 
     python benchmarks/bench_detached_memory.py [--steps 200] [--folder FOLDER]
 
-A tiny model, one maker, one trainer, local backend. Prints JSON: resident MiB of the driver and the
-sizes of what it keeps of the samples (open groups of the ledger, the buffer, intervals of the
-report) after a quarter, a half, three quarters and all of the steps.
+A tiny model, one maker, one trainer, local backend. Prints JSON: resident MiB of the driver, which
+trains as well, and of the maker's process, and the sizes of what the driver keeps of the samples
+(open groups of the ledger, the buffer, intervals of the report) after a quarter, a half, three
+quarters and all of the steps.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Sizes:
         step = trainer.global_step
         if step % (self.steps // 4):
             return
-        buffer = trainer.source.buffer
+        buffer, maker = trainer.source.buffer, trainer.groups["rollout"].transport.pid_here(0)
         intervals = trainer.activity.intervals()
         self.rows.append(
             {
                 "step": step,
                 "driver_mib": round((resident_bytes(os.getpid()) or 0) / 2**20, 1),
+                "maker_mib": round((resident_bytes(maker) or 0) / 2**20, 1),
                 "open_groups": len(trainer.ledger._open),
                 "queued": buffer.depth,
                 "pieces_in_flight": len(buffer.in_flight()),

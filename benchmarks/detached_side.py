@@ -35,7 +35,9 @@ from trainer.ppo.sample_source import Samples, SampleSource
 from trainer.ppo.step import PPOTrainer
 from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto
+from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
+from workers.weights.sync import SyncReport
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 4
 MEAN_LENGTH, WIDTH = 32, 256
@@ -120,6 +122,16 @@ class SlowSend(RolloutWorker):
         return samples
 
 
+class SlowDelivery(ActorWorker):
+    """Weights take a while until they are with a maker."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def deliver_weights(self, *arguments: Any) -> SyncReport:
+        """The published version, after a rest."""
+        time.sleep(DELAY_S)
+        return super().deliver_weights(*arguments)
+
+
 @dataclass(frozen=True)
 class Side:
     """What a run is, beside the settings that all have."""
@@ -137,7 +149,8 @@ SHORT = (
     "data.max_response_length=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 )
-SLOW = (*SHORT, "role_workers.rollout=benchmarks.detached_side.SlowSend")
+SLOW_SAMPLES = (*SHORT, "role_workers.rollout=benchmarks.detached_side.SlowSend")
+SLOW_WEIGHTS = (*SHORT, "role_workers.actor=benchmarks.detached_side.SlowDelivery")
 
 SIDES = {
     "synchronous": Side(ROLLOUT_APART, is_detached=False),
@@ -148,9 +161,10 @@ SIDES = {
     "staleness_4": Side(("detached.max_staleness=4",)),
     "makers_alone": Side(("detached.max_staleness=1",), trainer=MakersAlone),
     "trainer_alone": Side(ROLLOUT_APART, is_detached=False, trainer=TrainerAlone),
-    "slow_serial": Side((*SLOW, "detached.max_staleness=0"), trainer=SlowUpdate),
-    "slow_overlapped": Side((*SLOW, "detached.max_staleness=1"), trainer=SlowUpdate),
-    "memory": Side((*SHORT, "detached.max_staleness=1")),
+    "slow_samples_0": Side((*SLOW_SAMPLES, "detached.max_staleness=0"), trainer=SlowUpdate),
+    "slow_samples_1": Side((*SLOW_SAMPLES, "detached.max_staleness=1"), trainer=SlowUpdate),
+    "slow_weights_0": Side((*SLOW_WEIGHTS, "detached.max_staleness=0"), trainer=SlowUpdate),
+    "slow_weights_1": Side((*SLOW_WEIGHTS, "detached.max_staleness=1"), trainer=SlowUpdate),
 }
 
 
@@ -183,14 +197,11 @@ class Meter:
 
     def on_step_end(self, trainer: Any, metrics: Metrics) -> None:
         """Called by the trainer."""
-        import psutil
-
         if trainer.global_step in (WARM_UP, trainer.total_steps - LAST):
             for kind, seconds in cpu_by_kind().items():
                 self.facts[f"cpu_s of {kind}"].append(seconds)
         self.facts["ended"].append(time.time())
         self.facts["cpu_s"].append(time.process_time())
-        self.facts["rss_mib"].append(psutil.Process().memory_info().rss / 2**20)
         self.facts["length"].append(metrics.get("response_length/mean", 0.0))
         self.facts["staleness"].append(metrics.get("detached/staleness/mean", 0.0))
         self.facts["score"].append(metrics.get("critic/score/mean", 0.0))

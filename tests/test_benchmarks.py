@@ -117,6 +117,7 @@ def test_the_benchmark_of_checkpoints_compares_steps_beside_a_write_with_steps_a
 def test_the_memory_of_a_detached_run_is_bounded_in_samples(tmp_path: Path) -> None:
     rows = load("benchmarks/bench_detached_memory.py").measure(tmp_path, steps=4)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["driver_mib"] > 50 and row["maker_mib"] > 50 for row in rows)
     assert all(row["open_groups"] <= 2 * 8 and row["queued"] <= 2 * 16 for row in rows)
 
 
