@@ -32,6 +32,7 @@ CASES = {
         "staleness 0": ("detached.max_staleness=0",),
         "staleness 1": ("detached.max_staleness=1",),
         "staleness 4": ("detached.max_staleness=4",),
+        "staleness 8": ("detached.max_staleness=8",),
         f"staleness 4 {WITHOUT}": ("detached.max_staleness=4", "correction=disabled"),
         f"staleness 8 {WITHOUT}": ("detached.max_staleness=8", "correction=disabled"),
     }.items()
