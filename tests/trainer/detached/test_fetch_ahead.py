@@ -22,6 +22,9 @@ class Watching(DetachedTrainer):
         is_last = self.global_step == self.total_steps
         if not is_last:
             wait_until(lambda: buffer.depth >= len(batch))
+        for one in buffer.ready:  # the driver holds references to samples, and prompts
+            assert one.future is not None
+            assert "responses" not in one.rows.batch.keys()
         noted = super().note_samples(batch)
         self.here = [one.future is None for one in buffer.ready]
         assert any(self.here) is not is_last
