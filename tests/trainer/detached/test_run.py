@@ -209,20 +209,6 @@ def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
     assert shared_numbers(folder) == shared_numbers(plain)
 
 
-@pytest.mark.parametrize("on_resume", ["regenerate", "restore"])
-def test_a_resumed_run_repeats_no_sample_and_loses_none(
-    tiny_dir: Path, tmp_path: Path, on_resume: str
-) -> None:
-    staleness = ("detached.max_staleness=2", f"detached.on_resume={on_resume}")
-    settings = (*staleness, "detached.makers=2", "trainer.save_freq=1", *POLICY_ALONE)
-    detached(tiny_dir, tmp_path, *settings, TWO_STEPS)
-    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=4")
-    texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 5)]
-    uids = [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
-    assert len(set(uids)) == 4 * 8
-    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 16}
-
-
 def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
