@@ -32,7 +32,7 @@ class LongRollout(RolloutWorker):
 
 
 class DiesOnce(RolloutWorker):
-    """Its second rank is killed in the second generation; what comes in its place is not."""
+    """Its last rank is killed in the second generation; what comes in its place is not."""
 
     num_calls = 0
 
@@ -40,7 +40,8 @@ class DiesOnce(RolloutWorker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         self.num_calls += 1
         has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
-        if self.rank == 1 and self.num_calls == 2 and not has_died.exists():
+        is_last = self.rank == self.world_size - 1
+        if is_last and self.num_calls == 2 and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().generate_sequences(data)

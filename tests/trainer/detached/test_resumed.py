@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import POLICY_ALONE, calls, lines, overrides
+from tests.integration.runs import POLICY_ALONE, calls, overrides
 from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
+from tests.trainer.detached.uids import uids_in_order, uids_of
 from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.detached.ledger import MADE_AGAIN
@@ -40,12 +41,6 @@ def broken_off(tiny: Path, folder: Path, *more: str) -> Path:
     return folder / "global_step_1" / SAMPLES
 
 
-def uids_of(folder: Path, num_steps: int) -> list[list[str]]:
-    """The uids that each step trained on, in an order that the balance of ranks leaves alone."""
-    steps = range(1, num_steps + 1)
-    return [sorted(row["uid"] for row in lines(folder, f"rollouts/{step}.jsonl")) for step in steps]
-
-
 @pytest.mark.parametrize(
     ("on_resume", "num_files", "num_calls", "dropped"),
     [("regenerate", 0, 10, 2 * 16), ("restore", 4, 6, 0)],
@@ -53,7 +48,6 @@ def uids_of(folder: Path, num_steps: int) -> list[list[str]]:
 def test_a_resumed_run_repeats_no_sample_and_loses_none(
     tiny_dir: Path,
     tmp_path: Path,
-    plain: Path,
     on_resume: str,
     num_files: int,
     num_calls: int,
@@ -64,7 +58,7 @@ def test_a_resumed_run_repeats_no_sample_and_loses_none(
     assert len(list(queued.glob("*.safetensors"))) == num_files
     detached(tiny_dir, tmp_path, "detached.max_staleness=2", "trainer.save_freq=1", *settings)
 
-    assert uids_of(tmp_path, 3) == uids_of(plain, 3)
+    assert uids_of(tmp_path, 3) == uids_in_order(tiny_dir, 3)
     assert len(calls(tmp_path, "generate_sequences")) == num_calls
     ledger = ledger_of(tmp_path)
     assert ledger["trainers"] == {"0": 3 * 16}
