@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import wait_until
+from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import MESH, RolloutWorker
 from workers.weights.sync import SyncReport
@@ -103,3 +107,33 @@ class CannotBeBuilt(RolloutWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         raise ValueError("no such engine")
+
+
+def note_uids(worker: Worker, folder: str, data: DataProto) -> None:
+    """A line for every call: the uids that this rank was given."""
+    with Path(folder, f"uids_of_{worker.role}_{worker.rank}.jsonl").open("a") as file:
+        file.write(json.dumps(data.non_tensor_batch["uid"].tolist()) + "\n")
+
+
+class NotingRollout(RolloutWorker):
+    """Notes which prompts it answers; none goes on with its first ones before all three have."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        folder = self._whole_config.trainer.default_local_dir
+        note_uids(self, folder, data)
+        wait_until(lambda: len(list(Path(folder).glob("uids_of_rollout*"))) == 3)
+        return super().generate_sequences(data)
+
+
+class NotingActor(ActorWorker):
+    """Notes which samples each rank learns from."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.folder = config.trainer.default_local_dir
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        note_uids(self, self.folder, data)
+        return super().update_actor(data, ptx)
