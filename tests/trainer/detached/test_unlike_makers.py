@@ -30,6 +30,6 @@ def test_makers_of_other_engines_and_sizes_share_the_prompts_of_a_run(
     makers = ledger_of(folder)["makers"]
     assert all(row["made"] == row["trained"] > 0 for row in makers.values())
     assert sum(row["trained"] for row in makers.values()) == 3 * 16
-    # rounded weights draw tokens with other probabilities than those of the trainer
-    alike, rounded = ([line[GAP] for line in lines(run)] for run in (plain, folder))
-    assert max(alike) < 1e-6 < 1e-5 < min(rounded)
+    # rounded weights draw tokens with other probabilities than those of the trainer; later pieces
+    # may all be of the maker that does not round
+    assert lines(plain)[0][GAP] < 1e-6 < 1e-5 < lines(folder)[0][GAP]
