@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.waiting import wait_until
 from trainer.ppo.config import PPOConfig
@@ -36,7 +38,7 @@ class LongRollout(RolloutWorker):
 
 
 class DiesOnce(RolloutWorker):
-    """Its last rank is killed in the second generation; what comes in its place is not."""
+    """Maker 0's last rank is killed in its second generation; what comes in its place is not."""
 
     num_calls = 0
 
@@ -44,8 +46,8 @@ class DiesOnce(RolloutWorker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         self.num_calls += 1
         has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
-        is_last = self.rank == self.world_size - 1
-        if is_last and self.num_calls == 2 and not has_died.exists():
+        is_it = self.role == "rollout" and self.rank == self.world_size - 1
+        if is_it and self.num_calls == 2 and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().generate_sequences(data)
@@ -137,3 +139,23 @@ class NotingActor(ActorWorker):
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
         note_uids(self, self.folder, data)
         return super().update_actor(data, ptx)
+
+
+class WaitsForWeights(RolloutWorker):
+    """From the second generation on it stands at the fourth token until newer weights are here."""
+
+    num_calls = 0
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        self.num_calls += 1
+        engine, steps = self.engine, itertools.count(1)
+        asked_to_stop, began_with = type(engine).asked_to_stop, engine.version
+
+        def at_a_step() -> bool:
+            if self.num_calls > 1 and next(steps) == 4:
+                wait_until(lambda: asked_to_stop(engine) or engine.version != began_with)
+            return asked_to_stop(engine)
+
+        with mock.patch.object(engine, "asked_to_stop", at_a_step):
+            return super().generate_sequences(data)
