@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from tests.waiting import wait_until
+from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import MESH, RolloutWorker
 from workers.weights.sync import SyncReport
@@ -32,7 +38,7 @@ class LongRollout(RolloutWorker):
 
 
 class DiesOnce(RolloutWorker):
-    """Its second rank is killed in the second generation; what comes in its place is not."""
+    """Maker 0's last rank is killed in its second generation; what comes in its place is not."""
 
     num_calls = 0
 
@@ -40,7 +46,8 @@ class DiesOnce(RolloutWorker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         self.num_calls += 1
         has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
-        if self.rank == 1 and self.num_calls == 2 and not has_died.exists():
+        is_it = self.role == "rollout" and self.rank == self.world_size - 1
+        if is_it and self.num_calls == 2 and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().generate_sequences(data)
@@ -102,3 +109,53 @@ class CannotBeBuilt(RolloutWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         raise ValueError("no such engine")
+
+
+def note_uids(worker: Worker, folder: str, data: DataProto) -> None:
+    """A line for every call: the uids that this rank was given."""
+    with Path(folder, f"uids_of_{worker.role}_{worker.rank}.jsonl").open("a") as file:
+        file.write(json.dumps(data.non_tensor_batch["uid"].tolist()) + "\n")
+
+
+class NotingRollout(RolloutWorker):
+    """Notes which prompts it answers; none goes on with its first ones before all three have."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        folder = self._whole_config.trainer.default_local_dir
+        note_uids(self, folder, data)
+        wait_until(lambda: len(list(Path(folder).glob("uids_of_rollout*"))) == 3)
+        return super().generate_sequences(data)
+
+
+class NotingActor(ActorWorker):
+    """Notes which samples each rank learns from."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.folder = config.trainer.default_local_dir
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        note_uids(self, self.folder, data)
+        return super().update_actor(data, ptx)
+
+
+class WaitsForWeights(RolloutWorker):
+    """From the second generation on it stands at the fourth token until newer weights are here."""
+
+    num_calls = 0
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        self.num_calls += 1
+        engine, steps = self.engine, itertools.count(1)
+        asked_to_stop, began_with = type(engine).asked_to_stop, engine.version
+
+        def at_a_step() -> bool:
+            if self.num_calls > 1 and next(steps) == 4:
+                wait_until(lambda: asked_to_stop(engine) or engine.version != began_with)
+            return asked_to_stop(engine)
+
+        with mock.patch.object(engine, "asked_to_stop", at_a_step):
+            return super().generate_sequences(data)

@@ -11,51 +11,49 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.detached.uids import uids_in_order, uids_of
 from trainer import load_config, run
+from trainer.detached.ledger import LOST
 from trainer.detached.recipe import DETACHED
 
 
-class KillMaker:
-    """A callback: kills a maker as the second step begins, or the validation after it."""
+class Pids:
+    """A callback: the process of a maker's rollout when the run begins, and when it ends."""
 
-    def __init__(self, role: str = "rollout", at_validation: bool = False) -> None:
-        self.pids: list[int] = []
-        self.role, self.at_validation = role, at_validation
+    def __init__(self, role: str = "rollout") -> None:
+        self.seen: list[int] = []
+        self.role = role
 
-    def on_step_begin(self, trainer: Any) -> None:
-        if not self.at_validation:
-            self.kill(trainer)
-
-    def on_validate_begin(self, trainer: Any) -> None:
-        if self.at_validation:
-            self.kill(trainer)
-
-    def kill(self, trainer: Any) -> None:
-        if trainer.global_step == 2:
-            self.note(trainer)
-            os.kill(self.pids[0], signal.SIGKILL)
+    def on_train_begin(self, trainer: Any) -> None:
+        self.seen += [header.pid for header in trainer.groups[self.role].transport.started]
 
     def on_train_end(self, trainer: Any) -> None:
-        self.note(trainer)
+        self.on_train_begin(trainer)
 
-    def note(self, trainer: Any) -> None:
-        self.pids += [header.pid for header in trainer.groups[self.role].transport.started]
+
+class KillMaker(Pids):
+    """Kills the maker as the validation after the second step begins."""
+
+    def on_validate_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(self.seen[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("backend", "topology", "policy"),
+    ("backend", "topology", "policy", "num_lost"),
     [
-        ("local", "1m2t", "restart"),
-        ("local", "2m1t", "continue"),
-        pytest.param("ray", "1m1t", "restart", marks=pytest.mark.ray),
+        ("local", "1m2t", "restart", 16),
+        ("local", "2m1t", "continue", 8),
+        pytest.param("ray", "1m1t", "restart", 16, marks=pytest.mark.ray),
     ],
 )
-def test_a_run_outlives_a_killed_maker(
+def test_a_run_outlives_a_maker_that_is_killed_as_it_generates_and_keeps_the_order_of_prompts(
     tiny_dir: Path,
     tmp_path: Path,
     backend: str,
     topology: str,
     policy: str,
+    num_lost: int,
     request: pytest.FixtureRequest,
 ) -> None:
     if backend == "ray":
@@ -65,17 +63,17 @@ def test_a_run_outlives_a_killed_maker(
         f"detached.topology={topology}",
         f"detached.on_maker_loss={policy}",
         "cpus_per_process=0.5" if backend == "ray" else "trainer.device=cpu",
+        "role_workers.rollout=tests.trainer.detached.rigged_workers.DiesOnce",
         "trainer.total_training_steps=5",
         *POLICY_ALONE,
     )
-    killer = KillMaker()
-    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])
-    assert len(lines(tmp_path)) == 5
-    assert (killer.pids[0] == killer.pids[1]) == (policy == "continue")
+    pids = Pids()
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[pids])
+    assert uids_of(tmp_path, 5) == uids_in_order(tiny_dir, 5)
+    assert (pids.seen[0] == pids.seen[1]) == (policy == "continue")
     ledger = json.loads((tmp_path / "detached.json").read_text())["ledger"]
     assert sum(ledger["trainers"].values()) == 5 * 8 * 2
-    rows = [path.read_text().splitlines() for path in (tmp_path / "rollouts").glob("*.jsonl")]
-    assert len({json.loads(row)["uid"] for step in rows for row in step}) == 5 * 8
+    assert ledger["makers"]["0"]["dropped"] == {LOST: num_lost}
 
 
 @pytest.mark.parametrize(
@@ -100,9 +98,9 @@ def test_a_run_outlives_a_maker_that_is_killed_as_it_is_to_validate(
         "actor_rollout_ref.actor.ema_decay=0.9",
         *POLICY_ALONE,
     )
-    killer = KillMaker(role, at_validation=True)
+    killer = KillMaker(role)
     run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])
-    assert (killer.pids[0] == killer.pids[1]) == (policy == "continue")
+    assert (killer.seen[0] == killer.seen[1]) == (policy == "continue")
     scores = [line["val-core/verl_like/tiny_letters/reward/mean@1"] for line in lines(tmp_path)]
     assert len(scores) == 4
     files = sorted(path.name for path in (tmp_path / "validation").glob("*.jsonl"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, numbers, overrides
+from tests.trainer.detached.uids import uids_of
 from trainer import load_config, run
 from trainer.detached import checks
 from trainer.detached.recipe import DETACHED
@@ -59,6 +60,7 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(
 
 
 VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
+LEFT_OUT = "left out by dynamic sampling"
 TWO_STEPS = "trainer.total_training_steps=2"
 
 
@@ -66,11 +68,10 @@ TWO_STEPS = "trainer.total_training_steps=2"
     ("settings", "makers"),
     [
         ((*POLICY_ALONE, *FEW_ROWS, "actor_rollout_ref.rollout.name=hf"), "1m1t"),
-        (("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"), "2m1t"),
         ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
         ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "2m1t"),
     ],
-    ids=["hf", "dynamic_sampling", "validation", "validation_of_two"],
+    ids=["hf", "validation", "validation_of_two"],
 )
 def test_staleness_0_is_the_synchronous_run_of_other_settings_bit_for_bit(
     tiny_dir: Path, tmp_path: Path, settings: tuple[str, ...], makers: str
@@ -80,6 +81,22 @@ def test_staleness_0_is_the_synchronous_run_of_other_settings_bit_for_bit(
     ours = (f"detached.topology={makers}", "detached.max_staleness=0")
     folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+
+def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_ledger_has_them(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    more = ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo", TWO_STEPS)
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = ("detached.makers=2", "detached.max_staleness=0")
+    folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+    num_drawn = sum(line["dynamic_sampling/num_groups_drawn"] for line in lines(folder))
+    assert num_drawn > 2 * 8
+    dropped = [row["dropped"] for row in ledger_of(folder)["makers"].values()]
+    assert {reason for reasons in dropped for reason in reasons} == {LEFT_OUT}
+    assert sum(reasons.get(LEFT_OUT, 0) for reasons in dropped) == 2 * (num_drawn - 2 * 8)
 
 
 def test_responses_made_in_parts_are_those_made_at_once(
@@ -130,19 +147,25 @@ def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
 def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
-    ours = (*more, "detached.makers=2", "detached.max_staleness=0")
+    logged = ("actor_rollout_ref.rollout.sync=changed", "detached.debug=true")
+    ours = (*more, *logged, "detached.makers=2", "detached.max_staleness=0")
     folder = detached(tiny_dir, tmp_path / "detached", *ours)
     for line, expected in zip(lines(folder), lines(tmp_path / "plain"), strict=True):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
             # a maker of its own generates with merged weights, which round otherwise
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
+    for maker in (0, 1):
+        sent = [one["bytes"] for one in lines(folder, "syncs.jsonl") if one["maker"] == maker]
+        assert len(sent) >= 2
+        assert 0 < max(sent[1:]) < sent[0] / 10, "the adapters alone"
 
 
 @pytest.fixture(scope="module")
 def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of one version's staleness, by two makers."""
+    """Two epochs of four steps, of one version's staleness, by two makers."""
     folder = tmp_path_factory.mktemp("detached")
-    more = ("detached.makers=2", "trainer.total_training_steps=6", *POLICY_ALONE)
+    sizes = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    more = ("detached.makers=2", BY_PROMPTS, "trainer.total_epochs=2", *sizes, *POLICY_ALONE)
     return detached(tiny_dir, folder, "detached.max_staleness=1", *more)
 
 
@@ -155,19 +178,18 @@ def test_makers_run_ahead_by_the_versions_that_are_allowed(ahead: Path) -> None:
 def test_every_sample_that_was_made_was_trained_on(ahead: Path) -> None:
     kept = ledger_of(ahead)
     rows = kept["makers"].values()
-    assert sum(row["made"] for row in rows) == 6 * 16
+    assert sum(row["made"] for row in rows) == 8 * 32
     assert all(row["made"] == row["trained"] for row in rows)
-    assert kept["trainers"] == {"0": 6 * 16}
-    assert sum(kept["staleness"].values()) == 6 * 16
+    assert kept["trainers"] == {"0": 8 * 32}
+    assert sum(kept["staleness"].values()) == 8 * 32
 
 
-def test_every_prompt_of_the_synchronous_run_is_trained_on_once(ahead: Path) -> None:
-    uids = []
-    for step in range(1, 7):
-        path = ahead / "rollouts" / f"{step}.jsonl"
-        uids += [json.loads(line)["uid"] for line in path.read_text().splitlines()]
-    assert len(set(uids)) == 6 * 8
-    assert len(uids) == 6 * 16
+def test_every_prompt_is_trained_on_once_in_every_epoch(ahead: Path) -> None:
+    steps = uids_of(ahead, len(lines(ahead)))
+    assert [len(uids) for uids in steps] == [2 * 16] * 8
+    for epoch, first in enumerate((0, 4)):
+        two_of_each = [f"{row}-{epoch}" for row in (*range(64), *range(64))]
+        assert sorted(sum(steps[first : first + 4], [])) == sorted(two_of_each)
 
 
 def test_makers_and_trainers_are_processes_of_their_own(ahead: Path) -> None:
@@ -216,20 +238,6 @@ def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
     assert calls(folder, "write_checkpoint"), "that of step 1, beside step 2"
     detached(tiny_dir, tmp_path, *settings)
     assert shared_numbers(folder) == shared_numbers(plain)
-
-
-@pytest.mark.parametrize("on_resume", ["regenerate", "restore"])
-def test_a_resumed_run_repeats_no_sample_and_loses_none(
-    tiny_dir: Path, tmp_path: Path, on_resume: str
-) -> None:
-    staleness = ("detached.max_staleness=2", f"detached.on_resume={on_resume}")
-    settings = (*staleness, "detached.makers=2", "trainer.save_freq=1", *POLICY_ALONE)
-    detached(tiny_dir, tmp_path, *settings, TWO_STEPS)
-    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=4")
-    texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 5)]
-    uids = [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
-    assert len(set(uids)) == 4 * 8
-    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 16}
 
 
 def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(

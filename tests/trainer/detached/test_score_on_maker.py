@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, calls, lines, overrides
+from tests.trainer.detached.test_resumed import broken_off
 from tests.trainer.detached.test_run import (
     LOCAL,
     TWO_STEPS,
@@ -96,13 +97,14 @@ def test_makers_that_run_ahead_have_values_of_the_version_that_they_took(
 
 
 def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
-    resumed = ("detached.on_resume=restore", "detached.max_staleness=2", "trainer.save_freq=1")
-    settings = (*resumed, *FEW_ROWS)
-    detached(tiny_dir, tmp_path, ON_MAKER, *settings, TWO_STEPS)
-    detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=4")
+    settings = (ON_MAKER, "detached.on_resume=restore", *FEW_ROWS)
+    queued = broken_off(tiny_dir, tmp_path, *settings)
+    assert len(list(queued.glob("*.safetensors"))) == 2
+    detached(tiny_dir, tmp_path, *settings, "detached.max_staleness=2", "trainer.save_freq=1")
     assert roles_of(tmp_path)["compute_values"] == {"critic_copy"}
-    assert len(calls(tmp_path, "compute_values")) <= len(calls(tmp_path, "generate_sequences"))
-    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 8}
+    for method in ("generate_sequences", "compute_values", "compute_ref_log_prob"):
+        assert len(calls(tmp_path, method)) == 3, "none after the resume"
+    assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 8}
 
 
 class KillMaker:

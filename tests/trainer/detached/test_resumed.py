@@ -1,0 +1,67 @@
+"""Runs that end while samples are queued, and go on from their checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, calls, overrides
+from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
+from tests.trainer.detached.uids import uids_in_order, uids_of
+from tests.waiting import wait_until
+from trainer import load_config, run
+from trainer.detached.ledger import MADE_AGAIN
+from trainer.detached.recipe import DETACHED
+from trainer.detached.step import SAMPLES
+from verl_like.errors import CallbackError
+
+
+class EndsWithFullQueue:
+    """A callback: the run of three steps fails in its second, with the samples of two queued."""
+
+    def on_sample_end(self, trainer: Any, batch: Any) -> None:
+        # all that the makers may make, so that what a checkpoint holds does not depend on the clock
+        wait_until(lambda: trainer.source.buffer.depth == 2 * len(batch))
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyError("the end")
+
+
+def broken_off(tiny: Path, folder: Path, *more: str) -> Path:
+    """The samples that are queued in the checkpoint of a run that ends in its second step."""
+    settings = (LOCAL, "trainer.save_freq=1", "detached.max_staleness=2", *more)
+    with pytest.raises(CallbackError, match="the end"):
+        run(
+            load_config(overrides(tiny, folder, *settings), DETACHED),
+            callbacks=[EndsWithFullQueue()],
+        )
+    return folder / "global_step_1" / SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("on_resume", "num_files", "num_calls", "dropped"),
+    [("regenerate", 0, 10, 2 * 16), ("restore", 4, 6, 0)],
+)
+def test_a_resumed_run_repeats_no_sample_and_loses_none(
+    tiny_dir: Path,
+    tmp_path: Path,
+    on_resume: str,
+    num_files: int,
+    num_calls: int,
+    dropped: int,
+) -> None:
+    settings = ("detached.makers=2", f"detached.on_resume={on_resume}", *POLICY_ALONE)
+    queued = broken_off(tiny_dir, tmp_path, *settings)
+    assert len(list(queued.glob("*.safetensors"))) == num_files
+    detached(tiny_dir, tmp_path, "detached.max_staleness=2", "trainer.save_freq=1", *settings)
+
+    assert uids_of(tmp_path, 3) == uids_in_order(tiny_dir, 3)
+    assert len(calls(tmp_path, "generate_sequences")) == num_calls
+    ledger = ledger_of(tmp_path)
+    assert ledger["trainers"] == {"0": 3 * 16}
+    lost = [row["dropped"] for row in ledger["makers"].values()]
+    assert sum(row.get(MADE_AGAIN, 0) for row in lost) == dropped
+    assert sum(row["made"] for row in ledger["makers"].values()) == 3 * 16 + dropped
