@@ -5,18 +5,13 @@ on.
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.runs import POLICY_ALONE, lines, overrides
-from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
-from tests.waiting import wait_until
-from trainer import load_config, run
+from tests.integration.runs import POLICY_ALONE, lines
+from tests.trainer.detached.test_run import detached, ledger_of
 from trainer.data.prompts import PromptLoader
-from trainer.detached.recipe import DETACHED
 
 RIGGED = "tests.trainer.detached.rigged_workers"
 
@@ -49,30 +44,6 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
     folder = detached(tiny_dir, tmp_path, "trainer.total_training_steps=50", *POLICY_ALONE)
     assert "the run ends after step 2: the prompts have ended" in capsys.readouterr().out
     assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
-
-
-class Dawdles:
-    """A callback that keeps the trainer waiting until the makers have filled the buffer."""
-
-    open_samples = 0
-
-    def on_sample_end(self, trainer: Any, batch: Any) -> None:
-        buffer = trainer.source.buffer
-        if trainer.global_step > 1:
-            return
-        wait_until(lambda: buffer.depth >= 16)
-        time.sleep(0.1)  # what a maker that does not stop would begin the next piece in
-        being_made = sum(piece.num_samples for piece in buffer.in_flight())
-        self.open_samples = buffer.depth + being_made
-
-
-def test_a_full_buffer_holds_the_makers_up(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("detached.limit=16", "detached.max_staleness=4", "detached.prompts_per_piece=4")
-    slow = Dawdles()
-    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), DETACHED)
-    run(config, callbacks=[slow])
-    assert slow.open_samples == 16
-    assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 16}
 
 
 def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
