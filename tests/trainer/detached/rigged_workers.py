@@ -16,6 +16,7 @@ from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2
+ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
 
 
 class LongRollout(RolloutWorker):
@@ -102,3 +103,26 @@ class CannotBeBuilt(RolloutWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         raise ValueError("no such engine")
+
+
+class SleepingRollout(RolloutWorker):
+    """As long at every row as the phases of a prediction say, and at taking weights."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        time.sleep(ROW_S * len(data))
+        return super().generate_sequences(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        time.sleep(TAKE_S)
+        return super().receive_weights(address, version)
+
+
+class SleepingActor(ActorWorker):
+    """As long at every update."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        time.sleep(UPDATE_S)
+        return super().update_actor(data, ptx)
