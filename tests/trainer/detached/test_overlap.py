@@ -163,7 +163,9 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
 
     def generate(role: str, rows: DataProto, attempt: int) -> Sleep:
         piece = int(rows.batch["input_ids"][0]) * setup.num_pieces // size
-        return Sleep(setup.piece_seconds(phases, piece))
+        # not as the simulation has it computed, or both could be wrong in one way
+        of_batch = phases.generate[piece // setup.num_pieces % len(phases.generate)]
+        return Sleep(of_batch / setup.num_pieces)
 
     def take_weights(maker: int) -> int:
         version = buffer.version
@@ -180,7 +182,7 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
         maker.start()
     for step in range(num_steps):
         taken = buffer.take(size)
-        time.sleep(setup.train_seconds(phases, step))
+        time.sleep(phases.score[0] + phases.update[step % len(phases.update)])
         train(buffer, taken, buffer.version + 1)
     spent = time.perf_counter() - began
     buffer.close()
