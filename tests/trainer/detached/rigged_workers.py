@@ -47,6 +47,17 @@ class DiesOnce(RolloutWorker):
         return super().generate_sequences(data)
 
 
+class DiesAtOnce(RolloutWorker):
+    """Killed in its first generation, and leaves the moment."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        folder = Path(self._whole_config.trainer.default_local_dir)
+        folder.joinpath("killed_at").write_text(str(time.time()), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().generate_sequences(data)
+
+
 class DiesAsItSends(ActorWorker):
     """Killed in the delivery of the second version."""
 
@@ -83,7 +94,7 @@ class FailsInSecondUpdate(ActorWorker):
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
         self.num_updates += 1
         if self.num_updates > 1:
-            raise ValueError("no gradient of this")
+            raise ValueError(f"no gradient of this at {time.time()}")
         return super().update_actor(data, ptx)
 
 

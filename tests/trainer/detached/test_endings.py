@@ -5,12 +5,17 @@ on.
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import POLICY_ALONE, lines
-from tests.trainer.detached.test_run import detached, ledger_of
+from tests import ROOT
+from tests.forked import run_program
+from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
+from trainer.cli import main
 from trainer.data.prompts import PromptLoader
 
 RIGGED = "tests.trainer.detached.rigged_workers"
@@ -50,12 +55,29 @@ def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path)
     fails = f"role_workers.actor={RIGGED}.FailsInSecondUpdate"
     with pytest.raises(ValueError, match="no gradient of this") as error:
         detached(tiny_dir, tmp_path, *POLICY_ALONE, fails)
+    failed = re.search(r"no gradient of this at ([0-9.]+)", str(error.value))
+    assert failed is not None
+    assert time.time() - float(failed[1]) < 10
     texts = (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()
     kept = [json.loads(line)["uid"] for line in texts]
     (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
     named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
     assert len(named) == 8
     assert set(named) <= set(kept)
+
+
+def test_the_command_of_a_run_that_loses_a_maker_fails_within_seconds_and_names_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
+    settings = (LOCAL, dies, "detached.makers=2", "detached.on_maker_loss=fail", *POLICY_ALONE)
+    arguments = overrides(tiny_dir, tmp_path, *settings)
+    done = run_program(main.main, "detached", *arguments, folder=ROOT)
+    took = time.time() - float((tmp_path / "killed_at").read_text())
+    assert done.returncode == 1
+    assert "maker 1 is lost" in done.stderr
+    assert "killed by SIGKILL" in done.stderr
+    assert took < 15
 
 
 def test_a_maker_that_cannot_be_built_ends_the_run_with_its_error(
