@@ -133,6 +133,8 @@ class DetachedSource(SampleSource):
 
     def in_words(self) -> str:
         """Which samples the step is on, for the report of an error."""
+        if not self._drawn:
+            return f"step {self._step} has no samples yet"
         named = ", ".join(self._drawn[:NAMED_UIDS])
         more = len(self._drawn) - NAMED_UIDS
         rest = f" and {more} more" if more > 0 else ""

@@ -92,14 +92,18 @@ class WeightFeed:
     def _deliver(self, maker: int, ahead: bool = False) -> int:
         actor, rollout = self._groups["actor"], self._groups[maker_role(maker)]
         sender = self._topology.weight_sender(maker)
-        figures = deliver_weights(
-            actor,
-            rollout,
-            bucket_mb=self._bucket_mb,
-            sender=sender,
-            ahead=ahead,
-            at_once=self._at_once and not ahead,
-        )
+        try:
+            figures = deliver_weights(
+                actor,
+                rollout,
+                bucket_mb=self._bucket_mb,
+                sender=sender,
+                ahead=ahead,
+                at_once=self._at_once and not ahead,
+            )
+        except WeightSyncError as error:
+            error.add_note(f"It was to bring maker {maker} ({maker_role(maker)}) to the actor's.")
+            raise
         if self._log is not None:
             self._log.add(maker, figures)
         return int(figures["training/weight_version"])

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.roles.actor import ActorWorker
@@ -106,6 +108,16 @@ class OtherWeights(RolloutWorker):
         super().init_model()
         for parameter in self.engine.module.parameters():
             parameter.data.normal_()
+
+
+class OtherShape(RolloutWorker):
+    """Built with another number of rows in one of its weights."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        norm = self.engine.module.model.norm
+        norm.weight = torch.nn.Parameter(torch.ones(len(norm.weight) + 1))
 
 
 class CannotBeBuilt(RolloutWorker):

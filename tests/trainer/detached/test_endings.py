@@ -70,8 +70,9 @@ def test_the_command_of_a_run_that_loses_a_maker_fails_within_seconds_and_names_
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
-    settings = (LOCAL, dies, "detached.makers=2", "detached.on_maker_loss=fail", *POLICY_ALONE)
-    arguments = overrides(tiny_dir, tmp_path, *settings)
+    many = "trainer.total_training_steps=50"  # more than one maker makes before the loss is known
+    settings = ("detached.makers=2", "detached.on_maker_loss=fail", many)
+    arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings, *POLICY_ALONE)
     done = run_program(main.main, "detached", *arguments, folder=ROOT)
     took = time.time() - float((tmp_path / "killed_at").read_text())
     assert done.returncode == 1
