@@ -26,12 +26,14 @@ def test_the_maths_of_colossalchat_trains_on_all_that_was_made(legacy: Path) -> 
     kept = ledger_of(legacy)
     assert kept["makers"]["0"]["made"] == kept["makers"]["0"]["trained"] == NUM_SAMPLES
     assert kept["trainers"] == {"0": NUM_SAMPLES}
+    assert min(kept["versions"]) == "1", "what makers have before the first prompt"
     for line in lines(legacy):
         assert line["actor/grad_norm"] > 0
         assert line["critic/grad_norm"] > 0
         for end in ("min", "max"):  # every token's return is the whole reward of its response
             rewards = line[f"critic/rewards/{end}"]
             assert line[f"critic/returns/{end}"] == pytest.approx(rewards, abs=1e-5)
+        assert abs(line["critic/advantages/mean"]) > 1e-4, "nothing whitens them"
 
 
 def test_a_reward_model_scores_on_the_trainers_pool(legacy: Path) -> None:
