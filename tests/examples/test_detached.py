@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.examples.scripts import EXAMPLES, bash
 
@@ -23,16 +24,26 @@ def ledger_of(shown: str) -> dict[str, list[int]]:
         pytest.param("1m1t", "ray", marks=pytest.mark.ray),
         pytest.param("2m1t", "local", marks=pytest.mark.example),
         pytest.param("1m2t", "local", marks=pytest.mark.example),
-        pytest.param("2m2t", "local", marks=pytest.mark.example),
+        pytest.param("2m2t", "ray", marks=pytest.mark.ray),
     ],
 )
 def test_trainers_learn_from_all_that_makers_made(
-    topology: str, backend: str, tmp_path: Path, tiny_dir: Path, forked_python: Path
+    topology: str,
+    backend: str,
+    tmp_path: Path,
+    tiny_dir: Path,
+    forked_python: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     if topology != "1m1t":  # which makes its own
         (tmp_path / "tiny").symlink_to(tiny_dir)
-    script, two_steps = EXAMPLES / "detached" / f"{topology}.sh", "trainer.total_training_steps=2"
-    done = bash(script, two_steps, RUN_DIR=tmp_path, PYTHON=forked_python, BACKEND=backend)
+    settings = ["trainer.total_training_steps=2"]
+    if topology == "2m2t":  # where 1m1t starts a cluster, this one joins that of the tests
+        request.getfixturevalue("ray_session")
+        settings += [f"ray.address='{ray.get_runtime_context().gcs_address}'"]
+        settings += ["cpus_per_process=0.25"]
+    script = EXAMPLES / "detached" / f"{topology}.sh"
+    done = bash(script, *settings, RUN_DIR=tmp_path, PYTHON=forked_python, BACKEND=backend)
     assert done.returncode == 0, done.stdout + done.stderr
 
     num_makers, num_trainers, num_samples = int(topology[0]), int(topology[2]), 2 * 16 * 4

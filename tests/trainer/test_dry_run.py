@@ -6,6 +6,7 @@ No process of a worker starts, and nothing is written.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,36 @@ def test_where_nothing_is_wrong_it_says_what_there_is(
     assert " on this machine\n" in said
     assert ("1 rows to train on" if name in ON_ROWS else " prompts") in said
     assert (name in ON_ROWS) or "rewards, tried on 8 rows with their ground truth" in said
+
+
+EDGES = {
+    "3m2t": [
+        "maker 0 | rollout | maker_0_pool | trainer 0 | -",
+        "maker 1 | rollout_1 | maker_1_pool | trainer 1 | -",
+        "maker 2 | rollout_2 | maker_2_pool | trainer 0 | -",
+        "trainer 0 | rank 0 | trainer_pool | - | maker 0, 2",
+        "trainer 1 | rank 1 | trainer_pool | - | maker 1",
+    ],
+    "2m3t": [
+        "maker 0 | rollout | maker_0_pool | trainer 0, 2 | -",
+        "maker 1 | rollout_1 | maker_1_pool | trainer 1 | -",
+        "trainer 0 | rank 0 | trainer_pool | - | maker 0",
+        "trainer 1 | rank 1 | trainer_pool | - | maker 1",
+        "trainer 2 | rank 2 | trainer_pool | - | -",
+    ],
+}
+"""What is printed of each topology, from maker to trainer and from trainer to maker."""
+
+
+@pytest.mark.parametrize("topology", EDGES)
+def test_it_shows_every_edge_between_makers_and_trainers(
+    topology: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = ("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
+    dry("detached", tiny_dir, tmp_path, f"detached.topology={topology}", *batch)
+    shown = capsys.readouterr().out.splitlines()
+    rows = [line for line in shown if line.startswith(("maker ", "trainer "))]
+    assert [re.sub(" {2,}", " | ", row.rstrip()) for row in rows] == EDGES[topology]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -92,14 +92,18 @@ class WeightFeed:
 
     def _deliver(self, maker: int, ahead: bool = False) -> int:
         role, sender = maker_role(maker), self._topology.weight_sender(maker)
-        figures = deliver_weights(
-            self._groups["actor"],
-            self._groups[role],
-            bucket_mb=self._bucket_mb,
-            sender=sender,
-            ahead=ahead,
-            at_once=self._at_once and not ahead,
-        )
+        try:
+            figures = deliver_weights(
+                self._groups["actor"],
+                self._groups[role],
+                bucket_mb=self._bucket_mb,
+                sender=sender,
+                ahead=ahead,
+                at_once=self._at_once and not ahead,
+            )
+        except WeightSyncError as error:
+            error.add_note(f"It was to bring maker {maker} ({role}) to the actor's.")
+            raise
         self._note(maker, role, figures)
         return int(figures["training/weight_version"])
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from tests.waiting import wait_until
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
@@ -22,6 +24,7 @@ from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2
+ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
 
 
 class LongRollout(RolloutWorker):
@@ -50,6 +53,17 @@ class DiesOnce(RolloutWorker):
         if is_it and self.num_calls == 2 and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().generate_sequences(data)
+
+
+class DiesAtOnce(RolloutWorker):
+    """Killed in its first generation, and leaves the moment."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        folder = Path(self._whole_config.trainer.default_local_dir)
+        folder.joinpath("killed_at").write_text(str(time.time()), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
         return super().generate_sequences(data)
 
 
@@ -89,7 +103,7 @@ class FailsInSecondUpdate(ActorWorker):
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
         self.num_updates += 1
         if self.num_updates > 1:
-            raise ValueError("no gradient of this")
+            raise ValueError(f"no gradient of this at {time.time()}")
         return super().update_actor(data, ptx)
 
 
@@ -101,6 +115,16 @@ class OtherWeights(RolloutWorker):
         super().init_model()
         for parameter in self.engine.module.parameters():
             parameter.data.normal_()
+
+
+class OtherShape(RolloutWorker):
+    """Built with another number of rows in one of its weights."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        norm = self.engine.module.model.norm
+        norm.weight = torch.nn.Parameter(torch.ones(len(norm.weight) + 1))
 
 
 class CannotBeBuilt(RolloutWorker):
@@ -159,3 +183,26 @@ class WaitsForWeights(RolloutWorker):
 
         with mock.patch.object(engine, "asked_to_stop", at_a_step):
             return super().generate_sequences(data)
+
+
+class SleepingRollout(RolloutWorker):
+    """As long at every row as the phases of a prediction say, and at taking weights."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        time.sleep(ROW_S * len(data))
+        return super().generate_sequences(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        time.sleep(TAKE_S)
+        return super().receive_weights(address, version)
+
+
+class SleepingActor(ActorWorker):
+    """As long at every update."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        time.sleep(UPDATE_S)
+        return super().update_actor(data, ptx)

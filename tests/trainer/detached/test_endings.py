@@ -5,18 +5,18 @@ on.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests import ROOT
+from tests.forked import run_program
 from tests.integration.runs import POLICY_ALONE, lines, overrides
 from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
-from tests.waiting import wait_until
-from trainer import load_config, run
+from trainer.cli import main
 from trainer.data.prompts import PromptLoader
-from trainer.detached.recipe import DETACHED
 
 RIGGED = "tests.trainer.detached.rigged_workers"
 
@@ -51,40 +51,34 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
     assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
 
 
-class Dawdles:
-    """A callback that keeps the trainer waiting until the makers have filled the buffer."""
-
-    open_samples = 0
-
-    def on_sample_end(self, trainer: Any, batch: Any) -> None:
-        buffer = trainer.source.buffer
-        if trainer.global_step > 1:
-            return
-        wait_until(lambda: buffer.depth >= 16)
-        time.sleep(0.1)  # what a maker that does not stop would begin the next piece in
-        being_made = sum(piece.num_samples for piece in buffer.in_flight())
-        self.open_samples = buffer.depth + being_made
-
-
-def test_a_full_buffer_holds_the_makers_up(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("detached.limit=16", "detached.max_staleness=4", "detached.prompts_per_piece=4")
-    slow = Dawdles()
-    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), DETACHED)
-    run(config, callbacks=[slow])
-    assert slow.open_samples == 16
-    assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 16}
-
-
 def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
     fails = f"role_workers.actor={RIGGED}.FailsInSecondUpdate"
     with pytest.raises(ValueError, match="no gradient of this") as error:
         detached(tiny_dir, tmp_path, *POLICY_ALONE, fails)
+    failed = re.search(r"no gradient of this at ([0-9.]+)", str(error.value))
+    assert failed is not None
+    assert time.time() - float(failed[1]) < 10
     texts = (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()
     kept = [json.loads(line)["uid"] for line in texts]
     (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
     named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
     assert len(named) == 8
     assert set(named) <= set(kept)
+
+
+def test_the_command_of_a_run_that_loses_a_maker_fails_within_seconds_and_names_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
+    many = "trainer.total_training_steps=50"  # more than one maker makes before the loss is known
+    settings = ("detached.makers=2", "detached.on_maker_loss=fail", many)
+    arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings, *POLICY_ALONE)
+    done = run_program(main.main, "detached", *arguments, folder=ROOT)
+    took = time.time() - float((tmp_path / "killed_at").read_text())
+    assert done.returncode == 1
+    assert "maker 1 is lost" in done.stderr
+    assert "killed by SIGKILL" in done.stderr
+    assert took < 15
 
 
 def test_a_maker_that_cannot_be_built_ends_the_run_with_its_error(

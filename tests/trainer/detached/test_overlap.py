@@ -131,6 +131,12 @@ def test_more_makers_move_idle_time_from_the_trainer_to_the_makers() -> None:
     assert (makers[0], makers[-1]) == (pytest.approx(0, abs=0.02), pytest.approx(0.5, abs=0.1))
 
 
+def test_phases_that_are_so_many_times_as_long_take_so_many_times_as_long() -> None:
+    setup = Setup(num_makers=2, max_staleness=2, pieces=4)
+    short, long = (simulate(tailed(2).times(n, n, n), setup, 60).seconds for n in (1, 5))
+    assert long == pytest.approx(5 * short)
+
+
 def test_200_steps_are_simulated_at_once() -> None:
     began = time.process_time()
     simulate(tailed(0), Setup(4, max_staleness=4, pieces=8))
@@ -157,7 +163,9 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
 
     def generate(role: str, rows: DataProto, attempt: int) -> Sleep:
         piece = int(rows.batch["input_ids"][0]) * setup.num_pieces // size
-        return Sleep(setup.piece_seconds(phases, piece))
+        # not as the simulation has it computed, or both could be wrong in one way
+        of_batch = phases.generate[piece // setup.num_pieces % len(phases.generate)]
+        return Sleep(of_batch / setup.num_pieces)
 
     def take_weights(maker: int) -> int:
         version = buffer.version
@@ -174,7 +182,7 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
         maker.start()
     for step in range(num_steps):
         taken = buffer.take(size)
-        time.sleep(setup.train_seconds(phases, step))
+        time.sleep(phases.score[0] + phases.update[step % len(phases.update)])
         train(buffer, taken, buffer.version + 1)
     spent = time.perf_counter() - began
     buffer.close()
@@ -184,8 +192,12 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
 
 
 def longer_and_longer(short: Phases) -> Iterator[Phases]:
-    """A busy machine wakes threads late, by some milliseconds each."""
-    for longer in (1, 3, 10):
+    """A busy machine wakes threads late, by some milliseconds each: less of longer phases.
+
+    That hides no wrong prediction, which is as wrong for all of them. It would hide a delay of the
+    buffer's own, of as many milliseconds however long phases are; so none are very long.
+    """
+    for longer in (1, 3, 5):
         yield short.times(longer, longer, longer)
 
 
@@ -196,6 +208,7 @@ def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup
     for phases in longer_and_longer(Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])):
         predicted = simulate(phases, setup, 8).seconds
         measured = seconds_of_threads(phases, setup, 8)
+        assert measured > 0.98 * predicted, "nobody sleeps for less than asked, on any machine"
         if abs(measured / predicted - 1) < 0.15:
             return
     assert measured == pytest.approx(predicted, rel=0.15)

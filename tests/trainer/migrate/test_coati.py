@@ -12,6 +12,7 @@ from trainer.migrate.coati.translate import translate
 from trainer.migrate.systems import RECIPES, migrate
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
 
 DETACHED = """
 python mmmt_prompt.py --prompt_path prompts.csv --num_makers 2 --num_trainers 2 \\
@@ -38,6 +39,9 @@ def test_makers_and_trainers_become_a_detached_run() -> None:
     detached, actor = config.detached, config.actor_rollout_ref.actor
     assert (detached.makers, detached.trainers) == (2, 2)
     assert (detached.update_steps, detached.train_epochs, detached.max_staleness) == (2, 3, 1)
+    beside_a_rollout = {"rollout", "ref", "reward_model", "critic_copy"}
+    pools = expand_roles(config.role_mapping)
+    assert {role for role, pool in pools.items() if pool == "maker_0_pool"} == beside_a_rollout
     # 2 trainers x 2 rows a batch; 4 prompts x 8 steps x 2 makers are 16 batches
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (4, 4)
     assert config.trainer.total_training_steps == 16

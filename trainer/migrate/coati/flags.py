@@ -24,7 +24,7 @@ RENAMED = {
 
 TOGETHER = {
     "critic_pretrain": "`reward_model.model.path`, `critic.model.path`",
-    "experience_batch_size": "`data.train_batch_size`, `trainer.total_training_steps`",
+    "experience_batch_size": "`data.train_batch_size`; of makers `trainer.total_training_steps`",
     "experience_steps": "`trainer.total_training_steps`",
     "lora_rank": "`actor_rollout_ref.model.lora_rank`, `critic.model.lora_rank`",
     "lr": "`actor_rollout_ref.actor.optim.lr`, `critic.optim.lr`",

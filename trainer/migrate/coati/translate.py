@@ -129,6 +129,8 @@ def _makers_and_trainers(given: _Given, done: Translation, *, one_maker: bool) -
     for name, default in (("update_steps", 2), ("train_epochs", 1)):
         key = f"detached.{name}"
         done.default(f"--{name}", default, {key: given.value(name, str(default))})
+    # their makers hold critic, reward model and initial model beside the actor
+    done.default("whoever scores", "the maker", {"detached.score_on": "maker"})
     done.absent.append(
         "samples of any age: here detached.max_staleness bounds it, 1 by default, and makers wait"
     )
