@@ -21,7 +21,8 @@ from workers.training.background_save import SavesInBackground
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
-from workers.weights.sync import SyncReport, WeightReceiver
+from workers.weights.sides import SyncReport
+from workers.weights.sync import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig

@@ -32,7 +32,8 @@ from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.weights.channel import Channel
 from workers.weights.kept import kept_weights
-from workers.weights.sync import SyncReport, WeightReceiver
+from workers.weights.sides import SyncReport
+from workers.weights.sync import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig

@@ -14,11 +14,9 @@ host memory, over gloo: nothing of it touches a GPU that is computing.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,15 +32,9 @@ from workers.weights.address import Address, join_weight_store
 from workers.weights.channel import Channel
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.kept import changes
+from workers.weights.sides import InAThread, Side, SyncReport, reports_of_sides
 from workers.weights.snapshot import Snapshot, Snapshots
-from workers.weights.sync import (
-    Side,
-    SyncReport,
-    WeightSender,
-    once_more_if_refused,
-    reports_of_sides,
-    sync_figures,
-)
+from workers.weights.sync import WeightSender, once_more_if_refused, sync_figures
 
 logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
@@ -130,32 +122,12 @@ def _deliver(
 
     # either group may run in the thread that calls it, so each side has one
     what = address, rollout_group.world_size, bucket_mb, sender
-    sending = _InAThread(f"actor rank {sender}", actor_group.deliver_weights, *what)
+    sending = InAThread(f"actor rank {sender}", actor_group.deliver_weights, *what)
     received = receive.remote(address, version)
-    reports = reports_of_sides([Side(received, int(version)), Side(sending, int(version))])
+    give_up = partial(actor_group.give_up_sync.remote, address, rollout_group.world_size)
+    sides = [Side(future, int(version), give_up) for future in (received, sending)]
+    reports = reports_of_sides(sides)
     return sync_figures(reports, int(version), start)
-
-
-class _InAThread:
-    """The future of a group's blocking call, in a thread that nobody has to wait for."""
-
-    def __init__(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        self._name, self._future = name, Future[Any]()
-        work = call, arguments
-        threading.Thread(target=self._run, args=work, name="weights sender", daemon=True).start()
-
-    def _run(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        try:
-            self._future.set_result(call(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            self._future.set_exception(error)
-
-    def get(self, timeout: float | None = None) -> Any:
-        """What the call returns."""
-        return self._future.result(timeout)
-
-    def __str__(self) -> str:
-        return self._name
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,8 @@ from workers.weights.address import FORM_TIMEOUT, LOOPBACK
 
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """How long one broadcast may take, the gathering of its tensors included."""
+GIVEN_UP = "given up"
+"""In the place of what a rank says of itself: nobody is to wait for it."""
 
 
 def gpu_of(device: torch.device) -> str:
@@ -58,15 +60,30 @@ def meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
     if rank != 0:
         with explained("the sender is gone"), _naming_absent(store, num_receivers):
             store.wait(["complete"], FORM_TIMEOUT)
-            return bool(store.get("complete") == b"own GPUs")
+            answer = store.get("complete").decode()
+        _refuse_given_up([answer])
+        return answer == "own GPUs"
 
     keys = [f"joined/{other}" for other in range(1, num_receivers + 1)]
     with explained("who has come is not known"), _naming_absent(store, num_receivers):
         store.wait(keys, FORM_TIMEOUT)
         gpus = [gpu, *(store.get(key).decode() for key in keys)]
+    _refuse_given_up(gpus)
     has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
     store.set("complete", "own GPUs" if has_own_gpus else "yes")
     return has_own_gpus
+
+
+def give_up(store: SignedStore, num_receivers: int) -> None:
+    """Have whoever waits in `meet` go: a rank has failed, and will not come."""
+    for rank in range(1, num_receivers + 1):
+        store.set(f"joined/{rank}", GIVEN_UP)
+    store.set("complete", GIVEN_UP)
+
+
+def _refuse_given_up(answers: Iterable[str]) -> None:
+    if GIVEN_UP in answers:
+        raise WeightSyncError("weight sync: it is given up, since another rank has failed.")
 
 
 @contextmanager

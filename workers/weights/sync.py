@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -29,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.future import gather
 from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore, new_secret
 from workers.models.lora import adapter_facts
@@ -37,11 +35,17 @@ from workers.weights.address import Address, StoreParts, join_weight_store, open
 from workers.weights.channel import Channel
 from workers.weights.checksum import NamedTensors, Seen
 from workers.weights.kept import KeptWeights, announce, changes
+from workers.weights.meeting import give_up
+from workers.weights.sides import (
+    Side,
+    SyncReport,
+    WeightsRefusedError,
+    raise_errors,
+    reports_of_sides,
+)
 from workers.weights.sink import describe_problems
 
 logger = logging.getLogger(__name__)
-ALONE_S = 3.0
-"""How long one side of a sync may go on after the other has failed: it waits in vain."""
 _OPENING = threading.Lock()
 """Addresses are asked for by several threads."""
 
@@ -75,11 +79,14 @@ def _sync(
         send = partial(actor_group.send_weights.remote, rollout_group.world_size, bucket_mb)
         if as_trained:
             send = partial(send, as_trained=True)
+        give_up = partial(actor_group.give_up_sync.remote, address, rollout_group.world_size)
         # A group of one may run in this very thread when it is called, so the larger group comes
         # first.
         sender_first = actor_group.world_size > rollout_group.world_size
-        calls = (send, receive) if sender_first else (receive, send)
-        reports = reports_of_sides([Side(call(), version) for call in calls])
+        first, last = (send, receive) if sender_first else (receive, send)
+        one = Side(first(), version, give_up)
+        one.wait_from_now()
+        reports = reports_of_sides([one, Side(last(), version, give_up)])
 
     return sync_figures(reports, version, start)
 
@@ -95,71 +102,13 @@ def once_more_if_refused(sync: Callable[[], dict[str, float]]) -> dict[str, floa
 
 def sync_figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
     """What a sync that began at `start` has cost; a `WeightSyncError` where a rank refused it."""
-    _raise_errors(reports, version)
+    raise_errors(reports, version)
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
         "perf/weight_sync_hash_s": max(report.hash_s for report in reports),
         "perf/weight_sync_mb": max(report.num_bytes for report in reports) / 2**20,
         "training/weight_version": float(version),
     }
-
-
-def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
-    """What the ranks have refused, or could not do, as one error."""
-    errors = [report.error for report in reports if report.error]
-    if errors:
-        was_voted = all(report.voted for report in reports)
-        kind = WeightsRefusedError if was_voted else WeightSyncError
-        raise kind(f"version {version} was not taken over: " + "; ".join(errors))
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One rank's part of a sync: why it refused, the bytes it moved, the time of their hashes."""
-
-    error: str | None = None
-    num_bytes: int = 0
-    hash_s: float = 0.0
-    voted: bool = True
-    """It came as far as the vote: nobody was missing, and nothing broke off."""
-
-
-class WeightsRefusedError(WeightSyncError):
-    """Every rank was there, and one has refused what it got."""
-
-
-class Side:
-    """The call of one side of a sync, for `gather`.
-
-    Where a rank waited for another in vain, the side has failed: the other one is waited for no
-    longer than after an exception.
-    """
-
-    def __init__(self, future: Any, version: int) -> None:
-        """`future` is of the reports of its ranks, which wait for nobody for long."""
-        self._future, self._version = future, version
-        future.gives_up_soon = True
-        self.reports: list[SyncReport] | None = None
-
-    def get(self, timeout: float | None = None) -> list[SyncReport]:
-        """The reports, if all ranks came as far as the vote."""
-        self.reports = reports = self._future.get(timeout)
-        if not all(report.voted for report in reports):
-            _raise_errors(reports, self._version)
-        return reports
-
-    def __str__(self) -> str:
-        return str(self._future)
-
-
-def reports_of_sides(sides: Sequence[Side]) -> list[SyncReport]:
-    """Those of both sides, bad ones as well; an error where one side has none."""
-    try:
-        gather(*sides, grace_s=ALONE_S)
-    except WeightSyncError:
-        if any(side.reports is None for side in sides):
-            raise
-    return [report for side in sides for report in side.reports or ()]
 
 
 class _SendingEngine(Protocol):
@@ -207,6 +156,14 @@ class WeightSender:
             return None
         self._next_sync = self._new_address()
         return str(self._next_sync)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def give_up_sync(self, address: str, num_receivers: int) -> None:
+        """One side of the sync at this address has failed: nobody waits for it there any longer."""
+        place = Address.read(address).place
+        if self._weight_store is not None and self._weight_store[1] == place:
+            # a connection of its own: the other one may be the one that waits
+            give_up(Address.read(address).part_of(join_weight_store(place)), num_receivers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_next_bucket(self) -> None:

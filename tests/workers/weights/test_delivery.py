@@ -28,8 +28,9 @@ from workers.weights import delivery, meeting
 from workers.weights import snapshot as weight_snapshot
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
+from workers.weights.sides import SyncReport
 from workers.weights.snapshot import Snapshots
-from workers.weights.sync import SyncReport, WeightReceiver, sync_weights
+from workers.weights.sync import WeightReceiver, sync_weights
 
 
 def deliver_to_all(actor: Any, makers: list[Any], version: int) -> list[dict[str, float]]:

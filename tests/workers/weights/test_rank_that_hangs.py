@@ -20,7 +20,7 @@ from verl_like import Dispatch, Worker, register
 from verl_like.calls import deadlock, stopped
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
-from workers.weights import channel, meeting, sync
+from workers.weights import channel, meeting, sides
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
 from workers.weights.sync import WeightReceiver, sync_weights
 
@@ -127,7 +127,7 @@ def test_a_rank_that_stops_at_the_vote_ends_the_sync(
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
     groups: dict[str, Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, "ALONE_S", 0.5)
+    monkeypatch.setattr(sides, "ALONE_S", 0.5)
     fail_next_sync(groups, role, "does not come")
     actor, rollout = groups["actor"], groups["rollout"]
     publish_weights(actor, 1)

@@ -39,7 +39,8 @@ from workers.weights import meeting
 from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
 from workers.weights.delivery import deliver_weights, publish_weights
-from workers.weights.sync import SyncReport, sync_weights
+from workers.weights.sides import SyncReport
+from workers.weights.sync import sync_weights
 
 
 def three_versions() -> list[Any]:
