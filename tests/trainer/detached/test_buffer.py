@@ -100,6 +100,17 @@ def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
         buffer.take(4)
 
 
+def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
+    buffer = make_buffer(num_batches=1)
+    finish(buffer, begin(buffer))
+    buffer.clear("asked for")
+    left = finish(buffer, begin(buffer))
+    with pytest.raises(EndOfSamples, match="2 samples are left, a batch has 4"):
+        buffer.take(4)
+    assert buffer.ledger.uids(QUEUED) == left.uids
+    assert " 4          0          2          2 " in buffer.ledger.describe()
+
+
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     buffer = make_buffer(limit=2, max_staleness=1, piece=2)
     makers = threading.Thread(target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, 1)])
