@@ -14,8 +14,9 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PAR
 if [ $# -gt 0 ]; then
     exec "$py" -m pytest -q "$@"
 fi
-# Three processes take the fast tests on two cores: some wait for their children.
-"$py" -m pytest -q -n 3 --dist worksteal -m "not ray and not example and not slow and not vllm"
+# Four processes take the fast tests on two cores: some wait for their children. Three of them left
+# a tenth of idle cores unused.
+"$py" -m pytest -q -n 4 --dist worksteal -m "not ray and not example and not slow and not vllm"
 # Of those on Ray a file stays in one process, whose cluster and groups its tests share.
 # In the order of the folders: the longest files come first, so that both processes end together.
 "$py" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
