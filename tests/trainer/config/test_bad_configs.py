@@ -53,6 +53,13 @@ SETTINGS = [
         ["There is no key 'actor_rollout_ref.ref.fsdp_config.optimizer_offload'"],
     ),
     (
+        "recipe=coati_legacy",
+        [
+            "There is no key 'recipe'. The recipe is the command, here 'ppo'",
+            "algorithm=coati_legacy",
+        ],
+    ),
+    (
         "data.train_batch_size=many",
         ["'many'", "could not be converted to Integer", "train_batch_size"],
     ),
