@@ -77,7 +77,8 @@ def meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
 def give_up(store: SignedStore, num_receivers: int) -> None:
     """Have whoever waits in `meet` go: a rank has failed, and will not come."""
     for rank in range(1, num_receivers + 1):
-        store.set(f"joined/{rank}", GIVEN_UP)
+        if not store.check([f"joined/{rank}"]):
+            store.set(f"joined/{rank}", GIVEN_UP)
     store.set("complete", GIVEN_UP)
 
 
@@ -93,11 +94,16 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
         yield
     except dist.DistStoreError as error:
         ranks = range(num_receivers + 1)
-        absent = ", ".join(_who(rank) for rank in ranks if not store.check([f"joined/{rank}"]))
+        absent = ", ".join(_who(rank) for rank in ranks if not _has_come(store, rank))
         raise WeightSyncError(
             f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent or _who(0)}: "
             "not there. Is that worker alive, and not busy with another call?"
         ) from error
+
+
+def _has_come(store: SignedStore, rank: int) -> bool:
+    key = f"joined/{rank}"
+    return store.check([key]) and store.get(key) != GIVEN_UP.encode()
 
 
 def _who(rank: int) -> str:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import pytest
 from tests.verl_like.groups import start
 from tests.workers.stand_ins import PlainEngine, PlainTrainer
 from verl_like import Dispatch, Worker, register
-from verl_like.errors import WorkerDiedError
+from verl_like.errors import WeightSyncError, WorkerDiedError
+from verl_like.process.store import new_secret
+from workers.weights import meeting
+from workers.weights.address import Address, open_weight_store
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
+from workers.weights.meeting import give_up, meet
 from workers.weights.sides import SyncReport
 from workers.weights.sync import WeightReceiver, sync_weights
 
@@ -75,3 +80,29 @@ def test_nobody_waits_for_a_rank_that_died_before_it_came(
     for version in (2, 3, 4):  # a version that is still read would be waited for
         publish_weights(actor, version)
     assert time.monotonic() - began < SOON_S
+
+
+def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=0.2))
+    store, place = open_weight_store()
+    part = Address(place, 1, new_secret()).part_of(store)
+    part.set("joined/0", "no GPU")
+    part.set("joined/1", "no GPU")
+    give_up(part, 2)
+    with pytest.raises(WeightSyncError, match="given up, since another rank has failed"):
+        meet(part, 0, 2, "")
+    late = Address(place, 2, new_secret()).part_of(store)
+    late.set("joined/1", "no GPU")
+    waits = late.wait
+
+    def in_vain(keys: list[str], timeout: timedelta) -> None:
+        try:
+            waits(keys, timeout)
+        finally:
+            give_up(late, 2)  # the others have waited as long, and were a little sooner
+
+    monkeypatch.setattr(late, "wait", in_vain)
+    with pytest.raises(WeightSyncError, match=r"for rollout rank 1: not there"):
+        meet(late, 0, 2, "")
