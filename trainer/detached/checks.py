@@ -114,10 +114,10 @@ def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
     batch, ranks = config.data.train_batch_size, len(topology.routed_ranks)
     size = config.piece_size
     if batch % ranks:
-        near = sorted({max(batch // ranks, 1) * ranks, -(-batch // ranks) * ranks})
+        near = _named(_multiples_near(batch, ranks))
         raise ConfigError(
             f"data.train_batch_size={batch} prompts do not divide among the {ranks} trainer ranks, "
-            f"whose makers differ (detached.edges); nearest that do: {_named(near)}."
+            f"whose makers differ (detached.edges); nearest that do: {near}."
         )
     part = batch // ranks
     if part % size:
@@ -129,11 +129,10 @@ def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
         )
     total = config.data.total_prompts
     if total is not None and total % batch % ranks:
-        near = sorted({total // ranks * ranks, -(-total // ranks) * ranks})
         raise ConfigError(
             f"data.total_prompts={total} ends in a batch of {total % batch} prompts, which do not "
             f"divide among the {ranks} trainer ranks, whose makers differ (detached.edges); "
-            f"nearest that do: {_named([number for number in near if number])}."
+            f"nearest that do: {_named(_multiples_near(total, ranks))}."
         )
     if config.detached.sampler != "in_order" and total is not None and total % batch:
         raise ConfigError(
@@ -296,6 +295,11 @@ def _check_critic_sends(config: DetachedConfig, roles: Mapping[str, str]) -> Non
             "which makers' copies need (detached.score_on=maker). Derive it from "
             "workers.roles.critic.CriticWorker, or set detached.score_on=trainer."
         )
+
+
+def _multiples_near(number: int, of: int) -> list[int]:
+    """The next multiples below and above, or the first one."""
+    return sorted({max(number // of, 1) * of, -(-number // of) * of})
 
 
 def _named(numbers: list[int]) -> str:
