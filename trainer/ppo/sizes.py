@@ -52,7 +52,7 @@ def rows_of(config: PPOConfig) -> list[Row]:
 
     old_log_probs = cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
     parts = [
-        reads("generate", "rollout", policy.rollout.max_num_seqs),
+        reads("generate", "rollout", _max_num_seqs(config, "rollout")),
         reads("old log-probs", "actor", *old_log_probs),
         reads("reference", "ref", *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
         reads("teacher", "teacher", *cut(teacher.log_prob_micro_batch_size_per_gpu)),
@@ -76,8 +76,11 @@ def _row_of(row: Row, role: str, config: PPOConfig) -> Row:
     own = replace(row, part=f"{row.part}, {role}", role=role)
     if row.role != "rollout":
         return own
-    rollout = config.of_role(role).actor_rollout_ref.rollout
-    return replace(own, micro_samples=rollout.max_num_seqs)
+    return replace(own, micro_samples=_max_num_seqs(config, role))
+
+
+def _max_num_seqs(config: PPOConfig, role: str) -> int:
+    return config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
 
 
 HEAD = (

@@ -68,12 +68,13 @@ def test_every_maker_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once(
         "detached.makers=2",
         "detached.score_on=maker",
         "algorithm.use_kl_in_reward=true",
-        "detached.maker_settings.1={max_num_seqs: 3}",
+        "detached.maker_settings={0: {max_num_seqs: 2}, 1: {max_num_seqs: 3}}",
     )
     rows = {(row.part, row.role): row for row in rows_of(config)}
     assert {role for _, role in rows} == {"rollout", "rollout_1", "actor", "ref", "ref_1"}
     generate, further = rows["generate", "rollout"], rows["generate, rollout_1", "rollout_1"]
-    assert (generate.prompts, further.prompts, further.micro_samples) == (4, 4, 3)
+    assert (generate.prompts, generate.micro_samples) == (4, 2)
+    assert (further.prompts, further.micro_samples) == (4, 3)
     assert rows["reference, ref_1", "ref_1"].prompts == 4
     assert rows["old log-probs", "actor"].prompts == 8
 
