@@ -26,7 +26,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.command_errors import ending_in_words
-from trainer.config.compose import compose_tree, from_composed, prepare_overrides, register
+from trainer.config.compose import (
+    compose_tree,
+    from_composed,
+    left_out_of,
+    prepare_overrides,
+    register,
+)
 from trainer.config.own_files import OwnFiles
 from trainer.config.recipe import Recipe
 from trainer.config.refusals import in_words
@@ -38,7 +44,9 @@ from verl_like.terminal import end_with_the_reader
 ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}
 """Arguments with which no process starts, not even one of a reward."""
 SHOW_TREE = {("-c", "job"), ("--cfg", "job"), ("--cfg=job",)}
-"""The options that print the tree of a command; Hydra's print without the rules of its keys."""
+"""The options that print the keys that a command's run reads, with their rules."""
+SHOW_ALL = {("-c", "all"), ("--cfg", "all"), ("--cfg=all",)}
+"""Those that print every key of the recipe, and nothing of Hydra's own."""
 RESOLVE = "--resolve"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """The variable by which Hydra is asked for tracebacks; set by the user, it gives them."""
@@ -56,7 +64,8 @@ OF_HYDRA = (
 def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
     """Check the overrides among the arguments, then let Hydra go on.
 
-    It composes and runs, or only prints (`--help`, `--cfg hydra`). `--cfg job` is printed here.
+    It composes and runs, or only prints (`--help`, `--cfg hydra`). `--cfg job` and `--cfg all` are
+    printed here.
     `given` are overrides below the user's; of those that nothing reads are no error.
     """
     if ONLY_SHOWN & set(arguments):
@@ -71,10 +80,8 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
             _refuse_words(rest, recipe)
             set_by_user = prepare_overrides(overrides, recipe, own)
             overrides = [*prepare_overrides(given, recipe), *set_by_user]
-            if tuple(option for option in rest if option != RESOLVE) in SHOW_TREE:
-                tree = compose_tree(overrides, recipe)
-                recipe.load_registries()  # the comments list the registered names
-                print(annotated_yaml(tree, recipe.schema, resolve=RESOLVE in rest), end="")
+            if tuple(option for option in rest if option != RESOLVE) in SHOW_TREE | SHOW_ALL:
+                _show(recipe, overrides, rest)
                 return
             passed_on = [*rest, *OF_HYDRA, *recipe.search_path, *overrides]
         except ConfigError as err:
@@ -85,6 +92,15 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
     _compose_and_run(recipe, passed_on, job)
     if sweep.jobs:
         sweep.close()
+
+
+def _show(recipe: Recipe[Any], overrides: Sequence[str], options: Sequence[str]) -> None:
+    """The tree with the rules of its keys; Hydra would print it without."""
+    tree = compose_tree(overrides, recipe)
+    recipe.load_registries()  # the comments list the registered names
+    shows_all = tuple(option for option in options if option != RESOLVE) in SHOW_ALL
+    left_out = set() if shows_all else left_out_of(tree, overrides, recipe)
+    print(annotated_yaml(tree, recipe.schema, RESOLVE in options, left_out), end="")
 
 
 def _job(
@@ -142,7 +158,7 @@ def _refuse_words(rest: Sequence[str], recipe: Recipe[Any]) -> None:
     if wrong := [*unknown, *options.overrides]:
         raise ConfigError(
             f"{wrong[0]} is no setting. Settings are written key=value, without dashes, as in "
-            f"trainer.seed=2. All keys: verl-like {recipe.name} --cfg job"
+            f"trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
         )
 
 

@@ -16,7 +16,7 @@ USAGE = """usage: verl-like COMMAND ...
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
-                                (of these --cfg job shows all keys)
+                                (of these --cfg all shows all keys)
   explain [key=value ...]       say in words what a step of ppo will do
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   doctor [--model PATH]         what a run needs, or does with a model
@@ -61,14 +61,14 @@ takes batches from a buffer and sends its weights back. All keys of `verl-like p
 
   detached.makers=2  detached.trainers=1   or detached.topology=2m1t
   detached.max_staleness=1                 versions that a sample may be old; 0 is synchronous
-  verl-like detached --cfg job             every key with its meaning
+  verl-like detached --cfg all             every key with its meaning
 """,
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
 Trains a model on chats (loss on what the assistant says), prompts with responses, or plain text.
 Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
 
-  verl-like sft --cfg job           every key with its meaning
+  verl-like sft --cfg all           every key with its meaning
   trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
 """,
@@ -80,7 +80,7 @@ whole dialogues, and a `margin` where there is one. Placement, run folder, check
 are those of `verl-like ppo`, whose reward_model.model.path and critic.model.path load the folder
 that hf_model exports.
 
-  verl-like reward-model --cfg job  every key with its meaning
+  verl-like reward-model --cfg all  every key with its meaning
   trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
 """,
@@ -91,7 +91,7 @@ is the model before training, or that of ref.model.path; its log-probs are compu
 
   loss=dpo|cdpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
   beta=0.1  sft_coef=0                     how much a log-ratio counts; SFT on the chosen beside it
-  verl-like dpo --cfg job                  every key with its meaning
+  verl-like dpo --cfg all                  every key with its meaning
 """,
     "best-of-n": """usage: verl-like best-of-n data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
@@ -103,7 +103,7 @@ and worst. A killed run goes on where it was.
   actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
   selection.write=pairs             prompt, chosen, rejected
   selection.file=best.parquet       or .jsonl; by default selected.jsonl in the run folder
-  verl-like best-of-n --cfg job     every key with its meaning
+  verl-like best-of-n --cfg all     every key with its meaning
 """,
     "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
        verl-like explain detached [--measured=RUN_DIR] [key=value ...]
@@ -194,7 +194,7 @@ sampling and seed, over which the settings given here go.
   data.val_files=[a.parquet,b.jsonl]
   actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true
   trainer.default_local_dir=FOLDER   samples, metrics and report; by default eval/ in the run
-  verl-like eval --cfg job           every key with its meaning
+  verl-like eval --cfg all           every key with its meaning
 """,
     "make-tiny": """usage: verl-like make-tiny DIR [--seed N] [--num-train N] [--num-val N]
            [--hidden-size N] [--num-layers N] [--gsm8k]

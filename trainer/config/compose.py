@@ -6,6 +6,7 @@ itself, calls `register`, `prepare_overrides` and `from_composed`.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -29,7 +30,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.shares import share
 from trainer.config.tree import compose_tree_of, into_schema, parse, schema_node
-from trainer.config.unused_keys import check_unused
+from trainer.config.unused_keys import check_unused, keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.environment import is_under_torchrun
 
@@ -174,7 +175,7 @@ def check_overrides(
         unknown += [f"In '{file}': {refusal}" for refusal in _unknown(name, recipe)]
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
-        raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
+        raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg all"]))
 
 
 def _refuse_deleted_sections(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
@@ -275,16 +276,8 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
 
 def _checked(tree: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C:
     """A tree of the recipe's schema, which is changed, resolved, settled and checked."""
-    recipe.load_registries()
     keys = override_keys(overrides)
-    try:
-        settle_names(tree, keys)
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as err:
-        raise _our_own(err) or ConfigError(str(err)) from err
-    assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
-
-    notices = [*recipe.complete(config, keys), *settle(recipe, config, keys)]
+    config, notices = _settled(tree, keys, recipe)
 
     check_fields(config)
     check_resume(config)
@@ -297,6 +290,29 @@ def _checked(tree: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C
     for notice in notices + check_unused(config, keys, recipe.only_noticed):
         logging.getLogger(__name__).warning(notice)
     return config
+
+
+def _settled(tree: DictConfig, keys: Sequence[str], recipe: Recipe[C]) -> tuple[C, list[str]]:
+    """A tree, which is changed, as a configuration that nobody has checked, and its notices."""
+    recipe.load_registries()
+    try:
+        settle_names(tree, keys)
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as err:
+        raise _our_own(err) or ConfigError(str(err)) from err
+    assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
+
+    notices = [*recipe.complete(config, keys), *settle(recipe, config, keys)]
+    return config, notices
+
+
+def left_out_of(tree: DictConfig, overrides: Sequence[str], recipe: Recipe[Any]) -> set[str]:
+    """Keys that the run of a tree leaves out of it; none while a refusal keeps that open."""
+    try:
+        config, _ = _settled(copy.deepcopy(tree), override_keys(overrides), recipe)
+        return keys_left_out(config)
+    except ConfigError:
+        return set()
 
 
 def _our_own(err: BaseException) -> ConfigError | None:

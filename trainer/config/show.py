@@ -1,23 +1,32 @@
-"""A composed configuration as YAML, each key with its rules: what `--cfg job` prints."""
+"""A composed configuration as YAML, each key with its rules: what `--cfg job` and `all` print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config.keys import Key, config_keys
+from trainer.config.unused_keys import without_keys
 
 INDENT = "  "
 
 
-def annotated_yaml(composed: DictConfig, schema: type, resolve: bool = False) -> str:
-    """The tree in the order in which it was composed; comments are the rules of the fields."""
+def annotated_yaml(
+    composed: DictConfig, schema: type, resolve: bool = False, left_out: Collection[str] = ()
+) -> str:
+    """The tree in the order in which it was composed; comments are the rules of the fields.
+
+    Keys that are `left_out` are left out, and counted at the end.
+    """
     keys = {key.name: key for key in config_keys(schema)}
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
     assert isinstance(tree, dict), "the root of a configuration is a mapping"
-    return "\n".join(_lines(tree, "", keys)) + "\n"
+    lines = [*_lines(without_keys(tree, left_out), "", keys)]
+    if left_out:
+        lines.append(f"# {len(left_out)} more keys, which nothing reads in this run: --cfg all")
+    return "\n".join(lines) + "\n"
 
 
 def _lines(section: dict[Any, Any], prefix: str, keys: dict[str, Key]) -> Iterator[str]:

@@ -1,13 +1,16 @@
-"""Keys that the user set and that nothing reads in this run: an error, or at least a notice.
+"""Keys that nothing reads in this run: set by the user, an error or at least a notice.
 
 When a key is read stands at its field (`read_when`); a condition of a section covers all of it.
+The tree of a run, as `--cfg job` prints it and `config.yaml` keeps it, has the keys that it reads:
+fewer than 150 of every recipe, however many its schema knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from trainer.config.keys import Key, config_keys, path_to, read
+from trainer.config.keys import Key, config_keys, leaf_keys, path_to, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError
 
@@ -58,6 +61,40 @@ def unused_keys(config: RunConfig) -> dict[str, list[str]]:
         if key.is_section:
             unused_sections += (f"{key.name}.",)
     return found
+
+
+def keys_left_out(config: RunConfig) -> set[str]:
+    """The keys that are left out of a run's tree: nothing reads them, and they have their defaults.
+
+    What a preset or a section of the user's set stays, so that the tree and the schema give the
+    whole configuration.
+    """
+    defaults = type(config)()
+    left_out = set()
+    for key in leaf_keys(type(config)):
+        is_default = read(config, key.name) == read(defaults, key.name)
+        if is_default and why_unused(config, key.name) is not None:
+            left_out.add(key.name)
+    return left_out
+
+
+def without_keys(
+    tree: Mapping[Any, Any], left_out: Collection[str], prefix: str = ""
+) -> dict[Any, Any]:
+    """A tree without these keys, and without the sections that held no others.
+
+    `prefix` is where in the whole tree it stands: "", or the name of a section and a dot.
+    """
+    kept = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in left_out:
+            continue
+        if not any(each.startswith(f"{key}.") for each in left_out):
+            kept[name] = value
+        elif below := without_keys(value, left_out, f"{key}."):
+            kept[name] = below
+    return kept
 
 
 def _missing_for(config: RunConfig, key: Key) -> str | None:

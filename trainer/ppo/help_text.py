@@ -19,7 +19,8 @@ Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings, below your key
              correction=decoupled_seq_is|bypass_ppo_clip|…  for older samples
 Length       trainer.total_training_steps=100  trainer.total_epochs=1
 
-Every key    verl-like ppo --cfg job
+Keys         verl-like ppo algorithm=grpo --cfg job    what this run reads
+             verl-like ppo --cfg all                   every key there is
 Completion   eval "$(verl-like -sc install=bash)"
 A mistyped key is refused with the nearest ones.
 """

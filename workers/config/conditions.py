@@ -55,7 +55,7 @@ def _rollout_is_apart(_: Any, run: Any) -> bool:
     from verl_like.placement.roles import expand_roles
 
     pools = expand_roles(run.role_mapping)
-    return pools["actor"] != pools["rollout"]
+    return "actor" in pools and pools["actor"] != pools["rollout"]
 
 
 def is_bare_config(path: str) -> bool:

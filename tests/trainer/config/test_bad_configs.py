@@ -387,7 +387,7 @@ def test_all_unknown_keys_are_told_at_once() -> None:
     assert lines[0].startswith("There is no key 'data.tran_files'. Did you mean 'data.train_files'")
     assert lines[1] == "There is no key 'logger'. Did you mean 'trainer.logger'?"
     assert "Did you mean 'resource_pool_spec.critic_pool', the processes of that pool?" in lines[2]
-    assert lines[3] == "All keys: verl-like ppo --cfg job"
+    assert lines[3] == "All keys: verl-like ppo --cfg all"
 
 
 def test_a_key_that_takes_a_list_takes_one_value_without_brackets() -> None:

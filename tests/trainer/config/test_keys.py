@@ -5,24 +5,46 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import ROOT
 from trainer import load_config
+from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.compose import check_overrides
 from trainer.config.keys import config_keys, leaf_keys
+from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import why_unused
+from trainer.config.unused_keys import keys_left_out, without_keys
+from trainer.detached.recipe import DETACHED
+from trainer.evaluation.recipe import EVAL
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
 KEYS_FILE = Path(__file__).parent / "ppo_keys.txt"
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 
 
+EVERYTHING = [
+    *("data.val_files=val.parquet", "trainer.test_freq=5", "trainer.save_freq=5"),
+    "actor_rollout_ref.rollout.name=vllm",
+]
+MOST_KEYS = 150
+"""Of a recipe, in the tree of a run."""
+
+
 def leaves() -> list[str]:
     return [key.name for key in leaf_keys(PPOConfig)]
+
+
+def size_of_tree(config: RunConfig) -> int:
+    """Keys in the tree of a run."""
+    return len(leaf_keys(type(config))) - len(keys_left_out(config))
 
 
 def load(*overrides: str) -> PPOConfig:
@@ -33,14 +55,46 @@ def test_the_keys_are_the_frozen_ones() -> None:
     assert leaves() == KEYS_FILE.read_text(encoding="utf-8").splitlines()
 
 
-def test_a_default_run_reads_fewer_than_125_keys() -> None:
-    """What a user has to know; the keys of an optional part are read once it is asked for."""
-    config = load()
-    assert len([name for name in leaves() if why_unused(config, name) is None]) < 125
+@pytest.mark.parametrize(
+    ("recipe", "needed"),
+    [
+        *((recipe, NEEDED) for recipe in (PPO, DETACHED, BEST_OF_N)),
+        *((recipe, ["data.train_files=t", "model.path=m"]) for recipe in (SFT, REWARD_MODEL, DPO)),
+        (EVAL, ["data.val_files=val.parquet", "actor_rollout_ref.model.path=model"]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_the_tree_of_every_recipe_has_fewer_than_150_keys(
+    recipe: Recipe[Any], needed: list[str]
+) -> None:
+    assert size_of_tree(load_config(needed, recipe)) < MOST_KEYS
 
 
-def test_there_are_fewer_than_250_keys() -> None:
-    assert len(leaves()) < 250
+@pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
+@pytest.mark.parametrize("more", [[], EVERYTHING], ids=["alone", "validated_saved_vllm"])
+def test_the_tree_of_every_algorithm_has_fewer_than_150_keys(preset: str, more: list[str]) -> None:
+    teacher = ["distillation.teacher_model.model_path=t"] * (preset == "distillation")
+    assert size_of_tree(load(f"algorithm={preset}", *teacher, *more)) < MOST_KEYS
+
+
+def test_the_documented_sizes_of_trees_are_theirs() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    words = f"{size_of_tree(load())} of PPO, {size_of_tree(load('algorithm=grpo'))} of GRPO"
+    assert words in " ".join(text.split())
+
+
+def test_what_nothing_reads_is_left_out_unless_it_was_set() -> None:
+    left_out = keys_left_out(load("algorithm=grpo"))
+    assert {"critic.grad_clip", "ptx.coef", "algorithm.kl_ctrl.kl_coef"} <= left_out
+    assert "critic.model.path" not in left_out, "the YAML of the recipe gave it a value"
+    assert "critic.grad_clip" not in keys_left_out(load())
+    assert "ptx.coef" not in keys_left_out(load("ptx.train_files=a.jsonl"))
+
+
+def test_a_tree_without_keys_has_no_empty_sections_but_those_that_were_empty() -> None:
+    tree = {"a": {"b": 1, "c": {"d": 2, "e": 3}}, "f": {}, "g": {"h": 4}}
+    left_out = {"a.c.d", "a.c.e", "g.h"}
+    assert without_keys(tree, left_out) == {"a": {"b": 1}, "f": {}}
 
 
 def test_every_field_has_a_docstring() -> None:

@@ -98,7 +98,7 @@ def test_recipes_are_composed_in_turns() -> None:
     ("overrides", "answer"),
     [
         ("wdith=3", "There is no key 'wdith'. Did you mean 'width'"),
-        ("data.train_files=x", "All keys: verl-like toy --cfg job"),
+        ("data.train_files=x", "All keys: verl-like toy --cfg all"),
         ("width=0", "width=0: it must be above 0"),
         ("teacher_width=2", "teacher_width=2 is below width=4"),
         ("taught=false teacher_width=9", "nobody teaches"),

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config.compose import compose_tree, prepare_overrides
+from trainer.config.compose import compose_tree, left_out_of, prepare_overrides
 from trainer.config.keys import leaf_keys
 from trainer.config.show import annotated_yaml
 from trainer.ppo.recipe import PPO
@@ -31,6 +31,26 @@ def test_it_reads_back_as_the_composed_tree(resolve: bool) -> None:
     )
     assert yaml.safe_load(text) == tree
     assert ("${" in text) is not resolve
+
+
+def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
+    overrides = prepare_overrides(["algorithm=grpo"], PPO)
+    tree = compose_tree(overrides, PPO)
+    whole = OmegaConf.to_yaml(tree)
+    left_out = left_out_of(tree, overrides, PPO)
+    text = annotated_yaml(tree, PPO.schema, left_out=left_out)
+    assert "grad_clip: 1.0" in text
+    assert "huber_delta" not in text
+    assert "distillation" not in text
+    assert text.endswith(
+        f"# {len(left_out)} more keys, which nothing reads in this run: --cfg all\n"
+    )
+    assert OmegaConf.to_yaml(tree) == whole
+
+
+def test_while_a_refusal_keeps_open_what_is_read_everything_is_shown() -> None:
+    overrides = prepare_overrides(["algorithm=distillation"], PPO)  # which needs a teacher
+    assert left_out_of(compose_tree(overrides, PPO), overrides, PPO) == set()
 
 
 def test_every_rule_of_a_field_stands_at_its_key() -> None:

@@ -309,9 +309,14 @@ def test_a_loss_of_ones_own_says_what_it_reads(
 def test_the_command_shows_its_keys(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["verl-like", "dpo", "--cfg", "job"])
-    main()
-    assert "simpo_gamma: 0.5" in capsys.readouterr().out
+    for options, are_shown in (
+        (["--cfg", "job"], False),
+        (["--cfg", "job", "loss=simpo"], True),
+        (["--cfg", "all"], True),
+    ):
+        monkeypatch.setattr("sys.argv", ["verl-like", "dpo", *options])
+        main()
+        assert ("simpo_gamma: 0.5" in capsys.readouterr().out) is are_shown
 
 
 def test_one_label_in_a_step_leaves_out_the_other() -> None:
