@@ -55,6 +55,13 @@ class SignedStore(Store):
         """Of the `TCPStore` that this is a part of."""
         return self._store.host
 
+    def over_another_connection(self) -> SignedStore:
+        """The same part: what waits on this connection holds up whoever else asks on it."""
+        store = TCPStore(self._store.host, self._store.port, is_master=False)
+        other = SignedStore(store, self._secret, "")
+        other._prefix = self._prefix
+        return other
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value, signed for its name."""
         content = value.encode() if isinstance(value, str) else bytes(value)

@@ -34,6 +34,7 @@ from workers.weights.checksum import Hashing, NamedTensors, Seen, byte_view
 from workers.weights.meeting import (
     TRANSFER_TIMEOUT,
     explained,
+    formed,
     gloo_options,
     gpu_of,
     group_of_gpus,
@@ -86,7 +87,9 @@ class Channel:
         has_own_gpus = meet(store, rank, num_receivers, gpu_of(device))
         with explained("the group of sender and receivers did not form"):
             own_store = dist.PrefixStore("weights", store)
-            self._group = dist.ProcessGroupGloo(own_store, rank, size, gloo_options(store.host))
+            options = gloo_options(store.host)
+            form = partial(dist.ProcessGroupGloo, own_store, rank, size, options)
+            self._group = formed(form, store)
             self._gpu_group: Any = None
             if has_own_gpus:
                 self._gpu_group = group_of_gpus(store.unsigned("gpus"), rank, size)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,14 @@ import torch.distributed as dist
 from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore
 from workers.weights.address import FORM_TIMEOUT, LOOPBACK
+from workers.weights.sides import InAThread
+
+G = TypeVar("G")
 
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """How long one broadcast may take, the gathering of its tensors included."""
+LOOK_S = 0.5
+"""How often a rank that forms its group looks whether the sync is given up."""
 GIVEN_UP = "given up"
 """In the place of what a rank says of itself: nobody is to wait for it."""
 
@@ -80,6 +85,21 @@ def give_up(store: SignedStore, num_receivers: int) -> None:
         if not store.check([f"joined/{rank}"]):
             store.set(f"joined/{rank}", GIVEN_UP)
     store.set("complete", GIVEN_UP)
+
+
+def formed(form: Callable[[], G], store: SignedStore) -> G:
+    """The group that `form` makes: it waits for ranks that have met and may have died since.
+
+    Gloo does so for 20 s, on one connection five times as long, and cannot be told to stop. It is
+    left alone once the sync is given up.
+    """
+    forming = InAThread("forming its group", form)
+    while not forming.is_done(LOOK_S):
+        with explained("the sender is gone"):
+            answer = store.over_another_connection().get("complete").decode()
+        _refuse_given_up([answer])
+    group: G = forming.get()
+    return group
 
 
 def _refuse_given_up(answers: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,10 @@ class InAThread:
     def get(self, timeout: float | None = None) -> Any:
         """What the call returns."""
         return self._future.result(timeout)
+
+    def is_done(self, timeout: float) -> bool:
+        """Whether the call has ended, for which it is waited at most so many seconds."""
+        return bool(wait([self._future], timeout).done)
 
     def __str__(self) -> str:
         return self._name

@@ -1,4 +1,4 @@
-"""A rank that dies before a sync has begun: whoever waits for it there goes on at once."""
+"""A rank that dies before a sync has begun to send: whoever waits for it there goes on at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.verl_like.groups import start
 from tests.workers.stand_ins import PlainEngine, PlainTrainer
 from verl_like import Dispatch, Worker, register
 from verl_like.errors import WeightSyncError, WorkerDiedError
-from verl_like.process.store import new_secret
+from verl_like.process.store import SignedStore, new_secret
 from workers.weights import meeting
 from workers.weights.address import Address, open_weight_store
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
@@ -80,6 +80,52 @@ def test_nobody_waits_for_a_rank_that_died_before_it_came(
     for version in (2, 3, 4):  # a version that is still read would be waited for
         publish_weights(actor, version)
     assert time.monotonic() - began < SOON_S
+
+
+class DiesAsItForms(DiesFirst):
+    """Its rank 0 dies after it has come: before it has said where it listens, or just after."""
+
+    def __init__(self, says_where: bool) -> None:
+        super().__init__()
+        self._says_where = says_where
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        if self.rank == 0:
+            die_at_the_second_write(self._says_where)
+        return WeightReceiver.receive_weights(self, address, version)
+
+
+def die_at_the_second_write(is_written: bool) -> None:
+    """A rank writes into the store that it has come, then where it listens."""
+    write, keys = SignedStore.set, list[str]()
+
+    def write_or_die(store: SignedStore, key: str, value: str | bytes) -> None:
+        keys.append(key)
+        if len(keys) == 1 or is_written:
+            write(store, key, value)
+        if len(keys) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    SignedStore.set = write_or_die
+
+
+@pytest.mark.parametrize(
+    ("bring", "num_actors", "says_where"),
+    [(sync_weights, 1, True), (sync_weights, 2, False), (deliver, 1, False)],
+)
+def test_nobody_waits_for_a_rank_that_died_before_the_group_had_formed(
+    bring: Bring, num_actors: int, says_where: bool
+) -> None:
+    with ExitStack() as stack:
+        actor = stack.enter_context(start("local", {"actor": (Actor, ())}, [num_actors]))
+        dying = {"rollout": (DiesAsItForms, (says_where,))}
+        rollout = stack.enter_context(start("local", dying, [2]))
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError, match="rollout rank 0 of 2"):
+            bring(actor, rollout, 1)
+        assert actor.answer() == list(range(num_actors))
+        assert time.monotonic() - began < SOON_S
 
 
 def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
