@@ -14,6 +14,7 @@ from trainer.detached.sizes import samples_per_batch
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import refuse
+from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.finished import why_finished
@@ -73,11 +74,11 @@ def _check_pools(config: DetachedConfig, topology: Topology) -> None:
 
 
 def _check_algorithm(config: DetachedConfig) -> None:
-    if config.algorithm.adv_estimator == "remax":
+    if compares_with_greedy(config.algorithm.adv_estimator):
         raise ConfigError(
-            "algorithm.adv_estimator=remax compares every sample with a greedy answer of the same "
-            "weights, and makers give none. Take rloo, which compares samples with each other, or "
-            "`verl-like ppo`."
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares every sample with "
+            "a greedy answer of the same weights, and makers give none. Take rloo, which compares "
+            "samples with each other, or `verl-like ppo`."
         )
     if config.trainer.backend == "torchrun":
         raise ConfigError(

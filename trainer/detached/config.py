@@ -139,6 +139,10 @@ class DetachedConfig(PPOConfig):
         kinds = {role_on(kind, maker): kind for kind in self._maker_kinds for maker in further}
         return kinds.get(role, role)
 
+    def reads_in(self, role: str) -> str:
+        """Makers read their samples as they make them."""
+        return "gen" if role in self._maker_kinds else super().reads_in(role)
+
     def prompts_per_call(self, role: str) -> int:
         """Of a maker's roles a piece."""
         if self.kind_of(role) in self._maker_kinds:

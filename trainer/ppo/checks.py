@@ -9,7 +9,7 @@ import inspect
 
 from trainer.config.checks import check_ranks
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import get_estimator
+from trainer.ppo.compute_advantage import compares_with_greedy, get_estimator
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.contradictions import log_warnings, refuse_contradictions
 from trainer.ppo.correct_rollout import check_correction
@@ -60,11 +60,12 @@ def refuse(config: PPOConfig) -> None:
 def _check_normalised_rewards(config: PPOConfig) -> None:
     """Scores that are compared with each other are normalised together."""
     for number, reward in enumerate(config.rewards):
-        if reward.normalize and config.algorithm.adv_estimator == "remax":
+        estimator = config.algorithm.adv_estimator
+        if reward.normalize and compares_with_greedy(estimator):
             raise ConfigError(
-                f"rewards[{number}].normalize=true and algorithm.adv_estimator=remax: the scores "
-                "of samples and of greedy answers are compared, and would be normalised apart. "
-                "Drop one."
+                f"rewards[{number}].normalize=true and algorithm.adv_estimator={estimator}: the "
+                "scores of samples and of greedy answers are compared, and would be normalised "
+                "apart. Drop one."
             )
 
 

@@ -58,6 +58,11 @@ def columns_read(adv_estimator: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
+def compares_with_greedy(adv_estimator: str) -> bool:
+    """Whether an estimator asks for the scores of greedy answers, as ReMax does."""
+    return "reward_baselines" in columns_read(adv_estimator)
+
+
 def check_columns(config: PPOConfig) -> None:
     """Refuse an estimator that asks for a column which nobody in this run writes.
 

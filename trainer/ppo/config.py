@@ -199,6 +199,10 @@ class PPOConfig(RunConfig, WorkersConfig):
         """The configuration that this role's workers get: this one."""
         return self
 
+    def reads_in(self, role: str) -> str:
+        """The stage of a step in which a role other than the actor reads the samples."""
+        return "score"
+
     def prompts_per_call(self, role: str) -> int:
         """Prompts whose samples a role that only reads or generates has in one call: a batch."""
         return self.data.train_batch_size

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
+from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
 from workers.losses.registry import POLICY_LOSSES, keys_read
@@ -59,7 +60,7 @@ def _errors_of_sampling(config: PPOConfig) -> Iterator[str]:
     estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
 
     compares_samples = estimator is not None and needs_groups(estimator)
-    if not rollout.do_sample and (compares_samples or name == "remax"):
+    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
         yield (
             f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
             f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "

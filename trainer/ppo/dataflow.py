@@ -2,7 +2,8 @@
 
 Nothing here runs a step: `describe(config)` prints what `PPOTrainer.step` will do with that
 configuration. The edges are not written down anywhere; they follow from the columns that calls read
-and write. `tests/trainer/ppo/test_dataflow.py` compares the nodes with the timeline of real runs.
+and write. `tests/trainer/ppo/test_dataflow_recorded.py` compares the nodes with the calls of real
+runs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from itertools import combinations
 from typing import Any
 
 from trainer.groups.worker_groups import worker_class
-from trainer.ppo.compute_advantage import columns_read
+from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.correct_rollout import columns_of_correction
+from trainer.ppo.quantization import measures_reference
 from trainer.ppo.sizes import values_role
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
@@ -29,6 +31,11 @@ OWN_POOL = "?"
 REUSE_NOTICE = (
     "notice: old log-probs are not computed in a pass of their own: an update is one optimizer "
     "step on samples of the current policy, so its own forward pass gives them"
+)
+
+STEP_1_NOTICE = (
+    "notice: step 1 alone computes them, to say how far the int8 reference is off before the actor "
+    "has moved"
 )
 
 BYPASS_NOTICE = (
@@ -67,12 +74,16 @@ STAGE_METHODS = {
         "roll_out",
         "ask_rollout",
         "with_rewards",
+        "launch_rewards",
         "balance",
+        "number_rows",
+        "call",
+        "needed",
     ),
-    "score": ("score", "launch_rewards", "policy_is_current"),
+    "score": ("score", "read_samples", "launch_rewards", "policy_is_current", "call", "needed"),
     "adv": ("estimate",),
-    "update": ("update",),
-    "update_weights": ("sync",),
+    "update": ("update", "policy_is_current", "call", "needed"),
+    "update_weights": ("sync", "send_weights"),
 }
 """Stage of `PPOTrainer.step` -> the trainer's methods that make it up."""
 
@@ -126,11 +137,13 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
 
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
-        """Add a call on a role's workers, where the run has this role."""
-        pools = expand_roles(self.config.role_mapping)
-        if role in pools:
+        """Add a call on a role's workers, where the run has this role; or on one of its likes."""
+        mapping = expand_roles(self.config.role_mapping)
+        pools = [pool for each, pool in mapping.items() if self.config.kind_of(each) == role]
+        if pools:
             reads = reads_of(worker_class(self.config, role), method) or ("responses",)
-            self._add(Node(stage, f"{role}.{method}", pools[role], reads, writes))
+            pool = ", ".join(dict.fromkeys(pools))
+            self._add(Node(stage, f"{role}.{method}", pool, reads, writes))
 
     def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
         """Add what the driver computes itself."""
@@ -188,8 +201,9 @@ def _add_generation(graph: Graph) -> None:
     made = "input_ids", "responses", "response_mask", "rollout_log_probs"
     graph.on_role("gen", "rollout", "generate_sequences", *made)
     algorithm = graph.config.algorithm
-    if algorithm.adv_estimator == "remax":
+    if compares_with_greedy(algorithm.adv_estimator):
         graph.on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
+    _add_readings(graph, "gen")
     if algorithm.filter_groups.enable:
         _add_rewards(graph, "gen")
 
@@ -197,19 +211,32 @@ def _add_generation(graph: Graph) -> None:
 def _add_scoring(graph: Graph) -> None:
     if not graph.config.algorithm.filter_groups.enable:
         _add_rewards(graph, "score")
-    bypasses = graph.config.algorithm.rollout_correction.bypass_mode
-    if not (bypasses or old_log_probs_are_the_updates_own(graph.config)):
+    config = graph.config
+    is_in_step_1 = measures_reference(config, step=1)
+    bypasses = config.algorithm.rollout_correction.bypass_mode
+    if not bypasses and (is_in_step_1 or not old_log_probs_are_the_updates_own(config)):
         graph.on_role("score", "actor", "compute_log_prob", "old_log_probs")
-    graph.on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")
-    graph.on_role("score", "teacher", "compute_teacher_log_prob", "teacher_log_prob")
-    graph.on_role("score", values_role(graph.config), "compute_values", "values")
+    _add_readings(graph, "score")
+
+
+def _add_readings(graph: Graph, stage: str) -> None:
+    """What frozen models and the critic say of the samples, of those that do it in this stage."""
+    values = values_role(graph.config)
+    for role, method, column in (
+        ("ref", "compute_ref_log_prob", "ref_log_prob"),
+        ("teacher", "compute_teacher_log_prob", "teacher_log_prob"),
+        (values, "compute_values", "values"),
+    ):
+        if graph.config.reads_in(role) == stage:
+            graph.on_role(stage, role, method, column)
 
 
 def _add_rewards(graph: Graph, stage: str) -> None:
     reads = ["responses"]
     for role in model_rewards(graph.config):
         column = rm_column(role)
-        graph.on_role(stage, role, "compute_rm_score", column)
+        by_makers = graph.config.reads_in(role) == "gen"
+        graph.on_role("gen" if by_makers else stage, role, "compute_rm_score", column)
         reads.append(column)
     graph.on_driver(stage, "rewards", reads, "token_level_scores")
 
@@ -311,6 +338,8 @@ def describe(
 
     if old_log_probs_are_the_updates_own(config):
         lines.append(REUSE_NOTICE)
+        if measures_reference(config, step=1):
+            lines.append(STEP_1_NOTICE)
     if config.algorithm.rollout_correction.bypass_mode:
         lines.append(BYPASS_NOTICE)
     return "\n".join(lines)

@@ -22,7 +22,12 @@ from trainer.loop import Metrics
 from trainer.ppo.averaging import averaged_weights
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
-from trainer.ppo.compute_advantage import columns_read, compute_advantage, settings_of
+from trainer.ppo.compute_advantage import (
+    columns_read,
+    compares_with_greedy,
+    compute_advantage,
+    settings_of,
+)
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.distillation import distill
@@ -124,7 +129,7 @@ class PPOTrainer(PPORun):
         num_samples = self.config.actor_rollout_ref.rollout.n
         batch = self.roll_out(repeat_prompts(prompts, num_samples), attempt=attempt)
 
-        if self.config.algorithm.adv_estimator == "remax":
+        if compares_with_greedy(self.config.algorithm.adv_estimator):
             baselines = self.greedy_scores(prompts).repeat_interleave(num_samples)
             batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
         self.count_samples(lambda: {MADE: len(batch)})

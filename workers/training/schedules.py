@@ -95,15 +95,11 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
 
 def check_optim(config: OptimConfig, section: str) -> None:
-    """Refuse decay rates and shares above 1, and a schedule that asks for what the config lacks."""
+    """Refuse what are no two decay rates, and a schedule that asks for what the config lacks."""
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
             f"{section}.betas={list(config.betas)}: it must be two numbers, each from 0 to below 1."
         )
-    for name in ("lr_warmup_steps_ratio", "min_lr_ratio", "wsd_decay_ratio"):
-        share = getattr(config, name)
-        if share > 1:
-            raise ConfigError(f"{section}.{name}={share:g} is a share: it must be 1 or less.")
     _settings_of(LR_SCHEDULES.look_up(config.lr_scheduler_type), config)
 
 

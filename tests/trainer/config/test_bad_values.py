@@ -38,6 +38,20 @@ VALUES = [
         "actor_rollout_ref.actor.optim.betas=[0.9,1.5]",
         ["actor.optim.betas=[0.9, 1.5]", "two numbers"],
     ),
+    (
+        "actor_rollout_ref.actor.optim.min_lr_ratio=1.5",
+        ["_ratio=1.5: it must be from 0 to 1"],
+    ),
+    ("actor_rollout_ref.actor.optim.wsd_decay_ratio=1.5", ["_ratio=1.5: it must be", "at most 1"]),
+    ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=1.5", ["_ratio=1.5", "from 0 to 1"]),
+    ("critic.optim.lr_warmup_steps_ratio=1.5", ["critic.optim.lr_warmup_steps_", "from 0 to 1"]),
+    (
+        "algorithm.kl_ctrl.type=adaptve",
+        ["algorithm.kl_ctrl.type=adaptve: choose fixed or adaptive", "'adaptive'"],
+    ),
+    ("algorithm.kl_ctrl.horizon=0", ["horizon=0: it must be above 0"]),
+    ("algorithm.kl_ctrl.target_kl=0", ["target_kl=0.0: it must be above 0"]),
+    ("cpus_per_process=-1", ["cpus_per_process=-1.0: it must be above 0"]),
     ("actor_rollout_ref.actor.optim.betas=[0.9]", ["betas=[0.9]", "two numbers"]),
     (
         "actor_rollout_ref.actor.strategy=single trainer.n_gpus_per_node=2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,15 @@ from trainer.detached.config import DetachedConfig
 from trainer.detached.plan import plan_lines
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
+from trainer.ppo.dataflow import step_nodes
 from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
 
 ON_MAKER = "detached.score_on=maker"
 SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
+
+SYNCING = ("open_delivery", "deliver_weights", "receive_weights")
+"""Calls of `sync_weights`, a node of the driver; they go on beside the next samples."""
 
 ROW_BY_ROW = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
@@ -68,8 +74,24 @@ def test_scores_of_makers_are_those_of_the_synchronous_run_bit_for_bit(
     first = {"ref", "critic_copy", "reward_model", "reward_model_second"}
     second = {f"{role}_1" for role in first} if makers == "2m1t" else set()
     assert set.union(*asked.values()) == first | second
+    drawn_as_recorded(folder, overrides(tiny_dir, folder, LOCAL, *more, *ours))
     scored = {event["args"]["pid"] for method in SCORES for event in calls(folder, method)}
     assert scored == {event["args"]["pid"] for event in calls(folder, "generate_sequences")}
+
+
+def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
+    """The graph has the run's calls of roles, each in its stage, and on all its pools."""
+    config = load_config(settings, DETACHED)
+    pools = expand_roles(config.role_mapping)
+    made = defaultdict[tuple[str, str], set[str]](set)
+    for event in calls(folder):
+        if event["args"]["stage"] in ("gen", "score", "update") and event["name"] not in SYNCING:
+            name = f"{config.kind_of(event['cat'])}.{event['name']}"
+            made[event["args"]["stage"], name].add(pools[event["cat"]])
+    for node in step_nodes(config):
+        if node.pool != "driver":
+            assert made.pop((node.stage, node.name)) == set(node.pool.split(", "))
+    assert not made
 
 
 def test_responses_made_in_parts_are_scored_when_they_are_whole(

@@ -5,16 +5,31 @@ Tiny models in process; two processes a pool where calls must run side by side.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
 from tests.integration.runs import overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.dataflow import Node, describe, edges, own_stages, side_by_side, step_nodes
+from trainer.loop import Trainer
+from trainer.ppo.dataflow import (
+    STAGE_METHODS,
+    STEP_1_NOTICE,
+    Node,
+    describe,
+    edges,
+    own_stages,
+    side_by_side,
+    step_nodes,
+)
+from trainer.ppo.run import PPORun
+from trainer.ppo.sampling import SamplingTrainer
 
 PLACEMENTS = ("colocate", "split", "standalone")
 ROLES = {
@@ -109,11 +124,29 @@ def test_a_teacher_is_drawn_where_it_is_called(tiny_dir: Path, tmp_path: Path) -
     assert spans["teacher.compute_teacher_log_prob"]["pool"] == "critic_pool"
 
 
-def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path) -> None:
-    estimator = ("placement=colocate", "algorithm.adv_estimator=remax")
+@pytest.mark.parametrize("path", ["", "trainer.ppo.advantages.remax."])
+def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path, path: str) -> None:
+    name = f"{path}compute_remax_outcome_advantage" if path else "remax"
+    estimator = ("placement=colocate", f"algorithm.adv_estimator={name}")
     nodes, spans = recorded(tiny_dir, tmp_path, *estimator)
     check(nodes, spans)
     assert "greedy_scores" in {node.name for node in nodes}
+
+
+def test_the_pass_of_step_1_that_an_int8_reference_is_compared_by_is_drawn(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = (
+        *ROLES["old log-probs by the update"],
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.ref.quantization=int8",
+    )
+    nodes, spans = recorded(tiny_dir, tmp_path, "placement=colocate", *settings)
+    check(nodes, spans)
+    assert "actor.compute_log_prob" in spans
+    text = describe(load_config(overrides(tiny_dir, tmp_path, "placement=colocate", *settings)))
+    assert text.endswith(STEP_1_NOTICE)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +224,49 @@ def test_a_stage_around_the_inherited_one_is_drawn_with_it(tiny_dir: Path, tmp_p
     names = names_of(OwnUpdate, tiny_dir, tmp_path)
     place = names.index("actor.update_actor")
     assert names[place + 1] == "own OwnUpdate.update"
+
+
+NO_PART_OF_A_STAGE = {
+    "num_prompts",  # a number
+    "count_samples",  # books of a run with faults
+    "replace_rollout",  # after a loss
+    "note_samples",
+}
+"""Methods that stages call, and whose overrides change no call of a step."""
+
+
+def test_every_method_that_a_stage_calls_makes_it_a_subclass_own() -> None:
+    methods: dict[str, Any] = {}
+    for cls in (SamplingTrainer, PPORun, PPOTrainer):
+        methods |= dict(inspect.getmembers(cls, inspect.isfunction))
+    root = dict(inspect.getmembers(Trainer, inspect.isfunction))
+    methods = {name: methods[name] for name in methods if name not in root}
+    called = {method for methods in STAGE_METHODS.values() for method in methods}
+    for method in [*called, "make_samples"]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(methods[method])))
+        own = {node.attr for node in ast.walk(body) if is_of_self(node)} & set(methods)
+        assert own - NO_PART_OF_A_STAGE <= called, method
+
+
+def is_of_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """Whether it is `self.name`."""
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_attribute and node.value.id == "self"
+
+
+class OwnReadings(PPOTrainer):
+    """Replaces a part of a stage that its stage alone calls."""
+
+    def read_samples(self, batch: Any) -> Any:
+        return batch, {}
+
+
+def test_a_stage_of_which_a_subclass_replaces_a_part_is_its_own(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    names = names_of(OwnReadings, tiny_dir, tmp_path)
+    assert "own OwnReadings.read_samples" in names
+    assert "critic.compute_values" not in names
 
 
 def test_a_step_of_ones_own_is_nothing_but_that(tiny_dir: Path, tmp_path: Path) -> None:

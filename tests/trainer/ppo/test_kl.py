@@ -11,7 +11,7 @@ from trainer.ppo.kl import (
     get_kl_controller,
 )
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, MissingColumnError
+from verl_like.errors import MissingColumnError
 
 
 def batch_of(mask=((1, 1, 1, 0), (1, 0, 0, 0))):
@@ -92,15 +92,6 @@ def test_controllers_are_made_from_their_config():
     )
     assert isinstance(adaptive, AdaptiveKLController)
     assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.2, 0.3, 7)
-
-
-def test_settings_that_mean_nothing_are_refused():
-    with pytest.raises(
-        ConfigError, match="unknown algorithm.kl_ctrl.type 'adaptve'.*Did you mean 'adaptive'"
-    ):
-        get_kl_controller(KLControlConfig(type="adaptve"))
-    with pytest.raises(ConfigError, match="horizon > 0"):
-        AdaptiveKLController(0.1, target_kl=0.1, horizon=0)
 
 
 def test_a_batch_without_reference_is_refused():

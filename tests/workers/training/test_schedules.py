@@ -85,12 +85,6 @@ def test_a_parameter_that_is_no_key_is_refused_with_the_nearest() -> None:
         check_optim(optim(f"{__name__}.asks_for_more"), "optim")
 
 
-@pytest.mark.parametrize("key", ["lr_warmup_steps_ratio", "min_lr_ratio", "wsd_decay_ratio"])
-def test_a_share_above_one_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"critic.optim.{key}=1.5 is a share"):
-        check_optim(optim("wsd", **{key: 1.5}), "critic.optim")
-
-
 def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
         check_optim(optim("cosin"), "optim")
