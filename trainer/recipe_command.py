@@ -153,8 +153,13 @@ def own_files(options: Sequence[str]) -> OwnFiles | None:
 
 
 def _refuse_words(rest: Sequence[str], recipe: Recipe[Any]) -> None:
-    """Refuse arguments that are neither settings nor Hydra's options, such as `--epochs 3`."""
+    """Refuse arguments that are neither settings nor Hydra's options, such as `--epochs 3`.
+
+    And options that exclude each other, which Hydra refuses with a traceback.
+    """
     options, unknown = get_args_parser().parse_known_args(rest)
+    if options.cfg and options.multirun:
+        raise ConfigError("--cfg shows one configuration, --multirun makes several: drop one.")
     if wrong := [*unknown, *options.overrides]:
         raise ConfigError(
             f"{wrong[0]} is no setting. Settings are written key=value, without dashes, as in "

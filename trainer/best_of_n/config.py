@@ -43,7 +43,7 @@ class PromptsConfig(DataConfig):
     """Prompts per step; the last step may have fewer."""
     shuffle: bool = key(True, read_when=IN_ORDER)
     """A new order each epoch."""
-    sampler: str | None = key(None, allows="a dotted path, or null", read_when=IN_ORDER)
+    sampler: str | None = key(None, allows="a dotted path", read_when=IN_ORDER)
     """A function of one's own that orders the prompts of an epoch."""
 
 

@@ -10,8 +10,10 @@ import copy
 import logging
 import os
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -307,12 +309,16 @@ def _settled(tree: DictConfig, keys: Sequence[str], recipe: Recipe[C]) -> tuple[
 
 
 def left_out_of(tree: DictConfig, overrides: Sequence[str], recipe: Recipe[Any]) -> set[str]:
-    """Keys that the run of a tree leaves out of it; none while a refusal keeps that open."""
-    try:
-        config, _ = _settled(copy.deepcopy(tree), override_keys(overrides), recipe)
-        return keys_left_out(config)
-    except ConfigError:
-        return set()
+    """Keys of a composed tree that its run does not read; none while that cannot be told.
+
+    Conditions look at the user's own losses and estimators, which are imported for that.
+    """
+    with redirect_stdout(sys.stderr):  # what they print is no part of a tree on stdout
+        try:
+            config, _ = _settled(copy.deepcopy(tree), override_keys(overrides), recipe)
+            return keys_left_out(config)
+        except Exception:  # noqa: BLE001 - an import of theirs may raise anything: the run says it
+            return set()
 
 
 def _our_own(err: BaseException) -> ConfigError | None:

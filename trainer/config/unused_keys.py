@@ -1,8 +1,8 @@
 """Keys that nothing reads in this run: set by the user, an error or at least a notice.
 
 When a key is read stands at its field (`read_when`); a condition of a section covers all of it.
-The tree of a run, as `--cfg job` prints it and `config.yaml` keeps it, has the keys that it reads:
-fewer than 150 of every recipe, however many its schema knows.
+The tree of a run, as `--cfg job` prints it, has the keys that it reads, however many its schema
+knows.
 """
 
 from __future__ import annotations
@@ -64,18 +64,9 @@ def unused_keys(config: RunConfig) -> dict[str, list[str]]:
 
 
 def keys_left_out(config: RunConfig) -> set[str]:
-    """The keys that are left out of a run's tree: nothing reads them, and they have their defaults.
-
-    What a preset or a section of the user's set stays, so that the tree and the schema give the
-    whole configuration.
-    """
-    defaults = type(config)()
-    left_out = set()
-    for key in leaf_keys(type(config)):
-        is_default = read(config, key.name) == read(defaults, key.name)
-        if is_default and why_unused(config, key.name) is not None:
-            left_out.add(key.name)
-    return left_out
+    """The keys that a run's tree leaves out: those that nothing reads."""
+    names = [key.name for key in leaf_keys(type(config))]
+    return {name for name in names if why_unused(config, name) is not None}
 
 
 def without_keys(

@@ -76,7 +76,7 @@ class DataConfig:
     """Tokens; every response is right-padded to it."""
     shuffle: bool = key(True, read_when=SHUFFLES)
     """A new order each epoch, from `trainer.seed`."""
-    sampler: str | None = key(None, allows="a dotted path, or null", read_when=ORDERED_BY_SAMPLER)
+    sampler: str | None = key(None, allows="a dotted path", read_when=ORDERED_BY_SAMPLER)
     """A function of one's own that orders the prompts of an epoch; null shuffles, or does not."""
     filter_overlong_prompts: bool = key(False)
     """Drop (and count) prompts of more than `max_prompt_length` tokens."""

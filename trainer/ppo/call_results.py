@@ -26,14 +26,10 @@ def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, d
 
 def numbers_of(result: Any) -> dict[str, float]:
     """The metrics that a call returned, one number each."""
-    if isinstance(result, tuple):
-        _, numbers = result
-        return reduce_metrics(numbers)
-    if isinstance(result, Mapping):
-        return reduce_metrics(result)
-    if isinstance(result, DataProto) and "metrics" in result.meta_info:
+    batch, numbers = result if isinstance(result, tuple) else (result, {})
+    if isinstance(batch, DataProto) and "metrics" in batch.meta_info:
         raise BatchError(
             "a role returned metrics inside meta_info['metrics'] of its batch, where nobody reads "
             "them. Let its method return (batch, metrics), or the metrics alone."
         )
-    return {}
+    return reduce_metrics(batch if isinstance(batch, Mapping) else numbers)

@@ -2,7 +2,7 @@
 
 <run folder>/
   run.lock           whose the folder is, while it runs     (trainer.run_folder.lock)
-  config.yaml        what the run reads, resolved           (here, at start)
+  config.yaml        the configuration, resolved            (here, at start)
   starts.jsonl       commands, hosts, package versions      (trainer.run_folder.starts, at start)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      which role runs where                  (trainer.launch, at start)
@@ -34,7 +34,6 @@ from trainer.config.as_yaml import in_yaml
 from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import keys_left_out, without_keys
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.step_start import REPLICAS
 from verl_like.errors import ConfigError
@@ -65,7 +64,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
         make_private(folder)
         lock.take()
         shutil.rmtree(folder / REPLICAS, ignore_errors=True)  # of a driver that was killed
-        tree = in_yaml(masked(without_keys(asdict(config), keys_left_out(config))))
+        tree = in_yaml(masked(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(

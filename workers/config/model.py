@@ -108,7 +108,7 @@ class ModelConfig:
     )
     """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub.
     """
-    random_init_seed: int | None = key(None, allows="a number, or null", read_when=HAS_NO_WEIGHTS)
+    random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)
     """Seed of random weights, where the folder has a config.json alone; null refuses it."""
     enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
     """Recompute activations in the backward pass."""

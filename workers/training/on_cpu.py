@@ -1,4 +1,4 @@
-"""What a training engine does on a CPU alone: only there is `workers.cpu` imported."""
+"""What a training engine does on a CPU alone: only there are its kernels imported."""
 
 from __future__ import annotations
 

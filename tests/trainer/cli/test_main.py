@@ -132,6 +132,14 @@ def test_a_mistyped_key_ends_with_one_line(decoys: Path, flags: list[str]) -> No
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None:
+    done = forked(decoys, "ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: --cfg shows one configuration, --multirun makes several: drop one.\n"
+    )
+
+
 def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
     done = forked(decoys, "ppo", "data.train_files=x")
     assert done.returncode == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -51,6 +53,17 @@ def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
 def test_while_a_refusal_keeps_open_what_is_read_everything_is_shown() -> None:
     overrides = prepare_overrides(["algorithm=distillation"], PPO)  # which needs a teacher
     assert left_out_of(compose_tree(overrides, PPO), overrides, PPO) == set()
+
+
+def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_losses.py").write_text("print('hello')\nraise RuntimeError('no')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=broken_losses.mine"
+    overrides = prepare_overrides([loss], PPO)
+    assert left_out_of(compose_tree(overrides, PPO), overrides, PPO) == set()
+    assert capsys.readouterr().out == ""
 
 
 def test_every_rule_of_a_field_stands_at_its_key() -> None:

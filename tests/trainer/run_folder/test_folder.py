@@ -6,13 +6,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from trainer import load_config
 from trainer.command_errors import ending_in_words
-from trainer.config.flat import config_hash, flat_config
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.recipe import PPO
 from trainer.report.page import close_run
 from trainer.run_folder.folder import open_run_folder, saved_config
 from trainer.run_folder.lock import FolderLock
@@ -28,7 +24,6 @@ SECRET = "hf_0123456789"
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
     secrets: set[str] = set()
     monkeypatch.setattr(masking, "_known", lambda: secrets)
-    PPO.load_registries()  # as whatever makes a run's configuration does
     config = PPOConfig()
     config.trainer.default_local_dir = str(tmp_path / "runs" / "one")
     config.ray.runtime_env = {"env_vars": {"HF_TOKEN": SECRET}}
@@ -53,32 +48,6 @@ def test_nobody_else_enters_a_new_run_folder_and_one_that_is_there_keeps_its_mod
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
     assert stat.S_IMODE(opened(config).stat().st_mode) == 0o755
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        ["algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=false"],
-        ["algorithm=dapo", "placement=split", "trainer.n_gpus_per_node=4"],
-        ["algorithm=coati_legacy", "correction=decoupled_seq_is"],
-        ["algorithm=distillation", "distillation.teacher_model.model_path=t"],
-        [
-            "rewards=[{name: mine, path: mine.py, weight: 0.5}]",
-            "actor_rollout_ref.rollout.name=vllm",
-        ],
-    ],
-)
-def test_config_yaml_and_the_schema_give_the_whole_configuration(
-    more: list[str], tmp_path: Path
-) -> None:
-    needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
-    config = load_config([*needed, f"trainer.default_local_dir={tmp_path / 'run'}", *more])
-    written = OmegaConf.load(opened(config) / "config.yaml")
-    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig), written))
-    assert again == config
-    assert config_hash(again) == config_hash(config)
-    assert saved_config(tmp_path / "run").keys() < flat_config(config).keys()
 
 
 def test_a_secret_of_the_configuration_is_in_no_file_of_the_run(
