@@ -12,7 +12,7 @@ from workers.losses.importance_ratio import ClipSettings, DefaultClip
 from workers.losses.registry import POLICY_LOSSES, reads
 from workers.losses.trust_region import losses_in_trust_region
 
-SMALLEST = 1e-8
+_SMALLEST = 1e-8
 """Least probability of "another token": a token that is certain has a finite KL."""
 
 
@@ -55,6 +55,6 @@ def _signed_binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
     """The divergence, negative where the log-prob fell."""
     rose = log_prob - old_log_prob
     old = old_log_prob.exp()
-    old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=SMALLEST)
-    of_others = old_others.clamp(min=SMALLEST).div_(new_others).log_().mul_(old_others)
+    old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=_SMALLEST)
+    of_others = old_others.clamp(min=_SMALLEST).div_(new_others).log_().mul_(old_others)
     return of_others.sub_(old.mul_(rose)).clamp_(min=0).copysign_(rose)

@@ -10,8 +10,9 @@ import torch
 from tests.workers.losses.plain_python import CONFIG, aggregate, tokens_of
 from tests.workers.losses.twins import clipped_surrogate, vanilla
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.losses.clip_cov import choose_clip_cov_tokens, compute_policy_loss_clip_cov
-from workers.losses.kl_cov import choose_kl_cov_tokens, compute_policy_loss_kl_cov
+from workers.losses.clip_cov import compute_policy_loss_clip_cov
+from workers.losses.kl_cov import compute_policy_loss_kl_cov
+from workers.losses.registry import token_chooser
 
 NAMES = ("old_log_prob", "log_prob", "advantages")
 WIDE = {"clip_cov_lb": 0.1, "clip_cov_ub": 1.2}
@@ -48,7 +49,8 @@ def clip_cov_candidates(tokens, lowest, highest):
     return [place for place, token in enumerate(tokens) if lowest < token[-1] < highest]
 
 
-def chosen_by(choose, batch, **settings):
+def chosen_by(policy_loss, batch, **settings):
+    choose = token_chooser(policy_loss)
     inputs = inputs_of(batch)
     inputs.pop("log_prob")
     return {"chosen_tokens": choose(**inputs, **settings)}
@@ -65,7 +67,7 @@ def test_clip_cov_drops_every_candidate_where_the_share_allows_it(batch, mode):
         losses.append(0.0 if place in candidates else loss)
     loss, metrics = compute_policy_loss_clip_cov(
         **inputs_of(batch),
-        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=1.0, **WIDE),
+        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=1.0, **WIDE),
         loss_agg_mode=mode,
         config=CONFIG,
     )
@@ -90,7 +92,7 @@ def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(batch, 
     for _ in range(20):
         loss, metrics = compute_policy_loss_clip_cov(
             **inputs_of(batch),
-            **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=share, **WIDE),
+            **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=share, **WIDE),
             loss_agg_mode="token-sum",
             config=CONFIG,
         )
@@ -106,7 +108,7 @@ def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch):
     expected = aggregate(vanilla(list(rows), 0.2, 0.3, math.inf), "token-mean")
     loss, metrics = compute_policy_loss_clip_cov(
         **inputs_of(batch),
-        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_lb=100.0, clip_cov_ub=101.0),
+        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_lb=100.0, clip_cov_ub=101.0),
         config=CONFIG,
     )
     assert loss.item() == pytest.approx(expected)
@@ -125,7 +127,7 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(batch, mode, sha
         losses.append(-advantage * math.exp(new - old) + penalty)
     loss, metrics = compute_policy_loss_kl_cov(
         **inputs_of(batch),
-        **chosen_by(choose_kl_cov_tokens, batch, kl_cov_ratio=share),
+        **chosen_by(compute_policy_loss_kl_cov, batch, kl_cov_ratio=share),
         loss_agg_mode=mode,
         config=CONFIG,
         ppo_kl_coef=0.5,
@@ -152,7 +154,7 @@ def test_a_dropped_token_has_no_gradient_and_the_others_have_theirs(batch):
     inputs = inputs_of(batch | {"log_prob": leaf})
     loss, _ = compute_policy_loss_clip_cov(
         **inputs,
-        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=1.0, **WIDE),
+        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=1.0, **WIDE),
         loss_agg_mode="token-sum",
         config=CONFIG,
     )

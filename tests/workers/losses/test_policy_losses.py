@@ -20,7 +20,7 @@ from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.importance_ratio import DefaultClip, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read, token_chooser
-from workers.losses.vanilla import compute_policy_loss
+from workers.losses.verl_form import compute_policy_loss
 
 CHOOSING = [name for name, found in POLICY_LOSSES.items() if token_chooser(found) is not None]
 """They treat some tokens of a mini-batch apart; their twins: `test_covariance_losses.py`."""
