@@ -1,8 +1,8 @@
 """Combinations of keys that contradict themselves: errors, and warnings by name.
 
-`trainer.ppo.checks` calls `refuse_contradictions` and `log_warnings`. An error is what cannot teach
-anything or can never act; a warning is what trains, but not what its keys say. Each begins with its
-name, as in `warning gspo-aggregation: …`.
+An error is what cannot teach anything or can never act; a warning is what trains, but not what its
+keys say. Each begins with its name, as in `warning kl-twice: …`. What an algorithm is like, such as
+that it has no ratio, is said at its function, by the decorators of its registry.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
+from trainer.ppo.advantages.registry import (
+    ADVANTAGE_ESTIMATORS,
+    needs_groups,
+    wants_kl_in_loss,
+)
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
-from workers.losses.registry import POLICY_LOSSES, keys_read
+from workers.losses.registry import (
+    POLICY_LOSSES,
+    has_ratio,
+    is_clip_of_weights,
+    keys_read,
+    sequence_ratio,
+)
 
 logger = logging.getLogger(__name__)
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-LOSSES_OF_SEQUENCES = ("gspo", "geo_mean")
-"""All tokens of a sequence have its one ratio."""
-LOSSES_WITHOUT_RATIO = ("reinforce", "gpg")
-"""The samples must be the policy's own."""
-NORMALISED_IN_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "grpo_batch_std", "gpg", "opo")
-"""Estimators that make one number of a sample's rewards and compare it within its group."""
 WIDEST_RANGE_OF_SEQUENCES = 0.05
 """A mean of many log-ratios hardly ever leaves a range wider than this."""
 
@@ -101,8 +105,11 @@ def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:
 def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    entry = POLICY_LOSSES.get(loss)  # of the user's own, by its path, nothing is known
 
-    if loss in LOSSES_OF_SEQUENCES and aggregation in ("token-mean", "token-sum"):
+    ratio = None if entry is None else sequence_ratio(entry)
+    is_by_token = aggregation in ("token-mean", "token-sum")
+    if ratio is not None and is_by_token and loss not in ratio.longer_count_more:
         yield (
             "sequence-aggregation",
             f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and {ACTOR}."
@@ -110,12 +117,9 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
             "The paper's is seq-mean-token-mean.",
         )
 
-    is_of_grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized")
-    if (
-        aggregation == "seq-mean-token-sum-norm"
-        and is_of_grpo
-        and algorithm.norm_adv_by_std_in_grpo
-    ):
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
+    is_grpo = estimator is ADVANTAGE_ESTIMATORS["grpo"]
+    if aggregation == "seq-mean-token-sum-norm" and is_grpo and algorithm.norm_adv_by_std_in_grpo:
         yield (
             "half-of-dr-grpo",
             f"{ACTOR}.loss_agg_mode={aggregation} is Dr. GRPO's, which also leaves out the "
@@ -124,7 +128,7 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
         )
 
     num_updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-    if loss in LOSSES_WITHOUT_RATIO and num_updates > 1:
+    if entry is not None and not has_ratio(entry) and num_updates > 1:
         yield (
             "uncorrected-updates",
             f"a step makes {num_updates} updates (data.train_batch_size="
@@ -144,14 +148,16 @@ def _warnings_of_the_clip(config: PPOConfig) -> Iterator[tuple[str, str]]:
 
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    if loss in ("gspo", "luspo") and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
+    ratio = sequence_ratio(entry)
+    clips_sequences = ratio is not None and ratio.is_clipped
+    if clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
         yield (
             "clip-of-sequences",
             f"a clip range of {low} below and {high} above is one of token ratios: those of "
             f"sequences, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever leave it. "
             f"The paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
         )
-    if loss != "cispo" and low > high:
+    if low > high and not is_clip_of_weights(entry):
         yield (
             "clip-upside-down",
             f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "
@@ -189,7 +195,8 @@ def _warnings_of_the_kl(config: PPOConfig) -> Iterator[tuple[str, str]]:
             f"of the log-ratio is 0 in the mean, so it holds nothing. Set {ACTOR}.kl_loss_type="
             f"{actor.kl_loss_type}+, k2 or low_var_kl.",
         )
-    if algorithm.use_kl_in_reward and algorithm.adv_estimator in NORMALISED_IN_GROUPS:
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
+    if algorithm.use_kl_in_reward and estimator is not None and wants_kl_in_loss(estimator):
         yield (
             "kl-in-a-group",
             "algorithm.use_kl_in_reward=true with "

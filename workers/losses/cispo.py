@@ -11,11 +11,12 @@ from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.registry import POLICY_LOSSES, clips_weights, reads
 
 
 @POLICY_LOSSES.register("cispo")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@clips_weights
 @in_blocks("log_prob")
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,

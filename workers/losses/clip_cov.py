@@ -16,7 +16,7 @@ from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
 
 
 @torch.no_grad()
-def choose_clip_cov_tokens(
+def _choose_tokens(
     old_log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
@@ -40,7 +40,7 @@ def choose_clip_cov_tokens(
 
 @POLICY_LOSSES.register("clip_cov")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-@chooses_tokens(choose_clip_cov_tokens)
+@chooses_tokens(_choose_tokens)
 @in_blocks("log_prob")
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
@@ -73,7 +73,7 @@ def compute_policy_loss_clip_cov(
     clipped = -advantages * ratio.clamp(*clip_range(config))
 
     if chosen_tokens is None:
-        chosen_tokens = choose_clip_cov_tokens(old_log_prob, advantages, response_mask)
+        chosen_tokens = _choose_tokens(old_log_prob, advantages, response_mask)
     dropped = inside & chosen_tokens
     worse = zero_outside(torch.maximum(free, clipped), ~dropped)
     losses = with_slope(worse, zero_outside(free, ~(dropped | (clipped > free))), log_r)

@@ -6,13 +6,13 @@ from typing import Unpack
 
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators
+from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
-from workers.losses.importance_ratio import ClipSettings, DefaultClip, resolve_clip
+from workers.losses.importance_ratio import ClipSettings, DefaultClip
 from workers.losses.registry import POLICY_LOSSES, reads
-from workers.losses.trust_region import trust_region_loss
+from workers.losses.trust_region import losses_in_trust_region
 
-SMALLEST = 1e-8
+_SMALLEST = 1e-8
 """Least probability of "another token": a token that is certain has a finite KL."""
 
 
@@ -41,21 +41,13 @@ def compute_policy_loss_dppo_kl(
 
     Source: DPPO, arXiv 2602.04879
     """
-    config = config or DefaultClip()
-    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
     moved = _signed_binary_kl(old_log_prob, log_prob.detach())
 
-    return trust_region_loss(
-        moved > high,
-        moved < -low,
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode,
-        config.clip_ratio_c,
-        rollout_is_weights,
-        **denominators,
+    losses, per_token = losses_in_trust_region(
+        moved, old_log_prob, log_prob, advantages, response_mask, config or DefaultClip()
+    )
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
     )
 
 
@@ -63,6 +55,6 @@ def _signed_binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
     """The divergence, negative where the log-prob fell."""
     rose = log_prob - old_log_prob
     old = old_log_prob.exp()
-    old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=SMALLEST)
-    of_others = old_others.clamp(min=SMALLEST).div_(new_others).log_().mul_(old_others)
+    old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=_SMALLEST)
+    of_others = old_others.clamp(min=_SMALLEST).div_(new_others).log_().mul_(old_others)
     return of_others.sub_(old.mul_(rose)).clamp_(min=0).copysign_(rose)

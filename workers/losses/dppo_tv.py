@@ -6,11 +6,11 @@ from typing import Unpack
 
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators
+from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
-from workers.losses.importance_ratio import ClipSettings, DefaultClip, resolve_clip
+from workers.losses.importance_ratio import ClipSettings, DefaultClip
 from workers.losses.registry import POLICY_LOSSES, reads
-from workers.losses.trust_region import trust_region_loss
+from workers.losses.trust_region import losses_in_trust_region
 
 
 @POLICY_LOSSES.register("dppo_tv")
@@ -38,19 +38,11 @@ def compute_policy_loss_dppo_tv(
 
     Source: DPPO, arXiv 2602.04879
     """
-    config = config or DefaultClip()
-    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
     moved = log_prob.detach().exp() - old_log_prob.exp()
 
-    return trust_region_loss(
-        moved > high,
-        moved < -low,
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode,
-        config.clip_ratio_c,
-        rollout_is_weights,
-        **denominators,
+    losses, per_token = losses_in_trust_region(
+        moved, old_log_prob, log_prob, advantages, response_mask, config or DefaultClip()
+    )
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
     )

@@ -11,11 +11,12 @@ from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.registry import POLICY_LOSSES, one_ratio_a_sequence, reads
 
 
 @POLICY_LOSSES.register("geo_mean")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@one_ratio_a_sequence(is_clipped=False)
 @in_blocks("log_prob")
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,

@@ -17,11 +17,12 @@ from workers.losses.importance_ratio import (
     clip_range,
     log_ratio,
 )
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.registry import POLICY_LOSSES, one_ratio_a_sequence, reads
 
 
 @POLICY_LOSSES.register("gspo", "luspo")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@one_ratio_a_sequence(is_clipped=True, longer_count_more=("luspo",))
 @in_blocks("log_prob")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,

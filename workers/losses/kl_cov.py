@@ -16,7 +16,7 @@ from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
 
 
 @torch.no_grad()
-def choose_kl_cov_tokens(
+def _choose_tokens(
     old_log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
@@ -36,7 +36,7 @@ def choose_kl_cov_tokens(
 
 @POLICY_LOSSES.register("kl_cov")
 @reads()
-@chooses_tokens(choose_kl_cov_tokens)
+@chooses_tokens(_choose_tokens)
 @in_blocks("log_prob")
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
@@ -66,7 +66,7 @@ def compute_policy_loss_kl_cov(
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
     if chosen_tokens is None:
-        chosen_tokens = choose_kl_cov_tokens(old_log_prob, advantages, response_mask)
+        chosen_tokens = _choose_tokens(old_log_prob, advantages, response_mask)
     chosen = inside & chosen_tokens
     penalty = zero_outside(ppo_kl_coef * log_r.abs(), chosen)
 

@@ -12,6 +12,7 @@ mini-batch. It returns its share of the mini-batch's loss and metrics that add u
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -74,6 +75,57 @@ def token_chooser(policy_loss: PolicyLoss) -> TokenChooser | None:
     """What `chooses_tokens` said; None of a loss that treats all tokens alike."""
     choose: TokenChooser | None = getattr(policy_loss, "choose_tokens", None)
     return choose
+
+
+def without_ratio(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
+    """Say that a loss has no ratio to the old policy: the samples must be the policy's own."""
+    policy_loss.has_ratio = False  # type: ignore[attr-defined]
+    return policy_loss
+
+
+def has_ratio(policy_loss: PolicyLoss) -> bool:
+    """Whether it corrects updates after the first: unless `without_ratio` was said of it."""
+    return getattr(policy_loss, "has_ratio", True)
+
+
+@dataclass(frozen=True)
+class SequenceRatio:
+    """What `one_ratio_a_sequence` says."""
+
+    is_clipped: bool
+    """Whether the clip range bounds this ratio, not those of tokens."""
+    longer_count_more: tuple[str, ...]
+    """Names of the loss under which a sequence is to count as many times as it has tokens."""
+
+
+def one_ratio_a_sequence(
+    is_clipped: bool, longer_count_more: tuple[str, ...] = ()
+) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+    """Say that all tokens of a sequence have its one ratio (see `SequenceRatio`)."""
+
+    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
+        said = SequenceRatio(is_clipped, longer_count_more)
+        policy_loss.sequence_ratio = said  # type: ignore[attr-defined]
+        return policy_loss
+
+    return mark
+
+
+def sequence_ratio(policy_loss: PolicyLoss) -> SequenceRatio | None:
+    """What `one_ratio_a_sequence` said; None of a loss whose tokens have their own."""
+    said: SequenceRatio | None = getattr(policy_loss, "sequence_ratio", None)
+    return said
+
+
+def clips_weights(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
+    """Say that a token outside the clip range keeps its gradient: the range may reach down to 0."""
+    policy_loss.clips_weights = True  # type: ignore[attr-defined]
+    return policy_loss
+
+
+def is_clip_of_weights(policy_loss: PolicyLoss) -> bool:
+    """Whether `clips_weights` was said of it."""
+    return getattr(policy_loss, "clips_weights", False)
 
 
 def get_policy_loss(name: str) -> PolicyLoss:

@@ -10,11 +10,12 @@ from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.registry import POLICY_LOSSES, reads, without_ratio
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
 @reads()
+@without_ratio
 @in_blocks("log_prob")
 def compute_policy_loss_reinforce(
     old_log_prob: Tensor,

@@ -11,13 +11,7 @@ from verl_like.errors import ConfigError
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
-from workers.losses.importance_ratio import (
-    ClipSettings,
-    DefaultClip,
-    clip_range,
-    log_ratio,
-    resolve_clip,
-)
+from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -70,29 +64,4 @@ def compute_policy_loss_vanilla(
     }
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
-    )
-
-
-def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same in verl's older form: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    low, high = resolve_clip(cliprange, cliprange_low, cliprange_high)
-    config = DefaultClip(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
-    )
-    return (
-        loss,
-        metrics["actor/pg_clipfrac"],
-        metrics["actor/ppo_kl"],
-        metrics["actor/pg_clipfrac_lower"],
     )

@@ -59,6 +59,12 @@ WARNINGS = [
         ["0.2 below and 0.2 above", "clip_ratio_low=3e-4"],
     ),
     (
+        f"{GRPO} {LOSS_MODE}=geo_mean",
+        "sequence-aggregation",
+        ["loss_mode=geo_mean gives a sequence one ratio", "seq-mean-token-mean"],
+    ),
+    (f"{GRPO} {LOSS_MODE}=luspo", "clip-of-sequences", ["loss_mode=luspo clips"]),
+    (
         f"{GRPO} actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
         "half-of-dr-grpo",
         ["norm_adv_by_std_in_grpo=false", "algorithm=dr_grpo"],
@@ -97,6 +103,14 @@ WARNINGS = [
     (f"{GRPO} {KL_IN_REWARD}", "kl-in-a-group", ["adv_estimator=grpo", "use_kl_loss=true"]),
 ]
 
+NO_WARNINGS = [
+    f"{LOSS_MODE}=cispo actor_rollout_ref.actor.clip_ratio_low=1 "
+    "actor_rollout_ref.actor.clip_ratio_high=0.2",
+    f"{LOSS_MODE}=luspo actor_rollout_ref.actor.clip_ratio=3e-4",
+    f"{KL_IN_REWARD} algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=8",
+]
+"""Of algorithms that are made for what is a contradiction of others."""
+
 
 def warnings_of(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
     """The named warnings that a configuration gives."""
@@ -129,6 +143,13 @@ def test_presets_and_defaults_contradict_nothing(
 ) -> None:
     chosen = [f"algorithm={preset}", *needed_by(preset)] if preset else []
     assert warnings_of(caplog, *chosen) == []
+
+
+@pytest.mark.parametrize("overrides", NO_WARNINGS)
+def test_what_an_algorithm_is_made_for_is_no_contradiction(
+    overrides: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warnings_of(caplog, *overrides.split()) == []
 
 
 def test_one_update_of_reinforce_is_no_contradiction(caplog: pytest.LogCaptureFixture) -> None:

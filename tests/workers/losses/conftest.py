@@ -1,13 +1,15 @@
 """One batch that every loss is tried on."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
-from tests.workers.losses.plain_python import ROWS, WIDTH
+from tests.workers.losses.plain_python import ROWS, WIDTH, Columns
 
 
 @pytest.fixture
-def batch():
+def batch() -> Columns:
     """Rows of 5, 3, 1, 0, 4 and 2 tokens in float64, one with a hole; what lies outside the mask is
     NaN.
     """

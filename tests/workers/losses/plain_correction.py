@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tests.workers.losses.plain_python import tokens_of
+from torch import Tensor
+
+from tests.workers.losses.plain_python import Columns, tokens_of
 from workers.config import RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection
 
@@ -20,7 +22,9 @@ def threshold_of(name: str) -> str:
     return "0.2" if name.startswith(SUMMED) else "0.1"
 
 
-def corrected(log_prob, behaviour, mask, **settings: Any):
+def corrected(
+    log_prob: Tensor, behaviour: Tensor, mask: Tensor, **settings: Any
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """(weights, mask, figures) by the settings of the configuration."""
     correction = RolloutCorrection.of(RolloutCorrectionConfig(**settings))
     gauge = correction.gauge()
@@ -28,7 +32,7 @@ def corrected(log_prob, behaviour, mask, **settings: Any):
     return weights, kept, gauge.metrics()
 
 
-def plain_log_ratios(batch) -> list[list[float]]:
+def plain_log_ratios(batch: Columns) -> list[list[float]]:
     """Of every row, trainer's less rollout's log-prob of each token."""
     mask = batch["response_mask"]
     pairs = zip(

@@ -1,16 +1,18 @@
 """Aggregation beside plain Python, and cut into parts."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
-from tests.workers.losses.plain_python import aggregate, denominators, tokens_of
+from tests.workers.losses.plain_python import Columns, aggregate, denominators, tokens_of
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import LOSS_AGG_MODES, agg_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_aggregation_equals_plain_python(batch, mode, dtype):
+def test_aggregation_equals_plain_python(batch: Columns, mode: str, dtype: torch.dtype) -> None:
     losses, mask = batch["advantages"], batch["response_mask"]
     expected = aggregate(tokens_of(losses, mask), mode)
     assert agg_loss(losses, mask.to(dtype), mode).item() == pytest.approx(expected)
@@ -21,7 +23,7 @@ def test_aggregation_equals_plain_python(batch, mode, dtype):
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("cuts", [[1] * 6, [2, 2, 2], [5, 1], [3, 1, 2]])
-def test_parts_add_up_to_the_whole(batch, mode, cuts):
+def test_parts_add_up_to_the_whole(batch: Columns, mode: str, cuts: list[int]) -> None:
     losses, mask = batch["advantages"], batch["response_mask"]
     parts = [
         agg_loss(part, inside, mode, **denominators(mask))
@@ -30,7 +32,7 @@ def test_parts_add_up_to_the_whole(batch, mode, cuts):
     torch.testing.assert_close(sum(parts), agg_loss(losses, mask, mode))
 
 
-def test_the_norm_of_dr_grpo_divides_by_a_constant():
+def test_the_norm_of_dr_grpo_divides_by_a_constant() -> None:
     losses, mask = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == (4 + 2) / 2 / 4
     assert agg_loss(
@@ -38,7 +40,7 @@ def test_the_norm_of_dr_grpo_divides_by_a_constant():
     ).item() == pytest.approx(0.3)
 
 
-def test_an_unknown_aggregation_names_the_nearest():
+def test_an_unknown_aggregation_names_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown loss_agg_mode 'token_mean'.*Did you mean 'token-mean'"
     ):

@@ -5,6 +5,8 @@ the second (A = -2) four of ratios 1, 0.5, 2 and 4; ratios may go from 0.8 to 1.
 at 3. Each entry is the sum over the seven tokens.
 """
 
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -22,7 +24,7 @@ LOG_02, LOG_03, LOG_01 = math.log(0.2), math.log(0.3), math.log(0.1)
 LOG_04, LOG_08, LOG_2 = math.log(0.4), math.log(0.8), math.log(2)
 
 
-def gate(tau, ratio):
+def gate(tau: float, ratio: float) -> float:
     return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
 
 
@@ -49,7 +51,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_two_rows_of_four_tokens(name):
+def test_two_rows_of_four_tokens(name: str) -> None:
     old = torch.full((2, 4), LOG_02, dtype=torch.float64)
     loss, _ = POLICY_LOSSES[name](
         old, CHANCES.log(), ADVANTAGES, MASK, loss_agg_mode="token-sum", config=CLIP

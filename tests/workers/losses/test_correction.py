@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.workers.losses.plain_correction import (
     plain_ratios,
     threshold_of,
 )
-from tests.workers.losses.plain_python import tokens_of
+from tests.workers.losses.plain_python import Columns, Rows, tokens_of
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
 from workers.losses.aggregate import agg_policy_loss
@@ -26,7 +27,7 @@ from workers.losses.rejection import CRITERIA
 
 @pytest.mark.parametrize("threshold", ["1.4", "0.7_1.4"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_importance_weights_equal_plain_python(batch, level, threshold):
+def test_importance_weights_equal_plain_python(batch: Columns, level: str, threshold: str) -> None:
     mask = batch["response_mask"]
     weights, kept, _ = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
@@ -45,7 +46,7 @@ def test_importance_weights_equal_plain_python(batch, level, threshold):
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_rejection_equals_plain_python(batch, name):
+def test_rejection_equals_plain_python(batch: Columns, name: str) -> None:
     mask = batch["response_mask"]
     weights, kept, _ = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
@@ -62,7 +63,7 @@ def test_rejection_equals_plain_python(batch, name):
     assert 0 < kept.sum() < mask.sum(), "the example tells nothing"
 
 
-def test_what_one_of_several_criteria_refuses_is_rejected(batch):
+def test_what_one_of_several_criteria_refuses_is_rejected(batch: Columns) -> None:
     inputs = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
     names, thresholds = "token_k1,seq_max_k3", "0.6_1.4,0.2"
     _, both, _ = corrected(*inputs, rollout_rs=names, rollout_rs_threshold=thresholds)
@@ -91,7 +92,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
         ({"rollout_is": "geometric"}, [[1.0, 1.0, 1.0, 0.0], [0.125**0.25] * 4]),
     ],
 )
-def test_weights_worked_by_hand(settings, weights):
+def test_weights_worked_by_hand(settings: dict[str, Any], weights: Rows) -> None:
     settings = {"rollout_is_threshold": "1.5", **settings}
     found, _, _ = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
     torch.testing.assert_close(found, torch.tensor(weights))
@@ -110,13 +111,13 @@ def test_weights_worked_by_hand(settings, weights):
         (("seq_max_k2", "0.3"), [[1, 1, 1, 0], [0, 0, 0, 0]]),
     ],
 )
-def test_rejection_worked_by_hand(settings, kept):
+def test_rejection_worked_by_hand(settings: tuple[str, str], kept: list[list[int]]) -> None:
     names = dict(zip(("rollout_rs", "rollout_rs_threshold"), settings, strict=True))
     _, found, _ = corrected(RATIOS, torch.zeros(2, 4), MASK, **names)
     assert found.tolist() == kept
 
 
-def test_one_token_below_the_veto_rejects_its_sequence():
+def test_one_token_below_the_veto_rejects_its_sequence() -> None:
     settings = {"rollout_token_veto_threshold": 0.2}
     _, kept, figures = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
     assert kept.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
@@ -124,7 +125,7 @@ def test_one_token_below_the_veto_rejects_its_sequence():
     assert figures["rollout_corr/rollout_is_catastrophic_token_fraction"] == 1 / 7
 
 
-def test_a_token_without_weight_stays_in_the_denominator():
+def test_a_token_without_weight_stays_in_the_denominator() -> None:
     mask, rollout = torch.ones(1, 4), torch.tensor([[0.0, 0.0, -3.0, -3.0]])
     settings = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
     weights, kept, _ = corrected(torch.zeros(1, 4), rollout, mask, **settings)
@@ -135,7 +136,7 @@ def test_a_token_without_weight_stays_in_the_denominator():
     assert loss == pytest.approx(2.0 * 2 / 4)
 
 
-def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected():
+def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected() -> None:
     behaviour = torch.tensor([[0.0, math.nan, -math.inf, 0.0]])
     mask, zeros = torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4)
     for name in CRITERIA:
@@ -155,7 +156,7 @@ def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected():
     assert kept.sum() == 0
 
 
-def test_ratios_that_no_number_can_hold_are_cut_first():
+def test_ratios_that_no_number_can_hold_are_cut_first() -> None:
     far = torch.full((1, 4), -400.0)
     for level in LEVELS:
         weights, _, figures = corrected(
@@ -166,7 +167,9 @@ def test_ratios_that_no_number_can_hold_are_cut_first():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_normalized_weights_have_mean_one_over_tokens_or_over_rows(batch, level):
+def test_normalized_weights_have_mean_one_over_tokens_or_over_rows(
+    batch: Columns, level: str
+) -> None:
     mask = batch["response_mask"]
     inputs = batch["log_prob"], batch["old_log_prob"], mask
     weights, _, _ = corrected(*inputs, rollout_is=level)
@@ -177,12 +180,12 @@ def test_normalized_weights_have_mean_one_over_tokens_or_over_rows(batch, level)
     torch.testing.assert_close(scaled * mean, weights)
 
 
-def test_weights_that_are_all_zero_are_not_normalized():
+def test_weights_that_are_all_zero_are_not_normalized() -> None:
     weights, mean = normalized(torch.zeros(2, 3), torch.ones(2, 3).bool(), "token")
-    assert (mean, weights.sum()) == (1.0, 0.0)
+    assert (mean, weights.sum().item()) == (1.0, 0.0)
 
 
-def test_correction_has_no_gradient(batch):
+def test_correction_has_no_gradient(batch: Columns) -> None:
     leaf = batch["log_prob"].clone().requires_grad_()
     settings = {"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1", "rollout_is": "token"}
     weights, kept, _ = corrected(leaf, batch["old_log_prob"], batch["response_mask"], **settings)
@@ -222,18 +225,20 @@ def test_correction_has_no_gradient(batch):
         ),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_with_their_key(settings, words):
+def test_settings_that_mean_nothing_are_refused_with_their_key(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match="algorithm.rollout_correction") as caught:
         RolloutCorrection.of(RolloutCorrectionConfig(**settings))
     assert words in str(caught.value)
 
 
-def test_an_unknown_level_of_weights_is_refused():
+def test_an_unknown_level_of_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="rollout_is=row: choose one of token, sequence"):
         corrected(RATIOS, RATIOS, MASK, rollout_is="row")
 
 
-def test_one_number_for_a_ratio_is_also_the_inverse_of_the_lower_end():
+def test_one_number_for_a_ratio_is_also_the_inverse_of_the_lower_end() -> None:
     correction = RolloutCorrection.of(
         RolloutCorrectionConfig(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold="2")
     )

@@ -18,13 +18,11 @@ from tests.workers.losses.plain_correction import (
     plain_ratios,
     threshold_of,
 )
-from tests.workers.losses.plain_python import tokens_of
+from tests.workers.losses.plain_python import Columns, Rows, tokens_of
 from workers.config import RolloutCorrectionConfig
 from workers.losses import blocks
 from workers.losses.correction import RolloutCorrection
 from workers.losses.rejection import CRITERIA
-
-Rows = list[list[float]]
 
 
 def figures_of(
@@ -37,7 +35,7 @@ def figures_of(
 ) -> dict[str, float]:
     """What `Spread` says, from each row's list of values, and of those before the bounds."""
     lower, upper = bounds
-    tokens = sum(values, [])
+    tokens: list[float] = sum(values, [])
     rows, raw_rows = means_of(values), means_of(raw)
     clamped = [min(max(value, how["floor"]), upper) for value in tokens]
     return {
@@ -67,7 +65,9 @@ def share(flags: list[bool]) -> float:
 
 @pytest.mark.parametrize("threshold", ["1.4", "0.7_1.4"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_figures_of_weights_equal_plain_python(batch, level, threshold):
+def test_the_figures_of_weights_equal_plain_python(
+    batch: Columns, level: str, threshold: str
+) -> None:
     mask = batch["response_mask"]
     weights, _, found = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
@@ -93,7 +93,7 @@ def test_the_figures_of_weights_equal_plain_python(batch, level, threshold):
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_the_figures_of_a_criterion_equal_plain_python(batch, name):
+def test_the_figures_of_a_criterion_equal_plain_python(batch: Columns, name: str) -> None:
     _, _, found = corrected(
         *(batch["log_prob"], batch["old_log_prob"], batch["response_mask"]),
         rollout_rs=name,
@@ -118,7 +118,7 @@ def test_the_figures_of_a_criterion_equal_plain_python(batch, name):
     assert found == pytest.approx({f"rollout_corr/{key}": value for key, value in names.items()})
 
 
-def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch):
+def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch: Columns) -> None:
     settings = RolloutCorrectionConfig(
         rollout_is="sequence",
         rollout_is_threshold="0.7_1.4",
@@ -127,13 +127,14 @@ def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch):
         rollout_token_veto_threshold=0.5,
     )
     correction = RolloutCorrection.of(settings)
-    columns = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
+    new, old, mask = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
     whole, parts = correction.gauge(), correction.gauge()
-    weights, kept = correction(*columns, whole)
-    pieces = [
-        correction(*(column[rows] for column in columns), parts)
-        for rows in ([3], [0, 4], [1, 2, 5])
-    ]
+    weights, kept = correction(new, old, mask, whole)
+    pieces = []
+    for rows in ([3], [0, 4], [1, 2, 5]):
+        of_part, kept_of_part = correction(new[rows], old[rows], mask[rows], parts)
+        assert of_part is not None
+        pieces.append((of_part, kept_of_part))
 
     assert parts.metrics() == pytest.approx(whole.metrics())
     assert len(whole.metrics()) == 49
@@ -142,7 +143,7 @@ def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch):
     assert torch.equal(torch.cat([piece[1] for piece in pieces]), kept[order])
 
 
-def test_the_blocks_of_rows_do_not_show(batch, monkeypatch):
+def test_the_blocks_of_rows_do_not_show(batch: Columns, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "rollout_is": "token",
         "rollout_rs": "token_k3,seq_max_k2",
@@ -158,13 +159,13 @@ def test_the_blocks_of_rows_do_not_show(batch, monkeypatch):
     assert by_blocks[2] == pytest.approx(whole[2])
 
 
-def test_a_batch_without_tokens_has_no_figures():
+def test_a_batch_without_tokens_has_no_figures() -> None:
     nothing = torch.zeros(2, 3)
     settings = {"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": "1"}
     assert corrected(nothing, nothing, nothing, **settings)[2] == {}
 
 
-def test_figures_worked_by_hand():
+def test_figures_worked_by_hand() -> None:
     """Ratios of 4 and 1, then 1 and a half: weights 2, 1, 1, 0.5."""
     ratios = torch.tensor([[4.0, 1.0], [1.0, 0.5]]).log()
     zeros, mask = torch.zeros(2, 2), torch.ones(2, 2)

@@ -1,5 +1,7 @@
 """Clip-Cov and KL-Cov, which compare tokens with each other, beside loops over all tokens."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import statistics
@@ -7,21 +9,24 @@ import statistics
 import pytest
 import torch
 
-from tests.workers.losses.plain_python import CONFIG, aggregate, tokens_of
+from tests.workers.losses.plain_python import CONFIG, Columns, Rows, aggregate, tokens_of
 from tests.workers.losses.twins import clipped_surrogate, vanilla
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.losses.clip_cov import choose_clip_cov_tokens, compute_policy_loss_clip_cov
-from workers.losses.kl_cov import choose_kl_cov_tokens, compute_policy_loss_kl_cov
+from workers.losses.clip_cov import compute_policy_loss_clip_cov
+from workers.losses.kl_cov import compute_policy_loss_kl_cov
+from workers.losses.registry import PolicyLoss, token_chooser
 
 NAMES = ("old_log_prob", "log_prob", "advantages")
+Token = tuple[int, float, float, float, float]
+"""(row, old log-prob, log-prob, advantage, covariance)."""
 WIDE = {"clip_cov_lb": 0.1, "clip_cov_ub": 1.2}
 
 
-def inputs_of(batch):
+def inputs_of(batch: Columns) -> Columns:
     return {name: batch[name] for name in (*NAMES, "response_mask")}
 
 
-def tokens_with_covariance(batch):
+def tokens_with_covariance(batch: Columns) -> list[Token]:
     """(row, old log-prob, log-prob, advantage, covariance) of every token inside the mask."""
     columns = [tokens_of(batch[name], batch["response_mask"]) for name in NAMES]
     tokens = [
@@ -37,25 +42,29 @@ def tokens_with_covariance(batch):
     ]
 
 
-def by_row(tokens, losses):
-    rows = [[] for _ in range(6)]
+def by_row(tokens: list[Token], losses: list[float]) -> Rows:
+    rows: Rows = [[] for _ in range(6)]
     for (row, *_), loss in zip(tokens, losses, strict=True):
         rows[row].append(loss)
     return rows
 
 
-def clip_cov_candidates(tokens, lowest, highest):
+def clip_cov_candidates(tokens: list[Token], lowest: float, highest: float) -> list[int]:
     return [place for place, token in enumerate(tokens) if lowest < token[-1] < highest]
 
 
-def chosen_by(choose, batch, **settings):
+def chosen_by(policy_loss: PolicyLoss, batch: Columns, **settings: float) -> Columns:
+    choose = token_chooser(policy_loss)
+    assert choose is not None, "it treats all tokens alike"
     inputs = inputs_of(batch)
     inputs.pop("log_prob")
     return {"chosen_tokens": choose(**inputs, **settings)}
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_clip_cov_drops_every_candidate_where_the_share_allows_it(batch, mode):
+def test_clip_cov_drops_every_candidate_where_the_share_allows_it(
+    batch: Columns, mode: str
+) -> None:
     tokens = tokens_with_covariance(batch)
     candidates = clip_cov_candidates(tokens, 0.1, 1.2)
     assert 2 <= len(candidates) < len(tokens)
@@ -65,7 +74,7 @@ def test_clip_cov_drops_every_candidate_where_the_share_allows_it(batch, mode):
         losses.append(0.0 if place in candidates else loss)
     loss, metrics = compute_policy_loss_clip_cov(
         **inputs_of(batch),
-        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=1.0, **WIDE),
+        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=1.0, **WIDE),
         loss_agg_mode=mode,
         config=CONFIG,
     )
@@ -74,7 +83,9 @@ def test_clip_cov_drops_every_candidate_where_the_share_allows_it(batch, mode):
 
 
 @pytest.mark.parametrize("share", [0.0, 2.2 / 15])
-def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(batch, share):
+def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(
+    batch: Columns, share: float
+) -> None:
     tokens = tokens_with_covariance(batch)
     count = max(int(share * len(tokens)), 1)
     whole = [
@@ -90,7 +101,7 @@ def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(batch, 
     for _ in range(20):
         loss, metrics = compute_policy_loss_clip_cov(
             **inputs_of(batch),
-            **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=share, **WIDE),
+            **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=share, **WIDE),
             loss_agg_mode="token-sum",
             config=CONFIG,
         )
@@ -100,13 +111,13 @@ def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(batch, 
     assert len(drawn) > 1
 
 
-def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch):
+def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch: Columns) -> None:
     inside = batch["response_mask"].bool()
     rows = zip(*(tokens_of(batch[name], inside) for name in NAMES), strict=True)
     expected = aggregate(vanilla(list(rows), 0.2, 0.3, math.inf), "token-mean")
     loss, metrics = compute_policy_loss_clip_cov(
         **inputs_of(batch),
-        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_lb=100.0, clip_cov_ub=101.0),
+        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_lb=100.0, clip_cov_ub=101.0),
         config=CONFIG,
     )
     assert loss.item() == pytest.approx(expected)
@@ -115,7 +126,9 @@ def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch):
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(batch, mode, share):
+def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(
+    batch: Columns, mode: str, share: float
+) -> None:
     tokens = tokens_with_covariance(batch)
     count = max(int(share * len(tokens)), 1)
     least = sorted(covariance for *_, covariance in tokens)[-count]
@@ -125,7 +138,7 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(batch, mode, sha
         losses.append(-advantage * math.exp(new - old) + penalty)
     loss, metrics = compute_policy_loss_kl_cov(
         **inputs_of(batch),
-        **chosen_by(choose_kl_cov_tokens, batch, kl_cov_ratio=share),
+        **chosen_by(compute_policy_loss_kl_cov, batch, kl_cov_ratio=share),
         loss_agg_mode=mode,
         config=CONFIG,
         ppo_kl_coef=0.5,
@@ -135,7 +148,7 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(batch, mode, sha
 
 
 @pytest.mark.parametrize("policy_loss", [compute_policy_loss_clip_cov, compute_policy_loss_kl_cov])
-def test_the_rollout_correction_weighs_every_token(batch, policy_loss):
+def test_the_rollout_correction_weighs_every_token(batch: Columns, policy_loss: PolicyLoss) -> None:
     inputs = inputs_of(batch)
     torch.manual_seed(0)
     plain, _ = policy_loss(**inputs, loss_agg_mode="token-mean", config=CONFIG)
@@ -147,12 +160,12 @@ def test_the_rollout_correction_weighs_every_token(batch, policy_loss):
     torch.testing.assert_close(weighed, 2 * plain)
 
 
-def test_a_dropped_token_has_no_gradient_and_the_others_have_theirs(batch):
+def test_a_dropped_token_has_no_gradient_and_the_others_have_theirs(batch: Columns) -> None:
     leaf = batch["log_prob"].clone().requires_grad_()
     inputs = inputs_of(batch | {"log_prob": leaf})
     loss, _ = compute_policy_loss_clip_cov(
         **inputs,
-        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=1.0, **WIDE),
+        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=1.0, **WIDE),
         loss_agg_mode="token-sum",
         config=CONFIG,
     )

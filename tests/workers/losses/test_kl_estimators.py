@@ -1,5 +1,7 @@
 """Entropy and the KL estimators beside their formulas."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -10,7 +12,7 @@ from workers.losses.entropy import compute_entropy_loss
 from workers.losses.kl import kl_penalty
 
 
-def test_the_entropy_of_even_logits_is_the_log_of_the_vocabulary():
+def test_the_entropy_of_even_logits_is_the_log_of_the_vocabulary() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     assert compute_entropy_loss(torch.zeros(2, 3, 8), mask).item() == pytest.approx(math.log(8))
     assert compute_entropy_loss(
@@ -31,7 +33,7 @@ KL_FORMULAS = {
 
 
 @pytest.mark.parametrize("name", KL_FORMULAS)
-def test_kl_estimates_equal_their_formulas_and_plus_takes_the_gradient_of_k2(name):
+def test_kl_estimates_equal_their_formulas_and_plus_takes_the_gradient_of_k2(name: str) -> None:
     logprob = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
     expected = [
@@ -44,11 +46,11 @@ def test_kl_estimates_equal_their_formulas_and_plus_takes_the_gradient_of_k2(nam
     torch.testing.assert_close(logprob.grad, (logprob - reference).detach())
 
 
-def test_k3_is_clamped():
+def test_k3_is_clamped() -> None:
     assert kl_penalty(torch.tensor([-1e4]), torch.tensor([0.0]), "k3").item() == 10.0
 
 
 @pytest.mark.parametrize("name", ["full", "k4+", "low_var"])
-def test_an_unknown_kl_estimator_is_refused_with_the_list(name):
+def test_an_unknown_kl_estimator_is_refused_with_the_list(name: str) -> None:
     with pytest.raises(ConfigError, match="unknown KL estimator .* there are kl, k1, abs"):
         kl_penalty(torch.zeros(1), torch.zeros(1), name)

@@ -1,14 +1,20 @@
 """Every policy loss beside a twin in plain Python, and cut into parts."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.workers.losses.plain_python import (
     CONFIG,
     ROWS,
     WIDTH,
+    Columns,
+    Rows,
     aggregate,
     denominators,
     tokens_of,
@@ -19,20 +25,26 @@ from workers.config import ActorConfig
 from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.importance_ratio import DefaultClip, resolve_clip
-from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read, token_chooser
-from workers.losses.vanilla import compute_policy_loss
+from workers.losses.registry import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    get_policy_loss,
+    keys_read,
+    token_chooser,
+)
+from workers.losses.verl_form import compute_policy_loss
 
 CHOOSING = [name for name, found in POLICY_LOSSES.items() if token_chooser(found) is not None]
 """They treat some tokens of a mini-batch apart; their twins: `test_covariance_losses.py`."""
 BY_TOKEN = [name for name in POLICY_LOSSES if name not in CHOOSING]
 
 
-def test_every_policy_loss_has_a_twin():
+def test_every_policy_loss_has_a_twin() -> None:
     assert set(TWINS) == set(BY_TOKEN)
     assert set(CHOOSING) == {"clip_cov", "kl_cov"}
 
 
-def naive_losses(name, batch):
+def naive_losses(name: str, batch: Columns) -> Rows:
     """Token losses of one policy loss under CONFIG's clip ranges, by its twin."""
     columns = (
         tokens_of(batch[column], batch["response_mask"])
@@ -41,20 +53,22 @@ def naive_losses(name, batch):
     return TWINS[name](list(zip(*columns, strict=True)), low=0.2, high=0.3, c=1.5)
 
 
-def policy_inputs(batch, rows=slice(None)):
+def policy_inputs(batch: Columns, rows: slice = slice(None)) -> Columns:
     names = ("old_log_prob", "log_prob", "advantages", "response_mask")
     return {name: batch[name][rows] for name in names}
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_policy_losses_equal_their_twins_token_by_token(batch, name, mode):
+def test_policy_losses_equal_their_twins_token_by_token(
+    batch: Columns, name: str, mode: str
+) -> None:
     loss, _ = POLICY_LOSSES[name](**policy_inputs(batch), loss_agg_mode=mode, config=CONFIG)
     assert loss.item() == pytest.approx(aggregate(naive_losses(name, batch), mode))
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
+def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch: Columns, name: str) -> None:
     weights = tokens_of(batch["weights"], batch["response_mask"])
     weighted = [
         [w * x for w, x in zip(*pair, strict=True)]
@@ -69,13 +83,17 @@ def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
     assert loss.item() == pytest.approx(aggregate(weighted, "token-mean"))
 
 
-def chosen_tokens(batch, name):
+def chosen_tokens(batch: Columns, name: str) -> Columns:
     """What the driver would choose of the whole batch; nothing for a loss that takes no choice."""
     inside = batch["response_mask"].bool()
     return {"chosen_tokens": inside & (batch["advantages"] > 0.5)} if name in CHOOSING else {}
 
 
-def summed_over_cuts(batch, name, mode, cuts):
+def assert_same(key: str, found: Tensor, expected: Tensor, **how: bool) -> None:
+    torch.testing.assert_close(found, expected, **how, msg=lambda text: f"{key}: {text}")
+
+
+def summed_over_cuts(batch: Columns, name: str, mode: str, cuts: list[int]) -> Columns:
     """The loss, its metrics and the gradient, summed over parts of `cuts` rows each."""
     leaf = batch["log_prob"].clone().requires_grad_()
     chosen = chosen_tokens(batch, name)
@@ -89,23 +107,26 @@ def summed_over_cuts(batch, name, mode, cuts):
         for key, value in {"loss": loss.detach(), **metrics}.items():
             total[key] = total.get(key, 0) + value
         start += size
+    assert leaf.grad is not None
     return total | {"gradient": leaf.grad}
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
+def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
+    batch: Columns, name: str, mode: str
+) -> None:
     whole = summed_over_cuts(batch, name, mode, [ROWS])
     for cuts in ([1] * ROWS, [4, 2]):
         for key, value in summed_over_cuts(batch, name, mode, cuts).items():
-            torch.testing.assert_close(
-                value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            assert_same(key, value, whole[key], check_dtype=False)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_blocks_of_a_large_batch_do_not_show(batch, name, mode, monkeypatch):
+def test_the_blocks_of_a_large_batch_do_not_show(
+    batch: Columns, name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = []
     for block_tokens in (10**6, 2 * WIDTH):
         monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
@@ -116,10 +137,12 @@ def test_the_blocks_of_a_large_batch_do_not_show(batch, name, mode, monkeypatch)
         (2 * loss).backward()
         whole.append({"loss": loss.detach(), "gradient": leaf.grad, **metrics})
     for key, value in whole[0].items():
-        torch.testing.assert_close(whole[1][key], value, msg=lambda text, key=key: f"{key}: {text}")
+        assert_same(key, whole[1][key], value)
 
 
-def test_a_gradient_found_by_blocks_is_given_away_once(batch, monkeypatch):
+def test_a_gradient_found_by_blocks_is_given_away_once(
+    batch: Columns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * WIDTH)
     leaf = batch["log_prob"].clone().requires_grad_()
     loss, _ = POLICY_LOSSES["vanilla"](**policy_inputs(batch | {"log_prob": leaf}))
@@ -129,7 +152,9 @@ def test_a_gradient_found_by_blocks_is_given_away_once(batch, monkeypatch):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there(batch, name):
+def test_gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there(
+    batch: Columns, name: str
+) -> None:
     leaf = batch["log_prob"].clone().requires_grad_()
     loss, metrics = POLICY_LOSSES[name](**policy_inputs(batch | {"log_prob": leaf}), config=CONFIG)
     loss.backward()
@@ -141,7 +166,9 @@ def test_gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there(batc
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_batch_that_is_all_masked_has_zero_loss_and_zero_gradient(batch, name, mode):
+def test_a_batch_that_is_all_masked_has_zero_loss_and_zero_gradient(
+    batch: Columns, name: str, mode: str
+) -> None:
     leaf = batch["log_prob"].clone().requires_grad_()
     inputs = policy_inputs(
         batch | {"log_prob": leaf, "response_mask": torch.zeros(ROWS, WIDTH, dtype=torch.int64)}
@@ -154,7 +181,7 @@ def test_a_batch_that_is_all_masked_has_zero_loss_and_zero_gradient(batch, name,
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
+def test_on_policy_every_loss_has_the_policy_gradient(batch: Columns, name: str) -> None:
     mask = batch["response_mask"]
     leaf = batch["old_log_prob"].clone().requires_grad_()
     inputs = policy_inputs(batch | {"log_prob": leaf})
@@ -168,18 +195,20 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - set(SURROGATES)))
-def test_the_gradient_is_that_of_finite_differences(batch, name):
+def test_the_gradient_is_that_of_finite_differences(batch: Columns, name: str) -> None:
     inputs = policy_inputs(batch) | chosen_tokens(batch, name)
     log_prob = inputs.pop("log_prob").nan_to_num().requires_grad_()
 
-    def loss_of(log_prob):
+    def loss_of(log_prob: Tensor) -> Tensor:
         return POLICY_LOSSES[name](log_prob=log_prob, **inputs, config=CONFIG)[0]
 
     assert torch.autograd.gradcheck(loss_of, [log_prob])
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_with_weights_held_fast_the_gradient_is_that_of_finite_differences(batch, name):
+def test_with_weights_held_fast_the_gradient_is_that_of_finite_differences(
+    batch: Columns, name: str
+) -> None:
     mask, step = batch["response_mask"], 1e-6
     leaf = batch["log_prob"].clone().requires_grad_()
     loss, _ = POLICY_LOSSES[name](
@@ -203,7 +232,7 @@ def test_with_weights_held_fast_the_gradient_is_that_of_finite_differences(batch
         )
 
 
-def test_vanilla_reports_verls_metrics(batch):
+def test_vanilla_reports_verls_metrics(batch: Columns) -> None:
     _, metrics = POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=CONFIG)
     inside = batch["response_mask"].bool()
     log_ratio = (batch["log_prob"] - batch["old_log_prob"])[inside]
@@ -219,7 +248,7 @@ def test_vanilla_reports_verls_metrics(batch):
     assert held_lower.any()
 
 
-def test_verls_older_form_returns_four_values(batch):
+def test_verls_older_form_returns_four_values(batch: Columns) -> None:
     loss, clipfrac, ppo_kl, clipfrac_lower = compute_policy_loss(
         **policy_inputs(batch), cliprange=0.2, cliprange_high=0.3, clip_ratio_c=1.5
     )
@@ -230,12 +259,12 @@ def test_verls_older_form_returns_four_values(batch):
     ]
 
 
-def test_a_call_without_settings_has_the_configurations_defaults():
+def test_a_call_without_settings_has_the_configurations_defaults() -> None:
     defaults = ActorConfig()
     assert vars(DefaultClip()) == {key: getattr(defaults, key) for key in vars(DefaultClip())}
 
 
-def test_clip_ratio_alone_sets_both_sides():
+def test_clip_ratio_alone_sets_both_sides() -> None:
     assert resolve_clip(0.1) == (0.1, 0.1)
     assert resolve_clip(0.1, high=0.3) == (0.1, 0.3)
     assert resolve_clip(None, 0.2, 0.0) == (0.2, 0.0)
@@ -243,18 +272,18 @@ def test_clip_ratio_alone_sets_both_sides():
         resolve_clip(None, low=0.2)
 
 
-def test_a_dual_clip_of_one_or_less_is_refused(batch):
+def test_a_dual_clip_of_one_or_less_is_refused(batch: Columns) -> None:
     with pytest.raises(ConfigError, match=r"clip_ratio_c is 1\.0"):
         POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=ActorConfig(clip_ratio_c=1.0))
 
 
-def test_an_extreme_ratio_stays_finite(batch):
+def test_an_extreme_ratio_stays_finite(batch: Columns) -> None:
     far = policy_inputs(batch | {"log_prob": batch["log_prob"] + 1e4})
     for policy_loss in POLICY_LOSSES.values():
         assert torch.isfinite(policy_loss(**far, config=CONFIG)[0])
 
 
-def test_gspo_counts_the_whole_of_a_token_that_moved_far():
+def test_gspo_counts_the_whole_of_a_token_that_moved_far() -> None:
     old, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.int64)
     new = torch.tensor([[25.0, -24.0, -0.5, 0.0]], dtype=torch.float64)
     loss, _ = POLICY_LOSSES["gspo"](old, new, torch.ones(1, 4), mask, config=CONFIG)
@@ -262,7 +291,7 @@ def test_gspo_counts_the_whole_of_a_token_that_moved_far():
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
-def test_dppo_keeps_rare_tokens_that_ppo_clips_and_drops_likely_ones(name):
+def test_dppo_keeps_rare_tokens_that_ppo_clips_and_drops_likely_ones(name: str) -> None:
     probs = torch.tensor([[[0.001, 0.3, 0.3]], [[0.002, 0.9, 0.05]]], dtype=torch.float64)
     old, new = probs.log()
     new.requires_grad_()
@@ -275,7 +304,7 @@ def test_dppo_keeps_rare_tokens_that_ppo_clips_and_drops_likely_ones(name):
     assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 3)
 
 
-def test_policy_losses_are_found_by_name_or_dotted_path():
+def test_policy_losses_are_found_by_name_or_dotted_path() -> None:
     assert get_policy_loss("gspo") is POLICY_LOSSES["gspo"]
     assert (
         get_policy_loss("workers.losses.cispo.compute_policy_loss_cispo") is POLICY_LOSSES["cispo"]
@@ -284,38 +313,40 @@ def test_policy_losses_are_found_by_name_or_dotted_path():
         get_policy_loss("gpso")
 
 
-def test_a_users_loss_is_found_by_the_name_of_its_decorator(monkeypatch):
+def test_a_users_loss_is_found_by_the_name_of_its_decorator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(POLICY_LOSSES, "_entries", dict(POLICY_LOSSES))
 
     @POLICY_LOSSES.register("my_loss")
-    def my_loss(**columns):
+    def my_loss(**columns: Tensor) -> tuple[Tensor, Columns]:
         return columns["log_prob"].sum(), {}
 
     assert get_policy_loss("my_loss") is my_loss
     assert keys_read(my_loss) is None
 
 
-def test_every_policy_loss_is_a_file_of_its_name():
-    first_names = {}
+def test_every_policy_loss_is_a_file_of_its_name() -> None:
+    first_names: dict[PolicyLoss, str] = {}
     for name, policy_loss in POLICY_LOSSES.items():
         first_names.setdefault(policy_loss, name)
     for policy_loss, name in first_names.items():
         assert policy_loss.__module__ == f"workers.losses.{name}"
 
 
-def test_verls_name_gpg_is_reinforce():
+def test_verls_name_gpg_is_reinforce() -> None:
     assert POLICY_LOSSES["gpg"] is POLICY_LOSSES["reinforce"]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_loss_reads_the_keys_that_it_says_it_reads(batch, name):
+def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) -> None:
     class Recorded:
         """The actor's settings, and which of them were looked at."""
 
-        def __init__(self):
-            self.seen = set()
+        def __init__(self) -> None:
+            self.seen: set[str] = set()
 
-        def __getattr__(self, key):
+        def __getattr__(self, key: str) -> Any:
             self.seen.add(key)
             return getattr(CONFIG, key)
 

@@ -1,26 +1,38 @@
 """A twin of every policy loss in plain Python: token losses, one token at a time.
 
-A row is (old log-probs, log-probs, advantages) of the tokens inside its mask.
+They are given the tokens inside the mask.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
 
+from tests.workers.losses.plain_python import Rows
 
-def ratios_of(old, new):
+Samples = list[tuple[list[float], list[float], list[float]]]
+"""(old log-probs, log-probs, advantages) of every row."""
+Divergence = Callable[[float, float], float]
+"""How far a token's old log-prob is from its log-prob."""
+
+
+def ratios_of(old: list[float], new: list[float]) -> list[float]:
     return [math.exp(after - before) for before, after in zip(old, new, strict=True)]
 
 
-def clamp(number, lowest, highest):
+def clamp(number: float, lowest: float, highest: float) -> float:
     return min(max(number, lowest), highest)
 
 
-def clipped_surrogate(ratio, advantage, low, high, c=math.inf):
+def clipped_surrogate(
+    ratio: float, advantage: float, low: float, high: float, c: float = math.inf
+) -> float:
     objective = min(ratio * advantage, clamp(ratio, 1 - low, 1 + high) * advantage)
     return -max(objective, c * advantage) if advantage < 0 else -objective
 
 
-def vanilla(rows, low, high, c):
+def vanilla(rows: Samples, low: float, high: float, c: float) -> Rows:
     return [
         [
             clipped_surrogate(r, a, low, high, c)
@@ -30,7 +42,7 @@ def vanilla(rows, low, high, c):
     ]
 
 
-def gspo(rows, low, high, c):
+def gspo(rows: Samples, low: float, high: float, c: float) -> Rows:
     losses = []
     for old, new, advantages in rows:
         log_ratio = sum(new) - sum(old)
@@ -39,7 +51,7 @@ def gspo(rows, low, high, c):
     return losses
 
 
-def cispo(rows, low, high, c):
+def cispo(rows: Samples, low: float, high: float, c: float) -> Rows:
     losses = []
     for old, new, advantages in rows:
         weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, new)]
@@ -47,11 +59,11 @@ def cispo(rows, low, high, c):
     return losses
 
 
-def reinforce(rows, low, high, c):
+def reinforce(rows: Samples, low: float, high: float, c: float) -> Rows:
     return [[-a * lp for a, lp in zip(advantages, new, strict=True)] for _, new, advantages in rows]
 
 
-def geo_mean(rows, low, high, c):
+def geo_mean(rows: Samples, low: float, high: float, c: float) -> Rows:
     losses = []
     for old, new, advantages in rows:
         log_ratios = []
@@ -64,8 +76,8 @@ def geo_mean(rows, low, high, c):
     return losses
 
 
-def sapo(rows, low, high, c):
-    losses = []
+def sapo(rows: Samples, low: float, high: float, c: float) -> Rows:
+    losses: Rows = []
     for old, new, advantages in rows:
         losses.append([])
         for ratio, advantage in zip(ratios_of(old, new), advantages, strict=True):
@@ -75,9 +87,9 @@ def sapo(rows, low, high, c):
     return losses
 
 
-def dppo(divergence, rows, low, high, c):
+def dppo(divergence: Divergence, rows: Samples, low: float, high: float, c: float) -> Rows:
     """Tokens that have moved too far in their advantage's direction add nothing."""
-    losses = []
+    losses: Rows = []
     for old, new, advantages in rows:
         losses.append([])
         for before, after, advantage in zip(old, new, advantages, strict=True):
@@ -89,17 +101,17 @@ def dppo(divergence, rows, low, high, c):
     return losses
 
 
-def distance_of_probabilities(before, after):
+def distance_of_probabilities(before: float, after: float) -> float:
     return abs(math.exp(after) - math.exp(before))
 
 
-def binary_kl(before, after):
+def binary_kl(before: float, after: float) -> float:
     old, new = math.exp(before), math.exp(after)
     others = math.log(max(1 - old, 1e-8) / max(1 - new, 1e-8))
     return old * (before - after) + (1 - old) * others
 
 
-def dro(rows, low, high, c):
+def dro(rows: Samples, low: float, high: float, c: float) -> Rows:
     losses = []
     for old, new, advantages in rows:
         tokens = zip(old, new, advantages, strict=True)
@@ -107,7 +119,7 @@ def dro(rows, low, high, c):
     return losses
 
 
-TWINS = {
+TWINS: Mapping[str, Callable[..., Rows]] = {
     "dppo_tv": partial(dppo, distance_of_probabilities),
     "dppo_kl": partial(dppo, binary_kl),
     "dro": dro,
@@ -122,7 +134,7 @@ TWINS = {
 }
 
 
-def cispo_held(rows, new, low, high, c):
+def cispo_held(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
     """The loss of log-probs `new`, its weights those of the log-probs in `rows`."""
     losses = []
     for (old, held, advantages), moved in zip(rows, new, strict=True):
@@ -131,7 +143,9 @@ def cispo_held(rows, new, low, high, c):
     return losses
 
 
-def dppo_held(divergence, rows, new, low, high, c):
+def dppo_held(
+    divergence: Divergence, rows: Samples, new: Rows, low: float, high: float, c: float
+) -> Rows:
     losses = []
     for (old, held, advantages), moved in zip(rows, new, strict=True):
         kept = dppo(divergence, [(old, held, advantages)], low, high, c)[0]
@@ -140,7 +154,7 @@ def dppo_held(divergence, rows, new, low, high, c):
     return losses
 
 
-def gspo_held(rows, new, low, high, c):
+def gspo_held(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
     losses = []
     for (old, held, advantages), moved in zip(rows, new, strict=True):
         ratio = math.exp((sum(held) - sum(old)) / max(len(held), 1))
@@ -151,7 +165,7 @@ def gspo_held(rows, new, low, high, c):
     return losses
 
 
-SURROGATES = {
+SURROGATES: Mapping[str, Callable[..., Rows]] = {
     "cispo": cispo_held,
     "dppo_tv": partial(dppo_held, distance_of_probabilities),
     "dppo_kl": partial(dppo_held, binary_kl),

@@ -31,3 +31,14 @@ def compares_samples(estimator: AnyEstimator) -> AnyEstimator:
 def needs_groups(estimator: Estimator) -> bool:
     """Whether `compares_samples` was said of it."""
     return getattr(estimator, "needs_groups", False)
+
+
+def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:
+    """Say that a KL belongs in the loss: in the rewards it is summed into the score compared."""
+    estimator.wants_kl_in_loss = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def wants_kl_in_loss(estimator: Estimator) -> bool:
+    """Whether `has_kl_in_loss` was said of it."""
+    return getattr(estimator, "wants_kl_in_loss", False)

@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, per_token
 
-NEAREST_TO_CERTAIN = -1e-12
+_NEAREST_TO_CERTAIN = -1e-12
 """The largest log-prob a token whose odds are taken; those of certainty are infinite."""
 
 
@@ -21,6 +21,6 @@ def compute_orpo_loss(log_probs: Tensor, num_tokens: Tensor, orpo_lambda: float)
     Source: ORPO, arXiv 2403.07691, equations 6 and 7
     """
     means = per_token(log_probs, num_tokens)
-    certain = means.clamp(max=NEAREST_TO_CERTAIN)
+    certain = means.clamp(max=_NEAREST_TO_CERTAIN)
     log_odds = certain - torch.log(-torch.expm1(certain))
     return -means[:, 0] - orpo_lambda * logsigmoid(gap(log_odds))
