@@ -1,6 +1,6 @@
 """The start of a run of any recipe: what can be refused is refused, then processes start.
 
-`run(config)` is what the commands and `trainer.api` call.
+`run(config)` makes a whole run, the one of a command and the one of `trainer.api` alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What `verl-like doctor` runs, each in a process of its own:
+"""The probes of `verl-like doctor`, each in a process of its own.
 
-`python -m trainer.cli.probes NAME` prints what works.
-
-A probe that fails ends with the error; `trainer.cli.doctor` shows its last line.
+`python -m trainer.cli.probes NAME` prints what works. A probe that fails ends with the error, whose
+last line says what is wrong.
 """
 
 from __future__ import annotations
