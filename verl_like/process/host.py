@@ -32,6 +32,7 @@ from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.metrics import Metrics, split_result
+from verl_like.calls.own_threads import COROUTINES
 from verl_like.calls.progress import Progress, progress_of_call
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
@@ -318,7 +319,7 @@ class WorkerHost:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._loop_thread = threading.Thread(
-                    target=self._loop.run_forever, name="coroutines", daemon=True
+                    target=self._loop.run_forever, name=COROUTINES, daemon=True
                 )
                 self._loop_thread.start()
         result, error = asyncio.run_coroutine_threadsafe(_caught(value), self._loop).result()
