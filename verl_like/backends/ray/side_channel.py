@@ -191,7 +191,7 @@ def _serve(connection: socket.socket, handlers: Mapping[bytes, Handler]) -> None
             connection.settimeout(None)  # for the handler, and until the next request
             try:
                 status, reply = _ANSWERED, handlers[kind](body)
-            except Exception as error:  # noqa: BLE001 - whatever a class does when it is (un)pickled
+            except Exception as error:  # noqa: BLE001 - whatever a class does when (un)pickled
                 status, reply = _FAILED, f"{type(error).__name__}: {error}".encode()
             connection.sendall(_REPLY.pack(status, len(reply)) + reply)
 
