@@ -87,10 +87,12 @@ def rollout() -> str:
             "data.train_files=none",
             "trainer.backend=local",
         ]
+
         with WorkerGroups(load_config(settings)) as groups:
             groups["actor"].init_model(total_steps=1)
             groups["rollout"].init_model()
             sync_weights(groups["actor"], groups["rollout"], 1)
+
             tokens = torch.tensor([[1, 2, 3, 4]])
             columns = {
                 "input_ids": tokens,
@@ -102,6 +104,7 @@ def rollout() -> str:
             )
             batch.meta_info = {"eos_token_id": 0, "pad_token_id": 0}
             token = int(groups["rollout"].generate_sequences(batch).batch["responses"][0, 0])
+
     return f"synced one version of the weights, then generated token {token}"
 
 

@@ -284,6 +284,7 @@ class WorkerHost:
             if self._ends_the_process(failure):
                 raise
             error = RemoteError.of(failure)
+
         result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
@@ -291,10 +292,12 @@ class WorkerHost:
                 *(result.batch.keys() if result.batch is not None else ()),
                 *result.non_tensor_batch,
             )
+
         mesh_facts = None
         for role, state in self._states.items():
             if facts := getattr(state.worker, "_mesh_facts", None):
                 mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
+
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
         header = Header(*place, *times, outcome.rows, keys, error, mesh_facts)
