@@ -46,6 +46,7 @@ def make_columns(rows: int, width: int) -> dict[str, Any]:
     rewards = torch.zeros(rows, width)
     rewards[torch.arange(rows), lengths[:, 0] - 1] = torch.rand(rows, generator=generator)
     old = chances.log()
+
     return {
         "response_mask": mask,
         "token_level_rewards": rewards,

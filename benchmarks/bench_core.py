@@ -68,6 +68,7 @@ def main() -> None:
     sides = {"ours": sys.executable, "bare": sys.executable}
     if options.verl_python:
         sides["verl"] = options.verl_python
+
     rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(options.rounds):
         for side, python in sides.items():
@@ -76,9 +77,11 @@ def main() -> None:
         side: {k: statistics.median(r[k] for r in all_) for k in all_[0]}
         for side, all_ in rounds.items()
     }
+
     ours = figures["ours"]
     ours["import_s"] = statistics.median(ask(sys.executable, "-c", IMPORT)[0] for _ in range(3))
     ours["entropy_extra_mib"] = ask(sys.executable, "-c", ENTROPY)[0]
+
     verdicts = {}
     for name, (relation, limit) in LIMITS.items():
         key, _, peer = name.partition(" over ")
@@ -90,6 +93,7 @@ def main() -> None:
             "limit": f"{relation} {limit}",
             "holds": value >= limit if relation == ">=" else value <= limit,
         }
+
     print(json.dumps({"figures": figures, "limits": verdicts}, indent=2))
 
 

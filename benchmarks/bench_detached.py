@@ -6,14 +6,14 @@
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
 (`detached_side.py`). All are started, and then run in turn, a window of steps in every round, while
-the others rest: so a machine that others slow for minutes slows all sides alike. A rate is samples
-a second of a window, whose first `SETTLE` steps do not count, since makers go on for a batch when a
-trainer rests. The median over rounds counts, of rates as of ratios of two rates of the same round;
-each round is printed as it ends. A round in which other machines took more than `--most-stolen` of
-the cores, by the kernel's count, does not count. `speed` is `backend=local`, whose makers are child
-processes; `ray` is Ray, one cluster for all sides, and `driver` what the driver's process takes of
-a core there, by threads, beside what Ray alone takes for the same calls with nothing done. Run it
-on an idle machine with two cores.
+the others rest (`paused_sides.py`): so a machine that others slow for minutes slows all alike. A
+rate is samples a second of a window, whose first `SETTLE` steps do not count, since makers go on
+for a batch when a trainer rests. The median over rounds counts, of rates as of ratios of two rates
+of the same round; each round is printed as it ends. A round in which other machines took more than
+`--most-stolen` of the cores, by the kernel's count, does not count. `speed` is `backend=local`,
+whose makers are child processes; `ray` is Ray, one cluster for all sides, and `driver` what the
+driver's process takes of a core there, by threads, beside what Ray alone takes for the same calls
+with nothing done. Run it on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from detached_learning import WITHOUT
 from detached_side import LAST, NUM_PROMPTS, NUM_SAMPLES, WARM_UP
-from sides import ENV, HERE
+from paused_sides import (
+    Facts,
+    PausedSide,
+    answer,
+    cluster_for_all,
+    core_ticks,
+    share_stolen,
+    start,
+)
+from sides import HERE
 
-SIDE = str(HERE / "detached_side.py")
 BARE_DRIVER = str(HERE / "bare_driver_side.py")
 STEPS = 20
 """Steps of a run that does not rest."""
-SETTLE = 5
-"""Steps of a window that do not count."""
 MOST_TRIES = 3
 """Rounds that are run for each that is to count."""
-WITHOUT_END = 10**6
-"""Steps of a run that is stopped."""
 DRIVER_ROUNDS = 2
 ALONE = ("makers_alone", "trainer_alone")
 SIDES = {
@@ -62,91 +65,6 @@ LIMITS: dict[str, tuple[str, float]] = {
     "slow samples and update over serial": ("<=", 0.75),
     "slow weights and update over serial": ("<=", 0.75),
 }
-Facts = dict[str, list[float]]
-
-
-def start(
-    *arguments: str, script: str = SIDE, stdin: int | None = None, cluster: str | None = None
-) -> subprocess.Popen[str]:
-    """A side, in a process of its own; on Ray in the `cluster` of that address, or in its own."""
-    env = ENV | {"PYTHONPATH": str(HERE.parent)}
-    if cluster is not None:
-        env |= {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"}
-    command = [sys.executable, script, *arguments]
-    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=env)
-
-
-def answer(process: subprocess.Popen[str]) -> Any:
-    """What a side prints, once it has ended."""
-    try:
-        printed, _ = process.communicate(timeout=600)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        sys.exit(f"{process.args} has not ended in 600 s: is the machine busy?")
-    lines = [line for line in printed.splitlines() if line.startswith("{")]
-    if process.returncode or not lines:
-        sys.exit(f"{process.args} failed: its error stands above.")
-    return json.loads(lines[-1])
-
-
-class PausedSide:
-    """A side that runs a window of steps when it is asked to, and rests in between."""
-
-    def __init__(
-        self, name: str, folder: str, cluster: str | None, options: argparse.Namespace
-    ) -> None:
-        """It starts, in that Ray cluster or in process, and rests after a first window."""
-        sizes = map(str, (WITHOUT_END, options.prompts, SETTLE + options.window))
-        backend = "local" if cluster is None else "ray"
-        self._process = start(name, folder, backend, *sizes, stdin=subprocess.PIPE, cluster=cluster)
-        self._name, self._num_samples = name, options.prompts * NUM_SAMPLES
-        self._num_asked = 1
-
-    def begin(self, windows: int = 1) -> None:
-        """Ask for one, or for more without a rest."""
-        assert self._process.stdin is not None, "it was started with a pipe"
-        self._process.stdin.write("\n" * windows)
-        self._process.stdin.flush()
-        self._num_asked += windows
-
-    def end(self) -> Facts:
-        """What was measured in what was asked for, without the steps that do not count."""
-        assert self._process.stdout is not None, "it was started with a pipe"
-        facts: Facts = defaultdict(list)
-        while self._num_asked:
-            line = self._process.stdout.readline()
-            if not line:
-                sys.exit(f"{self._name} failed: its error stands above.")
-            if line.startswith("{"):
-                self._num_asked -= 1
-                for key, values in json.loads(line).items():
-                    facts[key] += values
-        return {key: values[SETTLE - 1 :] for key, values in facts.items()}
-
-    def rate(self, ended: list[float]) -> float:
-        """Samples a second from the first to the last of these ends of steps."""
-        return self._num_samples * (len(ended) - 1) / (ended[-1] - ended[0])
-
-    def close(self) -> None:
-        """Have it end, where it rests."""
-        self._process.communicate()
-
-
-Ticks = tuple[int, int]
-"""Of all cores since the machine started: those that other machines took, and all of them."""
-
-
-def core_ticks() -> Ticks:
-    """As they are now."""
-    first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
-    ticks = [int(word) for word in first.split()[1:9]]
-    return ticks[7], sum(ticks)
-
-
-def share_stolen(since: Ticks) -> float:
-    """Of the cores' time since then, by other machines."""
-    stolen, of_all = (now - then for now, then in zip(core_ticks(), since, strict=True))
-    return stolen / of_all
 
 
 def driver_share(facts: Facts) -> float:
@@ -172,23 +90,6 @@ def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict
         within = [time for time in times if begin <= time <= end]
         rates[f"{name} at once"] = sides[name].rate(within)
     return rates
-
-
-@contextmanager
-def cluster_for_all() -> Iterator[str]:
-    """The address of one Ray cluster.
-
-    Clusters that rest use a twentieth of a core each, which sides that compute on both cores would
-    miss, and sides that compute on one would not.
-    """
-    process = start("cluster", stdin=subprocess.PIPE)
-    assert process.stdout is not None, "it was started with a pipe"
-    answered = (line for line in process.stdout if line.startswith("{"))
-    answer_of_cluster = next(answered, None)
-    if answer_of_cluster is None:
-        sys.exit("no Ray cluster started: its error stands above.")
-    yield json.loads(answer_of_cluster)["address"]
-    process.communicate()
 
 
 def speed(folder: str, backend: str, options: argparse.Namespace) -> dict[str, float]:

@@ -146,17 +146,20 @@ def main() -> None:
             dtype: make_actor(folder, args.rows, compute_dtype=dtype)
             for dtype in ("float32", "bfloat16")
         }
+
         times: dict[str, list[float]] = {dtype: [] for dtype in actors}
         for round_ in range(-1, args.rounds):
             for dtype, actor in actors.items():
                 spent = seconds_of(actor, rows)
                 if round_ >= 0:  # the first one builds kernels
                     times[dtype].append(spent)
+
         ratios = [a / b for a, b in zip(times["float32"], times["bfloat16"], strict=True)]
         weights = {
             dtype: share_after_five_steps(make_actor(folder, args.rows, dtype=dtype), rows)
             for dtype in ("float32", "bfloat16")
         }
+
     print(
         json.dumps(
             {

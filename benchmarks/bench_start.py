@@ -199,11 +199,10 @@ def main() -> None:
 
         tiny = make(Path(folder) / "tiny")
         figures = figures_of(options.only.split(","), tiny, options.rounds)
-    limits = {
-        name: {"limit": limit, "holds": figures[name] <= limit}
-        for name, limit in LIMITS.items()
-        if name in figures
-    }
+    limits = {}
+    for name, limit in LIMITS.items():
+        if name in figures:
+            limits[name] = {"limit": limit, "holds": figures[name] <= limit}
     rounded = {name: round(value, 3) for name, value in figures.items()}
     print(json.dumps({"figures": rounded, "limits": limits}, indent=2))
 

@@ -99,6 +99,7 @@ def learn(folder: Path, case: str, seed: int, steps: int) -> dict[str, float]:
             "algorithm.adv_estimator=grpo",
             *CASES[case],
         ]
+
         scores = Scores(run_folder)
         run(load_config(overrides, DETACHED), AsOldAsMayBe, callbacks=[scores])
     late = scores.ages[steps // 2 :]

@@ -161,6 +161,7 @@ def trl_step(recipe: str, folder: Path, rows: Sequence[Row], *, free: bool) -> S
         **options,
         **({"padding_free": True} if free else {}),
     )
+
     model_path = model_folder(recipe, folder)
     trainer_class = getattr(trl, f"{name}Trainer")
     # rows are tokens already, which DPO's preparation does not know
@@ -171,6 +172,7 @@ def trl_step(recipe: str, folder: Path, rows: Sequence[Row], *, free: bool) -> S
         train_dataset=Dataset.from_list([convert(row) for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(model_path),
     )
+
     trainer.current_gradient_accumulation_steps = 1
     prepared = list(trainer.train_dataset)
     model = trainer.model.train()

@@ -5,6 +5,7 @@ Prints a JSON line.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -108,21 +109,6 @@ def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
 
 def rank_main(rank: int, port: int, path: str) -> None:
     """Ranks 0 and 1 train, rank 2 is the rollout; rank 0 writes what it measured."""
-    from workers.weights import channel as weight_channel
-    from workers.weights.checksum import Hashing
-    from workers.weights.sync import WeightReceiver, WeightSender
-
-    class NoHashing(Hashing):
-        def of(self, payload: torch.Tensor) -> int:
-            return 0
-
-        def of_copied(self, into: Any, own: Any) -> int:
-            into[:] = own
-            return 0
-
-        def of_pieces(self, payload: torch.Tensor, pieces: Any) -> Any:
-            return ((0, None) for _ in pieces)
-
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
     group = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, 3, timedelta(seconds=60))
@@ -136,6 +122,65 @@ def rank_main(rank: int, port: int, path: str) -> None:
         options.rootRank, options.rootTensor = 0, 0
         group.broadcast([payload], options).wait()
 
+    syncs = Syncs(rank, store)
+    works = {
+        "broadcast_s": broadcast,
+        "sync_s": syncs.sync,
+        "sync_without_hashes_s": syncs.unhashed_sync,
+    }
+    seconds = seconds_of(works, together)
+
+    if rank == 0:
+        found: dict[str, Any] = {
+            name: statistics.median(values) for name, values in seconds.items()
+        }
+        hash_cpu_s = statistics.median(syncs.hashes[1:])
+        found |= {"hash_share": hash_shares(seconds), "hash_cpu_s": hash_cpu_s}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+
+    together()
+    if rank < 2:
+        dist.destroy_process_group()
+
+
+class Syncs:
+    """A rank's part in syncs of weights, with their hashes and without."""
+
+    def __init__(self, rank: int, store: dist.TCPStore) -> None:
+        self.rank, self.store = rank, store
+        self.worker = worker_of(rank, store)
+        self.hashes: list[float] = []
+        """Seconds of the hashes of each sync that has some."""
+
+    def sync(self, round_: int, key: str = "address") -> None:
+        """One, from the actor to the rollout."""
+        if self.rank < 2:
+            address = self.worker.open_weight_channel()
+            if self.rank == 0:
+                self.store.set(f"{key} {round_}", address)
+            report = self.worker.send_weights(1, BUCKET_MB)
+        else:
+            address = self.store.get(f"{key} {round_}").decode()
+            report = self.worker.receive_weights(address, round_)
+        assert report.error is None, report.error
+        self.hashes.append(report.hash_s)
+
+    def unhashed_sync(self, round_: int) -> None:
+        """One whose hashes are all zero."""
+        from workers.weights import channel
+
+        hashing = channel.Hashing
+        channel.Hashing = no_hashing()
+        self.sync(round_, "other address")
+        channel.Hashing = hashing
+        self.hashes.pop()
+
+
+def worker_of(rank: int, store: dist.TCPStore) -> Any:
+    """What a rank is: a sender, in the process group of the actor, or the receiver."""
+    from workers.weights.sync import WeightReceiver, WeightSender
+
     worker: Any
     if rank < 2:
         dist.init_process_group(
@@ -147,37 +192,26 @@ def rank_main(rank: int, port: int, path: str) -> None:
         worker = WeightReceiver()
         worker.rank, worker.world_size, worker.engine = 0, 1, Engine()
     worker.device = torch.device("cpu")
-    hashes = []
+    return worker
 
-    def sync(round_: int, key: str = "address") -> None:
-        if rank < 2:
-            address = worker.open_weight_channel()
-            if rank == 0:
-                store.set(f"{key} {round_}", address)
-            report = worker.send_weights(1, BUCKET_MB)
-        else:
-            report = worker.receive_weights(store.get(f"{key} {round_}").decode(), round_)
-        assert report.error is None, report.error
-        hashes.append(report.hash_s)
 
-    def unhashed_sync(round_: int) -> None:
-        weight_channel.Hashing = NoHashing
-        sync(round_, "other address")
-        weight_channel.Hashing = Hashing
-        hashes.pop()
+@functools.cache
+def no_hashing() -> type:
+    """What takes the place of `Hashing`: its hashes cost nothing."""
+    from workers.weights.checksum import Hashing
 
-    works = {"broadcast_s": broadcast, "sync_s": sync, "sync_without_hashes_s": unhashed_sync}
-    seconds = seconds_of(works, together)
-    if rank == 0:
-        found: dict[str, Any] = {
-            name: statistics.median(values) for name, values in seconds.items()
-        }
-        found |= {"hash_share": hash_shares(seconds), "hash_cpu_s": statistics.median(hashes[1:])}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file)
-    together()
-    if rank < 2:
-        dist.destroy_process_group()
+    class NoHashing(Hashing):
+        def of(self, payload: torch.Tensor) -> int:
+            return 0
+
+        def of_copied(self, into: Any, own: Any) -> int:
+            into[:] = own
+            return 0
+
+        def of_pieces(self, payload: torch.Tensor, pieces: Any) -> Any:
+            return ((0, None) for _ in pieces)
+
+    return NoHashing
 
 
 def by_reference() -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.import_graph import parsed
+from tests.import_graph import defined_in
 
 PAGE = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")
@@ -30,21 +28,6 @@ def rows() -> list[tuple[list[str], list[str]]]:
             if names and not any(path.endswith("/") for path in paths):
                 found.append((paths, names))
     return found
-
-
-def defined_in(path: Path) -> set[str]:
-    """Functions, classes, their methods, and constants of a file."""
-    names: set[str] = set()
-    for node in parsed(path).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
-            names |= {f"{node.name}.{method.name}" for method in methods}
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
 
 
 def test_every_path_of_the_page_is_there() -> None:

@@ -1,7 +1,7 @@
 """`trainer.dry_run=true`: all that a run looks at before its first process, and no process.
 
-`trainer.launch.run` prints these lines under the plan. What is refused here is refused in the same
-words by a run. Of large data the first rows are read, so that it takes seconds.
+Its lines are printed under the plan. What is refused here is refused in the same words by a run. Of
+large data the first rows are read, so that it takes seconds.
 """
 
 from __future__ import annotations

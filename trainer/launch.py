@@ -1,6 +1,6 @@
 """The start of a run of any recipe: what can be refused is refused, then processes start.
 
-`run(config)` is what the commands and `trainer.api` call.
+`run(config)` makes a whole run, the one of a command and the one of `trainer.api` alike.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ def run(
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)
             return RunResult.of(config, trainer_cls.role)
+
         of_attempt = at_end.enter_context(ExitStack())
         inputs = trainer_cls.prepare(config, of_attempt)
         folder = open_run_folder(config, lock)
+
         chaos, ended = Chaos(config), False
         try:
             with closing(Attempts(config, trainer_cls, callbacks, stop, chaos)) as attempts:

@@ -1,7 +1,7 @@
 """What a run keeps when it loses a worker: the processes that live, and the step where it can.
 
-`trainer.launch` calls `bring_back` after an attempt that failed, and the next attempt goes on with
-what it gives. Lost pools are started anew on their places. Then there are two ways:
+`bring_back` runs after an attempt that failed, and the next attempt goes on with what it gives.
+Lost pools are started anew on their places. Then there are two ways:
 
     the lost roles can be replaced, or      the step is made again from its beginning, which the
     ranks that live hold their state, and   driver has in memory; no other role is touched

@@ -1,7 +1,7 @@
 """The state of roles that have lost a rank, from ranks that live and hold the same.
 
-`trainer.recovery` asks before the processes of a lost group are started anew; what it gets goes
-with the step's beginning to the next attempt, which loads it (`StepStart.restore`).
+To be saved before the processes of a lost group are started anew: what is saved goes with the
+step's beginning to the next attempt, which loads it (`StepStart.restore`).
 """
 
 from __future__ import annotations

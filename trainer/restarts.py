@@ -1,7 +1,8 @@
 """Whether a run that lost a worker goes on, how often, and after which pause.
 
-`trainer.launch` asks after an attempt that failed, and `trainer.recovery` within a step. What is
-kept of the groups is said there; the numbers are those of an undisturbed run in any case.
+Asked after an attempt that failed, and within a step for a group that can be replaced there. What
+is kept of the groups is said in `trainer.recovery`; the numbers are those of an undisturbed run in
+any case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What became of the samples of a run with faults on purpose: `trainer.chaos` closes the ledger.
+"""What became of the samples of a run with faults on purpose, as a ledger that must close.
 
     made = trained + dropped (by reason)
 

@@ -21,7 +21,7 @@ MASK = "***"
 SHORTEST = 8
 """Characters of a secret that is looked for in text: shorter ones may be any word."""
 _SECRET_NAME = re.compile(
-    r"(^|[^a-z])(secret|password|passwd|credentials?|api_?key|access_?key|private_?key|secret_?key)$"
+    r"(^|[^a-z])(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$"
     r"|(^|_)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!mask_)token$",
     re.IGNORECASE,
 )

@@ -22,6 +22,7 @@ from verl_like import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl_like.calls.own_threads import OWN_THREADS
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 
@@ -281,6 +282,10 @@ class Faulty(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def returns_past_queue(self) -> None:
         return 4  # type: ignore[return-value]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    async def serving_threads(self) -> set[str]:
+        return {thread.name for thread in threading.enumerate()} & set(OWN_THREADS)
 
     @register(dispatch_mode=PROTO)
     def raises(self, data: DataProto) -> DataProto:

@@ -4,7 +4,7 @@
     PPO(model={"actor": policy, "critic": value_model}, ...)
     PPO(model=make_all, ...)                                       # which returns such a dict
 
-`trainer.api.python_run` calls it before it writes the run folder.
+The function runs once, before the run folder is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`verl-like bench overlap`: whether detached makers would help a job, from its measured seconds.
 
-The phases come from `trainer.detached.measured` or the command line, the numbers from the
-simulation in `trainer.detached.overlap`. Nothing is started.
+The phases come from a run folder or the command line, the numbers from the simulation in
+`trainer.detached.overlap`. Nothing is started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """`verl-like doctor`: what a run needs, whether it is there, in range and really works.
 
-`trainer.cli.main` calls `main`.
-
 A line that says FAIL ends with the command that mends it.
 """
 

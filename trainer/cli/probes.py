@@ -1,8 +1,7 @@
-"""What `verl-like doctor` runs, each in a process of its own:
+"""The probes of `verl-like doctor`, each in a process of its own.
 
-`python -m trainer.cli.probes NAME` prints what works.
-
-A probe that fails ends with the error; `trainer.cli.doctor` shows its last line.
+`python -m trainer.cli.probes NAME` prints what works. A probe that fails ends with the error, whose
+last line says what is wrong.
 """
 
 from __future__ import annotations
@@ -88,10 +87,12 @@ def rollout() -> str:
             "data.train_files=none",
             "trainer.backend=local",
         ]
+
         with WorkerGroups(load_config(settings)) as groups:
             groups["actor"].init_model(total_steps=1)
             groups["rollout"].init_model()
             sync_weights(groups["actor"], groups["rollout"], 1)
+
             tokens = torch.tensor([[1, 2, 3, 4]])
             columns = {
                 "input_ids": tokens,
@@ -103,6 +104,7 @@ def rollout() -> str:
             )
             batch.meta_info = {"eos_token_id": 0, "pad_token_id": 0}
             token = int(groups["rollout"].generate_sequences(batch).batch["responses"][0, 0])
+
     return f"synced one version of the weights, then generated token {token}"
 
 

@@ -2,7 +2,6 @@
 
     table = cached("prompts", depends_on, write, CachedPrompts)
 
-`trainer.data.prompt_table` keeps prompts so, `trainer.data.row_table` the rows of other recipes.
 An entry is a folder, whose name is a hash of all that its content depends on.
 """
 

@@ -1,6 +1,6 @@
 """Rows of files as tokens; a bad one stops the run, or is left out.
 
-`trainer.data.lm_rows`, `pairs` and `labelled` say by a `RowKind` what tokens are made of a row.
+A `RowKind` says what tokens are made of a row: those of texts and chats, pairs, labelled responses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rows of parquet, CSV and JSONL files, or of the user's data set; a bad one is named by number.
 
-`trainer.data.prompts.PromptLoader` calls `read_rows`, `trainer.data.lm_rows` `rows_of_files`.
+`read_rows` gives prompts, `rows_of_files` the rows of recipes that generate nothing. Files may be
+data sets by name on the Hugging Face hub (`trainer.data.hub`).
 """
 
 from __future__ import annotations

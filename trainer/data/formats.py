@@ -1,8 +1,7 @@
 """Rows of one file, by its format: parquet, CSV, JSON lines.
 
 A row comes with its place. What cannot be read comes as a ValueError in the row's stead, and
-reading goes on after it as far as the format allows: `trainer.data.files` names it, or leaves it
-out.
+reading goes on after it as far as the format allows: such a row is named in an error, or left out.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     hub://openai/gsm8k/main:train       organisation/name, a folder of it, a split
     Dahoas/rm-static:test               the same without hub://, where there is no such file
 
-`trainer.data.files` asks for the files behind such a name: parquet and JSONL, of the repository or,
-where it has none, of the parquet that the hub makes of every data set. What was fetched once is
-found without a network.
+Behind such a name are files: parquet and JSONL, of the repository or, where it has none, of the
+parquet that the hub makes of every data set. What was fetched once is found without a network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokenized prompts by row number: in memory, or those of large files in a cache on disk.
 
-`trainer.data.prompts.PromptSet` calls `read_prompts`. Large files are read and tokenized once;
-later runs map the result into memory, which does not grow with the files. An entry of the cache
-(`trainer.data.cache`):
+Large files are read and tokenized once; later runs map the result into memory, which does not grow
+with the files. An entry of the cache (`trainer.data.cache`):
 
     rows.arrow     the rows as JSON, and their tokens, `ROWS_PER_BLOCK` to a block
     lengths.int32  how many tokens every prompt has

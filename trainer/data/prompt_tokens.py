@@ -1,7 +1,6 @@
 """Token ids of a prompt: chat messages through the chat template, strings as they are.
 
-A ValueError says what is wrong with a prompt; whoever reads the rows knows which it is
-(`trainer.data.files`, `trainer.data.encoded_rows`).
+A ValueError says what is wrong with a prompt; which prompt it is, the reader of the rows adds.
 """
 
 from __future__ import annotations

@@ -135,9 +135,11 @@ class PromptSet:
             ids = self._tokens(row)
             input_ids[slot, width - len(ids) :] = ids
             attention_mask[slot, width - len(ids) :] = 1
+
         position_ids = (attention_mask.cumsum(-1) - 1).clip(min=0)
         rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]
+
         return DataProto.from_dict(
             tensors={
                 "input_ids": torch.from_numpy(input_ids),

@@ -1,6 +1,6 @@
 """Encoded rows of large files, in the cache on disk (`trainer.data.cache`).
 
-`trainer.data.encoded_rows` asks for them. An entry:
+An entry:
 
     rows.arrow  tokens and loss mask of every row's sides, one after the other, and its facts
     facts.json  how many rows there are, and how many bad ones were left out

@@ -120,6 +120,7 @@ def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
             f"data.train_batch_size={batch} prompts do not divide among the {ranks} trainer ranks, "
             f"whose makers differ (detached.edges); nearest that do: {near}."
         )
+
     part = batch // ranks
     if part % size:
         fit = [number for number in range(1, part + 1) if part % number == 0]
@@ -128,6 +129,7 @@ def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
             f"detached.prompts_per_piece={size} does not divide the {part} prompts of a batch "
             f"that one trainer rank gets; nearest that do: {_named(fit[:2])}."
         )
+
     total = config.data.total_prompts
     if total is not None and total % batch % ranks:
         raise ConfigError(
@@ -135,6 +137,7 @@ def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
             f"divide among the {ranks} trainer ranks, whose makers differ (detached.edges); "
             f"nearest that do: {_named(_multiples_near(total, ranks))}."
         )
+
     if config.detached.sampler != "in_order" and total is not None and total % batch:
         raise ConfigError(
             f"data.total_prompts={total} ends in a part of a batch of {batch}, which only "
@@ -258,6 +261,7 @@ def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
         )
     if not roles:
         return
+
     names = [role_on(role, maker) for maker in range(topology.makers) for role in roles]
     if twice := [name for name, number in Counter(names).items() if number > 1]:
         raise ConfigError(
@@ -265,6 +269,7 @@ def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
             "`rewards` and a further maker's of another. Rename the model whose name ends in a "
             "number."
         )
+
     pools = expand_roles(config.role_mapping)
     for role, maker in maker_roles(config).items():
         own = maker_role(maker)
@@ -274,6 +279,7 @@ def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
                 f"{pools.get(own)}: with detached.score_on=maker it scores there. Leave it out, or "
                 "set detached.score_on=trainer."
             )
+
     if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
         raise ConfigError(
             f"actor_rollout_ref.ref.update_every={config.actor_rollout_ref.ref.update_every} with "

@@ -1,7 +1,7 @@
 """`detached.maker_settings`: what a maker's rollout has otherwise than the run's.
 
-`trainer.detached.recipe` settles the numbers of makers, `DetachedConfig.of_role` asks for the
-rollout of one, and `trainer.detached.checks` checks it by the rules of the run's own.
+The numbers of makers are settled while the configuration is composed. A maker's settings are
+checked by the rules of the run's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predicts what detached makers and trainers gain, from the seconds that the phases take.
 
-A simulation of the run's events with the pacing of `trainer.detached`, no thread and no device;
-`verl-like bench overlap` prints its tables. The rules:
+A simulation of the run's events with the pacing of `trainer.detached`, no thread and no device. The
+rules:
 
 - A batch is `pieces` pieces of equal rows. Each is made by one maker. Between two pieces a maker
   takes the newest published weights, if it has older ones.

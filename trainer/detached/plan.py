@@ -25,6 +25,7 @@ def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[s
     num_open = open_at_once(config)
     age = AGES.get(detached.max_staleness, f"at most {detached.max_staleness} versions old")
     rounds = "batch" if detached.update_steps == 1 else f"{detached.update_steps} batches"
+
     lines = [
         *topology.describe(max_columns).splitlines(),
         f"a batch of {config.data.train_batch_size} prompts is {_count(setup.num_pieces, 'piece')}:"
@@ -35,10 +36,12 @@ def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[s
         f"there is a version of the weights after every {rounds}; "
         f"a maker takes it {MOMENTS[detached.new_weights]}",
     ]
+
     if roles := score_roles(config):
         lines.append(f"makers score what they have made, each with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
         lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
+
     idle = idle_makers(config)
     if idle > 0:
         lines.append(

@@ -1,6 +1,6 @@
 """The samples of a detached run's steps: makers' threads, the buffer, and batches that are reused.
 
-`DetachedSource` is what `PPOTrainer.step` asks for samples; it knows neither groups nor weights.
+`DetachedSource` is a `SampleSource` that knows neither groups nor weights.
 With `update_steps` U and `train_epochs` E the steps come in rounds of U x E: U fresh batches in
 the order in which they arrive, then the same ones E - 1 times over, each time in a new order.
 """

@@ -99,6 +99,7 @@ class DetachedTrainer(PPOTrainer):
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
         self._roles_of_makers = maker_roles(config)
         self.feed = WeightFeed(config, self.groups, self.topology)
+
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
             self.loader,
@@ -107,6 +108,7 @@ class DetachedTrainer(PPOTrainer):
             self.topology.routed_ranks,
             self.topology.makers_of,
         )
+
         limit = open_samples(config) if detached.limit is None else detached.limit
         settings = BufferSettings(
             limit=limit,
@@ -119,6 +121,7 @@ class DetachedTrainer(PPOTrainer):
         pacing = Pacing(detached.max_staleness, per_version)
         sampler = SAMPLERS.look_up(detached.sampler)()
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
+
         trainers = [role for role in self.groups if role not in self._roles_of_makers]
         self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
         self.maker_losses = MakerLosses(
@@ -128,6 +131,7 @@ class DetachedTrainer(PPOTrainer):
             self.init_arguments,
             lambda: bool(self.stop.received) or buffer.is_closed,
         )
+
         makers = [
             Maker(
                 number,
@@ -143,6 +147,7 @@ class DetachedTrainer(PPOTrainer):
             )
             for number in range(self.topology.makers)
         ]
+
         of_samples = self.maker_losses.of_samples
         return DetachedSource(buffer, makers, self.rounds, self.make_samples, of_samples)
 

@@ -3,9 +3,8 @@
     topology = Topology.of(*counts("2m1t"))
     print(topology.describe())
 
-`trainer.detached.recipe` makes it from the configuration, before anything is started. Maker 0 is
-the role `rollout`, maker 1 `rollout_1`, and so on, each on a pool of its own; the trainers are the
-ranks of one pool.
+It follows from the configuration, before anything is started. Maker 0 is the role `rollout`, maker
+1 `rollout_1`, and so on, each on a pool of its own; the trainers are the ranks of one pool.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plan of a run on Ray that has lost a node: who goes where instead.
 
-`WorkerGroups` asks for living nodes when it starts, and for the plan when a pool is restarted.
+Which nodes live is found out when a run starts; the plan is made anew when a pool is restarted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The processes of one pool, started on the backend that the configuration names.
 
-`WorkerGroups` asks for every pool at the start of a run, and for one again when it restarts that.
+Every pool at the start of a run, and one again when it is restarted.
 """
 
 from __future__ import annotations

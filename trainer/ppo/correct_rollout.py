@@ -1,9 +1,9 @@
 """Off-policy correction on the driver: weights and rejection from the whole batch, and its checks.
 
-`PPOTrainer.update` calls `correct_rollout` on a batch that has old log-probs and advantages, before
-anything is cut: a rejected token is in no mini-batch's mask, so it is in no denominator either, at
-any number of ranks. Advantages are estimated before, from all that was sampled. Under `bypass_mode`
-there is nothing to compare yet, and the actor does it within its update.
+`correct_rollout` takes a batch that has old log-probs and advantages, before anything is cut: a
+rejected token is in no mini-batch's mask, so it is in no denominator either, at any number of
+ranks. Advantages are estimated before, from all that was sampled. Under `bypass_mode` there is
+nothing to compare yet, and the actor does it within its update.
 """
 
 from __future__ import annotations

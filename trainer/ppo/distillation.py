@@ -4,7 +4,7 @@ The policy draws a response y, and its teacher scores the same tokens. A token's
 log p(teacher) - log p(policy), whose mean over the policy's own samples is minus the KL of the
 policy to the teacher, KL(policy || teacher): the reverse KL, which seeks one way of the teacher's
 instead of covering all of them. With `distillation.gamma` above 0 a token counts for what follows
-from it, too. `PPOTrainer.estimate` calls `distill`, the recipe's checks `check_distillation`.
+from it, too. `distill` makes the advantages, `check_distillation` refuses keys that clash with it.
 
 Source: MiniLLM, arXiv 2306.08543 (the reverse KL by policy gradient); GKD, arXiv 2306.13649 (on the
 student's own samples); Thinking Machines, On-Policy Distillation, 2025 (per token, no discount)

@@ -1,4 +1,4 @@
-"""Tokens of a pass that fit on the devices: `trainer.ppo.preflight` and `verl-like explain` ask."""
+"""Tokens of a pass that fit on the devices, before a process is started."""
 
 from __future__ import annotations
 

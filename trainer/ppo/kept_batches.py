@@ -2,8 +2,8 @@
 
     <run folder>/batches/<step>/score.safetensors, estimate.safetensors, update.safetensors
 
-`trainer.ppo.step` writes them where `trainer.max_batches_to_keep` asks for it; `trainer.replay`
-reads them, to make a stage again without a generation.
+They are written where `trainer.max_batches_to_keep` says so, to make a stage again without a
+generation (`verl-like replay`).
 """
 
 from __future__ import annotations

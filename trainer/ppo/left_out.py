@@ -1,6 +1,6 @@
 """Samples that leave the losses, not the batch: cut by the length limit, or without a score.
 
-`PPOTrainer.update` calls it. Advantages and every metric of the samples see them as before.
+To be left out after the advantages, which see them as before, as does every metric of the samples.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ def role_memories(
     policy = config.actor_rollout_ref
     frozen_sharding = settle("fsdp", FSDPConfig())
     judges = model_rewards(config)
+
     found = []
     for role in expand_roles(config.role_mapping):
         kind = config.kind_of(role)

@@ -33,6 +33,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     prompt_length, response_length = _lengths(batch)
     answered = response_length > 0
     returns = columns["returns"][inside].double()
+
     metrics = {
         **_extremes("critic/score", columns["token_level_scores"].sum(dim=-1)[answered]),
         **_extremes("critic/rewards", columns["token_level_rewards"].sum(dim=-1)[answered]),
@@ -45,6 +46,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics["critic/vf_explained_var"] = (
             1.0 - _var(returns - values) / (_var(returns) + 1e-5)
         ).item()
+
     max_prompt_length, max_response_length = _widths(batch)
     metrics |= _length_metrics("response_length", response_length, max_response_length)
     metrics |= _entropy(batch, inside)

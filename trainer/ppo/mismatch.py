@@ -63,6 +63,7 @@ def explain_gap(facts: GapFacts) -> tuple[str, str]:
             f"the rollout's weights are not the actor's (gap {facts.gap:.3g}): sync before "
             "generating.",
         )
+
     if facts.gap <= rounding:
         return "none", f"the largest log-prob gap is {facts.gap:.3g}: rounding of float32."
     if facts.gap > 10 * max(facts.plain_gap, rounding):
@@ -71,6 +72,7 @@ def explain_gap(facts: GapFacts) -> tuple[str, str]:
             "without truncation: the engine reports log-probs of another distribution than the "
             "whole one at the temperature."
         )
+
     if facts.quantization:
         return (
             "quantisation",
@@ -81,6 +83,7 @@ def explain_gap(facts: GapFacts) -> tuple[str, str]:
             "dtype",
             f"the gap is {facts.gap:.3g}: rounding of {facts.dtype}; float32 would close it.",
         )
+
     return "unknown", (
         f"the gap is {facts.gap:.3g} with equal weights, in {facts.dtype}, with and without "
         "truncation: the two forward passes differ (attention, positions, or an engine's own "

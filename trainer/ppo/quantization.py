@@ -1,6 +1,7 @@
 """Roles whose weights are int8: what they cannot be together with, and how far a reference is off.
 
-`trainer.ppo.checks` calls `check_quantization`, `PPOTrainer.score` asks for `reference_drift`.
+`check_quantization` refuses a configuration. `reference_drift` is what the policy differs from an
+int8 reference before anything is learned, where both score the same samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The reference that follows the actor: when its weights move, and by which way.
 
-`PPOTrainer.step` calls it after the weight sync, so the next step's KL is to the new reference.
+It is moved after the weight sync, so the next step's KL is to the new reference.
 """
 
 from __future__ import annotations

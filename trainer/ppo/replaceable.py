@@ -1,4 +1,4 @@
-"""The roles of a PPO run that can be replaced when their process is lost: `trainer.recovery`."""
+"""The roles of a PPO run that can be replaced when their process is lost."""
 
 from __future__ import annotations
 

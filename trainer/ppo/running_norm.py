@@ -1,7 +1,7 @@
 """Rewards and advantages normalised by mean and standard deviation over all steps of the run.
 
-`algorithm.running_norm` names which of them. `PPOTrainer.estimate` calls it; its state is a part of
-every checkpoint, so a resumed run goes on with the same moments.
+`algorithm.running_norm` names which of them. The state is a part of every checkpoint, so a resumed
+run goes on with the same moments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What becomes of a step's samples on their way into the losses, for `trainer.sample_ledger`.
 
-`PPOTrainer` counts by it in runs with faults on purpose. Reasons are called by their keys.
+It is counted in runs with faults on purpose. Reasons are called by their keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What recipes that sample and score prompts, and train nothing, have in common.
 
-`trainer.evaluation.step` and `trainer.best_of_n.step` subclass it.
+Evaluation and best of n are such recipes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts, samples and tokens of each part of a step: in all, on a rank, in a micro-batch.
 
-`trainer.launch` prints the table before a process starts. `… at most` are upper bounds: prompts and
-responses of full length.
+The table is printed before a process starts. `… at most` are upper bounds: prompts and responses of
+full length.
 """
 
 from __future__ import annotations

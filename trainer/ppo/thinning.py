@@ -1,7 +1,7 @@
 """`rollouts/`, `validation/` of a long run: the newest steps' samples whole, of older ones a few.
 
-`trainer.ppo.run` calls this after each step, for the step that is no longer among the newest, and
-after each validation for those of such steps.
+A step's samples are thinned when it is no longer among the newest, those of a validation when its
+step is not.
 """
 
 from __future__ import annotations

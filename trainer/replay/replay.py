@@ -1,4 +1,4 @@
-"""A step or a stage of a run, made again: `verl-like replay` calls `replay`.
+"""A step or a stage of a run, made again from the run folder.
 
 The run goes on from its newest checkpoint before the step, in a folder that is removed afterwards.
 Its processes are the driver's own, where a pool has one; pools keep their numbers of processes,

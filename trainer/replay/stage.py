@@ -1,6 +1,6 @@
 """A trainer that stops after one step, and in that step, if so asked, makes one stage alone.
 
-`trainer.replay.replay` puts it over the run's own trainer class.
+It is put over the run's own trainer class.
 """
 
 from __future__ import annotations

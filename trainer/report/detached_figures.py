@@ -38,6 +38,7 @@ class Drawing(NamedTuple):
 def drawings(data: RunData, run: DetachedRun) -> list[Drawing]:
     """All figures that the run has numbers for."""
     rates = replace(data, metrics=speeds(data.metrics))
+
     drawn = [
         Drawing(
             "Activity",
@@ -64,6 +65,7 @@ def drawings(data: RunData, run: DetachedRun) -> list[Drawing]:
         Drawing(QUEUE.title, QUEUE.about, curves(data, QUEUE)),
         Drawing(SPEED.title, SPEED.about, curves(rates, SPEED)),
     ]
+
     return [drawing for drawing in drawn if drawing.svg]
 
 
@@ -100,8 +102,10 @@ def lanes(run: DetachedRun, seconds: float) -> str:
         return ""
     end = max(run.intervals[role][-1].end for role in roles)
     begin = max(end - seconds, 0.0)
+
     figure = new_figure(9.5, 0.9 + 0.35 * len(roles))
     axes = figure.add_subplot()
+
     titles = {}
     for row, role in enumerate(roles):
         for number, interval in enumerate(run.intervals[role]):
@@ -114,6 +118,7 @@ def lanes(run: DetachedRun, seconds: float) -> str:
             name = f"lane-{row}-{number}"
             bar.set_gid(name)
             titles[name] = f"{role}: {interval.state}, {interval.what}, {length:.3g} s"
+
     axes.set_yticks(range(len(roles)), roles)
     axes.set_ylim(len(roles) - 0.5, -0.5)
     axes.set_xlim(0, end - begin)

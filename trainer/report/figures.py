@@ -153,11 +153,13 @@ def curves(data: RunData, panel: Panel) -> str:
         names = [name for name in names if any(data.series(name)[1])]
     if not names:
         return ""
+
     figure = new_figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
     axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*data.series(f"{panel.band}/{end}")) for end in ("min", "max"))
         axes.fill_between(low[0], low[1], high[1], color=COLOURS[0], alpha=0.12, linewidth=0)
+
     drawn: list[Any] = []
     for name, colour in zip(names, COLOURS, strict=False):
         steps, values = _thin(*data.series(name))
@@ -175,6 +177,7 @@ def curves(data: RunData, panel: Panel) -> str:
             marker="." if len(steps) < 30 else "",
             linewidth=1.4,
         )
+
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
     axes.legend(loc="best")
@@ -190,6 +193,7 @@ def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
     origin = calls[0].start
+
     figure = new_figure(9.5, 1.6 + 0.3 * len(shown))
     axes = figure.add_subplot()
     titles = {}
@@ -204,6 +208,7 @@ def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
             titles[f"call-{number}"] = (
                 f"{call.lane}: {call.method}, {1000 * (call.end - call.start):.1f} ms"
             )
+
     for start, end, number in pools_at_work(calls):
         if number > 1:
             axes.barh(
@@ -214,6 +219,7 @@ def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
             axes.axhline(row - 0.5, color="#888888", linewidth=0.8)
     for cut in cuts:
         axes.axvline(cut - origin, color="#888888", linewidth=1.0, linestyle=":")
+
     labels = [*(f"{pool}  {lane}" for pool, lane in shown), "2 pools or more at work"]
     axes.set_yticks([*range(len(shown)), len(shown) + 0.2], labels)
     axes.invert_yaxis()

@@ -92,6 +92,7 @@ def _content(data: RunData) -> dict[str, Any]:
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     drawings = detached_figures.drawings(data, data.detached) if data.detached else []
     phases = phase_shares(data.metrics, data.stages)
+
     return {
         "name": data.folder.resolve().name,
         "facts": _facts(data),

@@ -86,6 +86,7 @@ def read_run(folder: str | Path) -> RunData:
         )
         what = "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is no folder"
         raise ConfigError(f"{folder} {what}, so there is nothing to report.{hint}")
+
     notes: list[str] = []
     failure = folder / FAILURE_FILE
     calls, stages = read_timeline(folder / "timeline.json", notes)

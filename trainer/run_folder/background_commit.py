@@ -1,6 +1,6 @@
 """A checkpoint that is written and committed in the background, while the steps go on.
 
-`trainer.run_folder.checkpoint` makes one when roles have left files to write:
+There is one when roles have left files to write:
 
     commit = BackgroundCommit(groups, put_in_place)    # a thread waits for their writing
     ...                                                # steps

@@ -1,6 +1,6 @@
 """A run that is started again after its last step: it is told so, and nothing is started.
 
-`trainer.launch` asks before anything is read; the trainer marks its last checkpoint.
+The last checkpoint of a run is marked, and looked at before anything is read.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A checkpoint's marker has a digest of each, and a resumed run that finds others is refused: data,
 model folders, code of rewards with the user's modules that it imports.
-`trainer.run_folder.checkpoint` calls it.
 """
 
 from __future__ import annotations

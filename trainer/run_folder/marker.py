@@ -1,6 +1,5 @@
 """`commit.json`, the marker over all roles of a checkpoint: written last, read first.
 
-`trainer.run_folder.checkpoint` writes and compares it; export, evaluation and chat read it.
 Whatever the file holds, what comes back is of the form that is written, or the error says what is
 wrong.
 """

@@ -1,7 +1,7 @@
 """Which committed checkpoints stay in the run folder: the newest ones, and the best.
 
-`trainer.run_folder.checkpoint` asks after each commit. The best is that of the step with the best
-validation: the mean of `val-core/…`, or, where a recipe validates by losses alone, the lowest.
+They are sorted out after each commit. The best is that of the step with the best validation: the
+mean of `val-core/…`, or, where a recipe validates by losses alone, the lowest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`starts.jsonl`: when, where, by which command and with which packages a run was started.
 
-A resumed run adds a line. `trainer.launch` writes it, the report shows it.
+A resumed run adds a line.
 """
 
 from __future__ import annotations

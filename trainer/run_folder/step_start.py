@@ -1,8 +1,8 @@
 """The driver as a step found it, kept in memory while the step is made.
 
-Where the roles are as they were then, too, a run goes on from it instead of from a checkpoint:
-`trainer.loop` keeps one, `trainer.recovery` decides, `Checkpoints.load` gives it back. Roles that
-have lost a rank are as they were where another rank has written the same state.
+Where the roles are as they were then, too, a run goes on from it instead of from a checkpoint
+(`trainer.recovery`), and `Checkpoints.load` gives it back. Roles that have lost a rank are as they
+were where another rank has written the same state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a step's numbers go. `trainer.loop` opens one `Tracking` for a run:
+"""Where a step's numbers go. A run opens one `Tracking`:
 
     with make_tracking(config, total_steps) as tracking:
         tracking.log({"critic/score/mean": 0.5}, step=1)

@@ -3,8 +3,8 @@
     runs = pack_runs(flat)               # None: it would hardly be smaller
     flat = unpack_runs(runs, num_entries, itemsize)
 
-`verl_like.batch.wire` has columns of batches travel so. Most of a batch is padding where responses
-differ in length, so it often fits into a call, which a place in an object store costs more than.
+Columns of batches travel so. Most of a batch is padding where responses differ in length, so it
+often fits into a call, which a place in an object store costs more than.
 Entries are compared by their bits: NaN and -0.0 come back as they were. Several calls of a step
 send the same columns, so the runs of the last ones are kept, by a hash of the whole content.
 """

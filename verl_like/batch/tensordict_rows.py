@@ -1,8 +1,8 @@
 """A TensorDict that a group splits, pads, sends and collects as it does a `DataProto`.
 
 Methods take and return TensorDicts where the driver gives them. On the way a TensorDict is a
-`TensorDictRows`, a batch that knows what it was; only `verl_like.calls` and the worker's host see
-it. Nested tensors are columns of their rows meanwhile.
+`TensorDictRows`, a batch that knows what it was; no method of a worker ever sees it. Nested tensors
+are columns of their rows meanwhile.
 """
 
 from __future__ import annotations

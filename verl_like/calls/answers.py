@@ -61,6 +61,7 @@ def wait_for_calls(
     deadlocks = DeadlockWatch(transport, gives_up_soon=gives_up_soon)
     calls = _OpenCalls(transport, name, pending, known)
     failed_at: float | None = None
+
     while True:
         calls.read(transport.wait(list(calls.open), clock.remaining()))
         if not calls.open:
@@ -83,6 +84,7 @@ def wait_for_calls(
             )
             raise WaitTimeoutError(_diagnosis(transport, why, calls, "raise watch.deadlock_s"))
         clock.warn_if_old(calls.late())
+
     calls.end()
     if calls.failures:
         error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])

@@ -1,6 +1,6 @@
 """How long the calls of a group took, and from when on one of them is late.
 
-`WorkerFuture` notes every call that has ended well; `verl_like.calls.answers` asks for the limit.
+Every call that has ended well is noted, by its method; the limit of one follows from those.
 """
 
 from __future__ import annotations

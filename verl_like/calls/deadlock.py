@@ -1,8 +1,8 @@
 """Calls that nobody will ever answer: ranks that wait for each other, found before a deadline.
 
-`verl_like.calls.answers` asks a `DeadlockWatch` while it waits. Every few seconds that asks all
-worker processes of the run what they are doing (`verl_like.calls.progress`), past their queues of
-calls. A rank stands still when it says the same for `watch.deadlock_s`. That is a deadlock
+A `DeadlockWatch` looks while a call is waited for. Every few seconds it asks all worker processes
+of the run what they are doing (`verl_like.calls.progress`), past their queues of calls. A rank
+stands still when it says the same for `watch.deadlock_s`. That is a deadlock
 
   - in a collective of torch's, whose ranks are those of one pool: if all others of the pool stand
     still in other collectives, or have no call that they could still begin;

@@ -23,12 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
+from verl_like.calls.own_threads import OWN_THREADS
 from verl_like.calls.stacks import is_inside, waits_for_a_thread
 from verl_like.process.machine import children, cpu_s_of
 
 IDLE, IN_COLLECTIVE, AT_LOCK, ELSEWHERE = "idle", "collective", "lock", "elsewhere"
-OWN_THREADS = ("side channel", "request", "pipe", "coroutines")
-"""Threads of a worker process that serve its driver beside its calls."""
 FUTEX = {"x86_64": "202 ", "aarch64": "98 "}.get(platform.machine(), "unknown")
 """How the kernel's line about a thread in this system call begins."""
 _COLLECTIVES = re.compile(r"/torch/distributed/(?!checkpoint|elastic|rendezvous|launcher|rpc)")

@@ -94,15 +94,18 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
             f"Likely cause: rank {names} does not answer (its process is stopped, swapping, or in "
             "native code)."
         )
+
     where: dict[int, tuple[str, str]] = {}
     for rank, stack in stacks.items():
         found = list(_COLLECTIVE.finditer(stack))
         if found:
             where[rank] = found[-1]["name"], _caller_of(stack, found[-1].start())
+
     places = ", ".join(
         f"rank {rank} in {name} ({place})" for rank, (name, place) in sorted(where.items())
     )
     absent = [rank for rank in stacks if rank not in where]
+
     if len(set(where.values())) > 1:
         return (
             "Likely cause: the ranks are in different collectives and wait for each other: "
@@ -116,6 +119,7 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
     if where:
         missing = "a rank outside this group, or the network, is missing"
         return f"Likely cause: all ranks are in the same collective ({places}): {missing}."
+
     locks = [f"rank {rank} in {place}" for rank in ranks if (place := _lock_of(stacks[rank]))]
     if locks:
         return (

@@ -1,4 +1,4 @@
-"""The garbage collector in a process that works for long; `trainer.loop` enters it."""
+"""The garbage collector of a long run: it leaves alone what exists from the start."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.metrics import Metrics, split_result
+from verl_like.calls.own_threads import COROUTINES
 from verl_like.calls.progress import Progress, progress_of_call
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
@@ -283,6 +284,7 @@ class WorkerHost:
             if self._ends_the_process(failure):
                 raise
             error = RemoteError.of(failure)
+
         result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
@@ -290,10 +292,12 @@ class WorkerHost:
                 *(result.batch.keys() if result.batch is not None else ()),
                 *result.non_tensor_batch,
             )
+
         mesh_facts = None
         for role, state in self._states.items():
             if facts := getattr(state.worker, "_mesh_facts", None):
                 mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
+
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
         header = Header(*place, *times, outcome.rows, keys, error, mesh_facts)
@@ -318,7 +322,7 @@ class WorkerHost:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._loop_thread = threading.Thread(
-                    target=self._loop.run_forever, name="coroutines", daemon=True
+                    target=self._loop.run_forever, name=COROUTINES, daemon=True
                 )
                 self._loop_thread.start()
         result, error = asyncio.run_coroutine_threadsafe(_caught(value), self._loop).result()

@@ -142,11 +142,13 @@ class Worker:
                     "(torch.distributed.destroy_process_group)."
                 )
             return
+
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
         limit = timedelta(seconds=self._facts.call_s)
         if self.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
             return
+
         address, port = self.get_master_addr_port()
         try:
             store = self._meet(address, port)

@@ -170,6 +170,7 @@ def rewards_of(config: ScoringRun) -> list[RewardConfig]:
             kwargs=custom.reward_kwargs,
         )
         found.append(rule)
+
     if model.enable:
         size = model.micro_batch_size_per_gpu
         path = model.model.path

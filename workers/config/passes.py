@@ -1,6 +1,6 @@
 """Real tokens of a pass, where micro-batches are cut by tokens and no key says how many.
 
-`trainer.ppo.fit_passes` writes fewer into the configuration where a device has less memory.
+The driver writes fewer into the configuration where a device has less memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A low-rank adapter and the weight that it stands beside: both together are one weight.
 
-`workers.models.lora` merges where the adapter is trained, `workers.weights.kept` where a rollout
-has been sent base and factors apart.
+They are merged where the adapter is trained, and where a rollout has been sent base and factors
+apart.
 """
 
 from __future__ import annotations

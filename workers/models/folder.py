@@ -1,7 +1,7 @@
 """Where a model's files are: its folder, or this machine's cache of the Hugging Face hub.
 
-Whatever reads a `model.path` asks `model_folder`. Every node fetches for itself, and once: no
-folder need be shared.
+`model_folder` says where a `model.path` is. Every node fetches for itself, and once: no folder need
+be shared.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scales).round_().to(torch.int8), scales
 
 
-def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` with inputs [..., in] quantised row by row; it has no gradient."""
     if torch.is_grad_enabled() and input.requires_grad:
         raise TypeError("int8 weights are for models that are not trained: they have no gradient")

@@ -1,6 +1,6 @@
 """Weights for a folder that has a config.json and none: drawn as transformers draws them.
 
-`workers.models.load` fills a module with them, what runs before a process starts checks the folder.
+A module without weights is filled with them; the folder can be checked before a process starts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rotary positions whose factors depend on how long a row is (longrope, as in Phi-3 128k).
 
-Who cuts rows into passes reads this, and the hf engine, whose rows grow.
+That length matters where rows are cut into passes, and where a row grows beyond it in generation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tensors in files as safetensors reads them, written at once, or by whoever takes them over.
 
-`training.shards`, `training.hf_export` and `models.lora` write by these; `training.file_copies`
-takes them over, and writes them while training goes on.
+`workers.training.file_copies` takes them over, and writes them while training goes on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a strategy and its `fsdp_config` come to: the driver asks, too, so torch is not needed.
+"""What a strategy and its `fsdp_config` come to, in names and numbers, without torch.
 
-`workers.parallel.fsdp` does it.
+`workers.parallel.fsdp` does it to a module.
 """
 
 from __future__ import annotations

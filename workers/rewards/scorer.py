@@ -170,6 +170,7 @@ def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) ->
             for number in culprits:
                 batch.outcomes[number] = (None, {}, reason)
                 del pending[number]
+
             # the others wait for a process without them: some of these samples first
             if process.takes_all:
                 most = len(pending) if culprits else max(1, len(asked) // 2)

@@ -201,9 +201,11 @@ class ActorWorker(SavesReplica, WeightPublisher, Worker):
             **batch.denominators,
             "loss_scale_factor": config.loss_scale_factor,
         }
+
         log_probs = outputs["log_probs"].detach()
         if self.gauge is not None:
             self.gauge.add(columns["rollout_log_probs"], log_probs, mask)
+
         # the columns of an on-policy update have none: the policy is the one that drew the samples
         old_log_probs = columns.get("old_log_probs", log_probs)
         weights = columns.get("rollout_is_weights")
@@ -211,6 +213,7 @@ class ActorWorker(SavesReplica, WeightPublisher, Worker):
             old_log_probs = columns[drawn_from(columns)]
             # what is rejected here stays in the denominators, which the mini-batch has counted
             weights, mask = self.correction(log_probs, old_log_probs, mask, self.correction_gauge)
+
         chosen = {"chosen_tokens": columns["chosen_tokens"]} if self.chooses_tokens else {}
         loss, metrics = self.policy_loss(
             old_log_prob=old_log_probs,
@@ -223,8 +226,10 @@ class ActorWorker(SavesReplica, WeightPublisher, Worker):
             **chosen,
             **divisors,
         )
+
         metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         metrics["pg_loss"] = loss
+
         if config.entropy_coeff != 0:
             metrics["entropy"] = agg_loss(
                 outputs["entropys"], mask, config.loss_agg_mode, **divisors

@@ -1,7 +1,7 @@
 """The model that learns preferences, and a reference of its own folder.
 
-`trainer.preference.step.PreferenceTrainer` gives them pairs, or rows with a label. The reference's
-log-probs come to the update as a column: they were computed before the first step.
+Both get pairs, or rows with a label. The reference's log-probs come to the update as a column: they
+were computed before the first step.
 """
 
 from __future__ import annotations

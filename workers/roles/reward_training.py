@@ -1,4 +1,4 @@
-"""The reward model in training. `trainer.reward_model.RewardModelTrainer` gives it pairs.
+"""The reward model in training, on pairs of a better and a worse response.
 
 The frozen one, which scores PPO's samples, is `workers.roles.reward_model`.
 """

@@ -263,6 +263,7 @@ def response_columns(
     optional = {"rollout_truncated_log_probs": torch.zeros((rows, width))} if truncated else {}
     versions = torch.zeros((rows, width), dtype=torch.int32)
     lengths = torch.zeros(rows, dtype=torch.long)
+
     for row, output in enumerate(outputs):
         lengths[row] = count = len(output.tokens)
         responses[row, :count] = output.tokens
@@ -270,6 +271,7 @@ def response_columns(
         versions[row, :count] = output.versions
         for column in optional.values():
             column[row, :count] = output.truncated_log_probs
+
     columns = torch.arange(width)
     response_mask = (columns < lengths[:, None]).long()
     positions = data.batch["position_ids"]

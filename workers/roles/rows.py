@@ -1,4 +1,4 @@
-"""The model of a recipe on rows: `trainer.rows.RowTrainer` gives it the rows of each step.
+"""The model of a recipe that trains on rows of files: one optimizer step on those of each call.
 
 A recipe's worker says which engine it has, which columns its loss reads, and the loss.
 """

@@ -1,4 +1,4 @@
-"""The model of supervised fine-tuning. `trainer.sft.SFTTrainer` gives it rows of `lm_rows`."""
+"""The model of supervised fine-tuning: cross entropy of the tokens that `loss_mask` marks."""
 
 from __future__ import annotations
 

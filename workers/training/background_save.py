@@ -1,6 +1,6 @@
 """A role whose checkpoint is written while its worker goes on: `trainer.async_save`.
 
-The driver's `trainer.run_folder.background_commit` calls, on every rank:
+The driver calls, on every rank:
 
     start_checkpoint(path, step)     # in its turn: copies; training goes on
     write_checkpoint()               # past the queue, beside the steps: writes

@@ -2,13 +2,13 @@
 
     manifest.json       step, schedule, shape of every tensor, size and checksum of every file;
                         written last
-    shards/             weights and optimizer state, each rank's own pieces (`training.shards`)
+    shards/             weights and optimizer state, each rank's own pieces (`shards`)
     random/<rank>.json  each rank's random state
-    huggingface/        with hf_model: what plain `from_pretrained` loads (`training.hf_export`)
+    huggingface/        with hf_model: what plain `from_pretrained` loads (`hf_export`)
     lora_adapter/       with LoRA: the adapter as peft loads it
 
 Everything is first written beside the folder (`<folder>.part`), then renamed. What is written in
-the background (`training.background_save`) goes into the folder itself, which the driver renames
+the background (`background_save`, beside) goes into the folder itself, which the driver renames
 when all is there, and gets its manifest last. Tensors are stored by parameter name at full shape,
 so another number of ranks, another strategy, or a plain module can load them. With LoRA only what
 is trained is stored: the base comes from the model's path. Ranks agree after each stage: an error

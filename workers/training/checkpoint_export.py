@@ -1,7 +1,7 @@
 """A role's part of a checkpoint as a Hugging Face folder, or as the adapter that peft loads.
 
-`verl-like export` calls it, in one process without a cluster, whatever wrote the checkpoint:
-weights are stored by name at full shape. The whole model is in host memory while it runs.
+In one process without a cluster, whatever wrote the checkpoint: weights are stored by name at full
+shape. The whole model is in host memory while it runs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     files = copies.write()                                    # in another thread
 
 The copies lie as the files do, in shared memory that the next checkpoint uses again, page-locked
-where the tensors are on a GPU. A process of its own writes them (`training.copy_writer`).
+where the tensors are on a GPU. A process of its own writes them (`workers.training.copy_writer`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Host memory that another process can map, and that GPUs copy into while this one goes on.
 
-`training.file_copies` keeps one for each file of a checkpoint, which a process of its own writes.
+There is one for each file of a checkpoint that is written in the background.
 """
 
 from __future__ import annotations

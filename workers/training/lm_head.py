@@ -1,9 +1,9 @@
 """Log-probs and entropies from the token head, whose logits never stand whole where they are large.
 
-`TrainEngine.outputs` calls `token_columns`, for every role with a token head. Where the logits of a
-pass take more than CHUNK_BYTES, the head runs over a chunk of positions at a time: forwards, and
-again in the backward pass, which adds up the chunks' gradients. What stands whole are the hidden
-states, and the gradient of the head's weights.
+`token_columns` gives them, of every role with a token head. Where the logits of a pass take more
+than CHUNK_BYTES, the head runs over a chunk of positions at a time: forwards, and again in the
+backward pass, which adds up the chunks' gradients. What stands whole are the hidden states, and the
+gradient of the head's weights.
 
 A chunk goes through the model's own `forward`, with its hidden states in the place of the body. So
 a bias, a scale, soft-capping, tied embeddings or an adapter at the head are computed by the model's

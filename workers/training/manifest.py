@@ -1,8 +1,8 @@
 """`manifest.json` of a role's part of a checkpoint: read, checked, and compared with the files.
 
-Whatever the file holds, what comes back is of the form that `training.checkpoint` writes, or the
-error says what is wrong with it. The driver writes one itself where ranks have written their files
-each alone (`training.replica`).
+Whatever the file holds, what comes back is of the form that `workers.training.checkpoint` writes,
+or the error says what is wrong with it. The driver writes one itself where ranks have written their
+files each alone (`workers.training.replica`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_other_form(manifest: dict[str, Any]) -> None:
-    """A ValueError where it is not what `training.checkpoint` writes."""
+    """A ValueError where it is not what `workers.training.checkpoint` writes."""
     for name in (*NUMBERS, *(newer for newer in NEWER_NUMBERS if newer in manifest)):
         if type(manifest.get(name)) is not int:
             raise ValueError(f"{name} is {manifest.get(name)!r:.40}, not a number")

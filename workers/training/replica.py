@@ -1,7 +1,7 @@
 """A role's state from ranks that live, when others of its group are gone.
 
 Under ddp every rank holds all weights and moments; with `fsdp_size` below the number of ranks, so
-does every group of so many. Such ranks are a replica. The driver's `trainer.replicas` calls:
+does every group of so many. Such ranks are a replica. The driver calls:
 
     parts = group.save_replica(folder, ranks)    # no collective: the others would not come
     write_manifest(folder, parts)                # over the files of all these ranks

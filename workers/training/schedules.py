@@ -4,8 +4,7 @@
     def mine(progress: float, min_lr_ratio: float) -> float: ...
 
 A schedule gets how far the run is after its warm-up, from 0 to 1, and gives the share of the peak
-rate. Its other parameters are filled by name from the section `optim`. `workers.training.optim`
-calls `lr_factor`.
+rate. Its other parameters are filled by name from the section `optim`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 A piece is what a rank holds of a sharded tensor. One that every rank holds whole is written by one
 of them. Nothing is pickled: whoever reads the folder runs no code of who wrote it. Any number of
-ranks reads what any other number wrote. `training.checkpoint`, `training.checkpoint_export` and
-`training.refresh` call these.
+ranks reads what any other number wrote.
 """
 
 from __future__ import annotations

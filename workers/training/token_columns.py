@@ -1,6 +1,6 @@
 """What a training engine says of every response token, from the logits that it was drawn by.
 
-`workers.training.lm_head` calls it, on the logits of a whole pass or of a chunk of it.
+The logits are those of a whole pass, or of a chunk of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlashAttention over packed rows: kernels that take the rows' bounds, and so compute no padding.
 
-`find_kernel` chooses the first that runs here, once per engine; `workers.training.attention` calls
-it in every layer. Where there is none, that file lays rows in rectangles.
+`find_kernel` chooses the first that runs here, once per engine, and every layer calls the kernel.
+Where there is none, `workers.training.attention` lays rows in rectangles.
 
     flash-attn    flash_attn_varlen_func: windows, grouped heads, soft-capping
     torch         torch.nn.attention.varlen.varlen_attn: windows, grouped heads

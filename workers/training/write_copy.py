@@ -1,6 +1,6 @@
 """Writes a copy in shared memory into a file, block after block, with its crc32.
 
-`training.copy_writer` runs this file as a program of its own, without torch:
+This file is a program of its own, without torch:
 
     python -I -S write_copy.py <descriptor of the copy> <its bytes> <file>
 

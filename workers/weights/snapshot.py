@@ -1,7 +1,7 @@
 """Weights in host memory, one version at a time, for deliveries that the trainer does not wait for.
 
-`workers.weights.delivery.WeightPublisher` fills a snapshot between two updates; any number of
-deliveries read it while the trainer goes on.
+A snapshot is filled between two updates; any number of deliveries read it while the trainer goes
+on.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
 from tests.waiting import wait_until
 from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
+from verl_like.calls.own_threads import COROUTINES, PIPE, REQUEST, SIDE_CHANNEL
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
 BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]
@@ -271,6 +272,17 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="past_queue=True. splits no batch"):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, past_queue=True)
+
+
+def test_threads_that_serve_the_driver_have_names_that_a_look_for_deadlocks_knows(
+    groups, backend
+) -> None:
+    serving = {
+        "inline": {COROUTINES},
+        "child": {PIPE, REQUEST, COROUTINES},
+        "ray": {SIDE_CHANNEL, REQUEST, COROUTINES},
+    }
+    assert groups["faulty"].serving_threads() == [serving[backend[0]]] * backend[1][0]
 
 
 def test_blocking_is_obeyed(groups) -> None:

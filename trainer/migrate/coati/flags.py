@@ -1,4 +1,4 @@
-"""Flags of ColossalChat's PPO scripts, as data; `trainer.migrate.coati.translate` reads them."""
+"""Flags of ColossalChat's PPO scripts, as data: what each one becomes in our settings."""
 
 from __future__ import annotations
 

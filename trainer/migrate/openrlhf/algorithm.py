@@ -30,18 +30,21 @@ def algorithm(flags: GivenFlags, done: Translation) -> None:
             f"{flags.spelled('advantage_estimator')} {estimator}: OpenRLHF has "
             f"{', '.join(ESTIMATORS)}."
         )
+
     settings: dict[str, Any] = {"algorithm.adv_estimator": ESTIMATORS[estimator]}
     if estimator == "dr_grpo":
         settings["algorithm.norm_adv_by_std_in_grpo"] = False
     flags.becomes(done, "advantage_estimator", settings)
     flags.becomes(done, "no_advantage_std_norm", {"algorithm.norm_adv_by_std_in_grpo": False})
     flags.becomes(done, "normalize_reward", {"algorithm.running_norm": ["rewards"]})
+
     low, high = flags.values("reward_clip_range") or ("-10", "10")
     if low == f"-{high}":
         flags.becomes(done, "reward_clip_range", {"algorithm.score_clip": high})
         flags.defaults_to(done, "reward_clip_range", 10, "algorithm.score_clip")
     else:
         done.absent.append(f"--reward_clip_range {low} {high}: scores are clamped evenly about 0")
+
     flags.becomes(
         done,
         "dynamic_filtering",
@@ -56,6 +59,7 @@ def algorithm(flags: GivenFlags, done: Translation) -> None:
         flags.becomes(done, "overlong_buffer_len", named)
     else:
         flags.values("overlong_penalty_factor")
+
     _correction(flags, done)
     _kl(flags, done)
 

@@ -1,7 +1,7 @@
 """Flags of OpenRLHF's `train_ppo_ray`, both generations of them, as data.
 
 Since 2026 the flags have sections (`--actor.adam.lr`), before they had none
-(`--actor_learning_rate`). `trainer.migrate.openrlhf` reads these tables.
+(`--actor_learning_rate`).
 """
 
 from __future__ import annotations

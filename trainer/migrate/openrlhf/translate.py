@@ -85,9 +85,11 @@ def _data(flags: GivenFlags, done: Translation) -> None:
             f"{flags.spelled('max_len')} alone: a response has what its prompt leaves there; here "
             "each has a limit, so look whether halves are right"
         )
+
     flags.becomes(done, "generate_max_len", {"data.max_response_length": response})
     flags.defaults_to(done, "generate_max_len", 1024, "data.max_response_length")
     flags.defaults_to(done, "prompt_max_len", 1024, "data.max_prompt_length")
+
     if flags.has("eval_dataset"):
         temperature = flags.value("eval_temperature", "0.6")
         settings = {
@@ -116,6 +118,7 @@ def _rewards(flags: GivenFlags, done: Translation) -> None:
         )
     elif urls:
         flags.becomes(done, "remote_rm_url", {"rewards": _reward_list(urls.split(","), "url")})
+
     if not models:
         return
     if "," in models:

@@ -124,6 +124,7 @@ def _run(fields: GivenFields, done: Translation) -> None:
     if fields.value("num_processes", "1") != "1":
         processes = fields.value("num_processes", "1")
         done.rename("num_processes", [processes], {"trainer.n_gpus_per_node": processes})
+
     epochs = fields.number("num_train_epochs", 3.0)
     if epochs != int(epochs):
         raise ConfigError(
@@ -132,18 +133,22 @@ def _run(fields: GivenFields, done: Translation) -> None:
     if fields.has("num_train_epochs"):
         fields.becomes(done, "num_train_epochs", {"trainer.total_epochs": int(epochs)})
     done.default("num_train_epochs", 3, {"trainer.total_epochs": 3})
+
     steps = fields.count("max_steps", -1)
     if steps > 0 and fields.program != "grpo":
         fields.becomes(done, "max_steps", {"trainer.total_training_steps": steps})
+
     trackers = fields.value("report_to", "none").strip("[]").replace(" ", ",").split(",")
     known = [name for name in trackers if name in ("wandb", "tensorboard", "mlflow")]
     fields.becomes(done, "report_to", {"trainer.logger": ["console", *known]})
+
     if fields.value("save_strategy", "steps") == "steps":
         settings = {"trainer.save_freq": fields.value("save_steps", "500")}
         fields.becomes(done, "save_steps", settings)
         done.default("save_steps", 500, settings)
     else:
         fields.ignore("save_steps")
+
     resumed = fields.value("resume_from_checkpoint", "")
     if resumed and resumed.lower() not in ("true", "false"):
         settings = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": resumed}

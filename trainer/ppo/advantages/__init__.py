@@ -3,8 +3,8 @@
 An estimator is one file (`gae.py`, `grpo.py`, …), found by its name in
 `trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`: a file that is put here is imported here, so
 adding an estimator is adding a file. What they share stands beside them: `groups` (samples of one
-prompt), `returns` (discounted sums over a row) and `whiten`. `trainer.ppo.compute_advantage` calls
-an estimator with a batch's columns.
+prompt), `returns` (discounted sums over a row) and `whiten`. An estimator gets a batch's columns by
+the names of its parameters (`trainer.ppo.compute_advantage`).
 
 Tensors are [rows, response tokens], finite outside the mask too; `index` says by equal values which
 rows are samples of one prompt. Every estimator returns (advantages, returns), zero outside the

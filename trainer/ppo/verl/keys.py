@@ -1,7 +1,7 @@
 """Keys of verl's PPO trainer that are no keys here, as data.
 
-A name may hold `*`. `trainer.ppo.verl.overrides` reads these tables for `verl-like ppo`,
-`trainer.migrate.verl` for a whole script, and `docs/make_tables.py` for the docs.
+A name may hold `*`. The tables say what becomes of a key in an override, in a whole script of
+verl's, and in the docs.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from verl_like.calls.own_threads import PIPE, REQUEST
 from verl_like.errors import WorkerError, cannot_travel
 from verl_like.process.host import WorkerHost
 
@@ -65,7 +66,7 @@ class _Program:
 
     def run(self) -> None:
         """Answer calls in this thread, in turn; a thread reads the pipe."""
-        threading.Thread(target=self._read, name="pipe", daemon=True).start()
+        threading.Thread(target=self._read, name=PIPE, daemon=True).start()
         while True:
             self._answer(*self._calls.get())
 
@@ -78,7 +79,7 @@ class _Program:
                 elif method in ("progress", "past_queue"):
                     call = number, "call" if method == "past_queue" else method, load
                     threading.Thread(
-                        target=self._answer, args=call, name="request", daemon=True
+                        target=self._answer, args=call, name=REQUEST, daemon=True
                     ).start()
                 else:
                     self._calls.put((number, method, load))

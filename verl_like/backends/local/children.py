@@ -109,7 +109,7 @@ class _Child:
             return  # `_receive` finds out why
         except WorkerError as error:
             self._answer(number, error)
-        except Exception as error:  # noqa: BLE001 - a value that cannot be sent belongs to the future of its call
+        except Exception as error:  # noqa: BLE001 - it belongs to the future of its call
             what = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
             self._answer(number, WorkerError(f"{what}: {error}"))
 

@@ -56,16 +56,19 @@ class LocalWorkerGroup(WorkerGroup):
                 "detached=True: processes of the local backend end with their driver; take "
                 "RayWorkerGroup."
             )
+
         roles = ray_cls_with_init.roles(name_prefix)
         classes = {role: made.cls for role, made in roles.items()}
         method_table(classes, ray_cls_with_init.prefixed)
         recipes: Recipes = {
             role: (made.cls, made.args, made.kwargs) for role, made in roles.items()
         }
+
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         name, times = "+".join(roles), (limits.rendezvous_s, limits.call_s)
         settings = device_name, seed, log_dir, *times, True, new_secret()
         facts = _facts(resource_pool, name, *settings)
+
         transport: Transport
         if resource_pool.world_size == 1 and not own_processes:
             _refuse_environment(env)

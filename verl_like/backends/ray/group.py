@@ -86,6 +86,7 @@ class RayWorkerGroup(WorkerGroup):
                 "detached workers need places that outlive this driver, too: "
                 "RayResourcePool(..., detached=True)."
             )
+
         roles = ray_cls_with_init.roles(name_prefix)
         classes = {role: made.cls for role, made in roles.items()}
         method_table(classes, ray_cls_with_init.prefixed)
@@ -95,6 +96,7 @@ class RayWorkerGroup(WorkerGroup):
         recipes = cloudpickle.dumps(
             {role: (made.cls, made.args, made.kwargs) for role, made in roles.items()}
         )
+
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
         kind = _device_kind(device_name, resource_pool)
@@ -105,6 +107,7 @@ class RayWorkerGroup(WorkerGroup):
             ProcessFacts(name, rank, size, bundle.local_rank, local[rank], *settings)
             for rank, bundle in enumerate(bundles)
         ]
+
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(size)]
         actors = _start_actors(recipes, names, facts, bundles, options)

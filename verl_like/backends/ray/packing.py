@@ -1,7 +1,7 @@
 """Calls and batches pickled before Ray sees them: its own pickler takes several times as long.
 
 What only Ray can pickle (references, handles of actors, functions and classes of a script) is left
-to it. `verl_like.backends.ray.transport` and `.stored` send what this packs.
+to it.
 """
 
 from __future__ import annotations

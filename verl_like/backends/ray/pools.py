@@ -100,6 +100,7 @@ class RayResourcePool(ResourcePool):
         connect(deadlines=self.deadlines)
         need = self._need()
         targets = _targets(self, need)
+
         groups = [
             placement_group(
                 [dict(need)] * count,
@@ -110,12 +111,14 @@ class RayResourcePool(ResourcePool):
             )
             for entry, (count, target) in enumerate(zip(self.store, targets, strict=True))
         ]
+
         try:
             self._await(groups, need)
         except BaseException:
             for group in groups:
                 remove_placement_group(group)
             raise
+
         cpus, gpus = self._part(need.get("CPU", 0.0)), self._part(need.get("GPU", 0.0))
         resources = {name: self._part(amount) for name, amount in self.resources.items()}
         return [
@@ -262,6 +265,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     """
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
+
     nodes = living_nodes()
     room = sum(_num_processes(node["Resources"], need) for node in nodes)
     if room < pool.world_size:
@@ -270,6 +274,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
             f"cluster has room for {room} in all. Nodes: {_nodes_in_words(nodes, need)}. Lower "
             "cpus_per_process or the pool's size."
         )
+
     chosen: dict[int, str] = {}
     largest_first = sorted(enumerate(pool.store), key=lambda entry: -entry[1])
     for entry, count in largest_first:
@@ -285,6 +290,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
         if unused:
             smallest = min(unused, key=lambda node: node["Resources"].get("CPU", 0))
             chosen[entry] = smallest["NodeID"]
+
     if len(chosen) < len(pool.store):
         return [None] * len(pool.store)
     return [chosen[entry] for entry in range(len(pool.store))]

@@ -1,4 +1,4 @@
-"""What keeps a Ray cluster of this machine's own to its user (`cluster.connect` starts it).
+"""What keeps a Ray cluster of this machine's own to its user.
 
     with private_session() as options:      # options for `ray.init`
         ray.init(**options)

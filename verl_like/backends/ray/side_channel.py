@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from verl_like.calls.own_threads import REQUEST, SIDE_CHANNEL
 from verl_like.calls.progress import Progress
 from verl_like.errors import WorkerError, cannot_travel
 
@@ -54,7 +55,7 @@ def serve(address: str, handlers: Mapping[bytes, Handler]) -> Endpoint:
     listening = socket.create_server((address, 0))
     endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(16))
     acceptor = _Acceptor(listening, endpoint.key, handlers)
-    threading.Thread(target=acceptor.run, name="side channel", daemon=True).start()
+    threading.Thread(target=acceptor.run, name=SIDE_CHANNEL, daemon=True).start()
     return endpoint
 
 
@@ -165,7 +166,7 @@ class _Acceptor:
         self._release(connection)
         if secrets.compare_digest(bytes(came), self._key):
             work = connection, self._handlers
-            threading.Thread(target=_serve, args=work, name="request", daemon=True).start()
+            threading.Thread(target=_serve, args=work, name=REQUEST, daemon=True).start()
             return
         connection.close()
         if chunk:
@@ -190,7 +191,7 @@ def _serve(connection: socket.socket, handlers: Mapping[bytes, Handler]) -> None
             connection.settimeout(None)  # for the handler, and until the next request
             try:
                 status, reply = _ANSWERED, handlers[kind](body)
-            except Exception as error:  # noqa: BLE001 - whatever a class does when it is (un)pickled
+            except Exception as error:  # noqa: BLE001 - whatever a class does when (un)pickled
                 status, reply = _FAILED, f"{type(error).__name__}: {error}".encode()
             connection.sendall(_REPLY.pack(status, len(reply)) + reply)
 

@@ -3,10 +3,10 @@
     part, keeper = small_or_stored(batch)
     actor.method.remote(part)           # as long as somebody has `keeper`
 
-A batch that is put while somebody holds what an equal one became is that one. `Sender` calls this,
-and the call's future holds it, so that a batch stays no longer than the calls that it was for. One
-that is small without its padding goes with the call: to put it, and to pass a reference, would cost
-the driver several times as much.
+A batch that is put while somebody holds what an equal one became is that one. The future of a call
+holds its keepers, so that a batch stays no longer than the calls that it was for. One that is small
+without its padding goes with the call: to put it, and to pass a reference, would cost the driver
+several times as much.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""Processes of a benchmark's sides: run to their end, or a window of steps at a time.
+
+    sides = {name: PausedSide(name, folder, None, options) for name in names}
+    sides[name].begin()
+    facts = sides[name].end()           # of one window; the other sides rest
+    sides[name].close()
+
+The sides are those of `detached_side.py`, and any other script that prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from detached_side import NUM_SAMPLES
+from sides import ENV, HERE
+
+SIDE = str(HERE / "detached_side.py")
+SETTLE = 5
+"""Steps of a window that do not count."""
+WITHOUT_END = 10**6
+"""Steps of a run that is stopped."""
+Facts = dict[str, list[float]]
+Ticks = tuple[int, int]
+"""Of all cores since the machine started: those that other machines took, and all of them."""
+
+
+def start(
+    *arguments: str, script: str = SIDE, stdin: int | None = None, cluster: str | None = None
+) -> subprocess.Popen[str]:
+    """A side, in a process of its own; on Ray in the `cluster` of that address, or in its own."""
+    env = ENV | {"PYTHONPATH": str(HERE.parent)}
+    if cluster is not None:
+        env |= {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"}
+    command = [sys.executable, script, *arguments]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    """What a side prints, once it has ended."""
+    try:
+        printed, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        sys.exit(f"{process.args} has not ended in 600 s: is the machine busy?")
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        sys.exit(f"{process.args} failed: its error stands above.")
+    return json.loads(lines[-1])
+
+
+class PausedSide:
+    """A side that runs a window of steps when it is asked to, and rests in between."""
+
+    def __init__(
+        self, name: str, folder: str, cluster: str | None, options: argparse.Namespace
+    ) -> None:
+        """It starts, in that Ray cluster or in process, and rests after a first window."""
+        sizes = map(str, (WITHOUT_END, options.prompts, SETTLE + options.window))
+        backend = "local" if cluster is None else "ray"
+        self._process = start(name, folder, backend, *sizes, stdin=subprocess.PIPE, cluster=cluster)
+        self._name, self._num_samples = name, options.prompts * NUM_SAMPLES
+        self._num_asked = 1
+
+    def begin(self, windows: int = 1) -> None:
+        """Ask for one, or for more without a rest."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        self._process.stdin.write("\n" * windows)
+        self._process.stdin.flush()
+        self._num_asked += windows
+
+    def end(self) -> Facts:
+        """What was measured in what was asked for, without the steps that do not count."""
+        assert self._process.stdout is not None, "it was started with a pipe"
+        facts: Facts = defaultdict(list)
+        while self._num_asked:
+            line = self._process.stdout.readline()
+            if not line:
+                sys.exit(f"{self._name} failed: its error stands above.")
+            if line.startswith("{"):
+                self._num_asked -= 1
+                for key, values in json.loads(line).items():
+                    facts[key] += values
+        return {key: values[SETTLE - 1 :] for key, values in facts.items()}
+
+    def rate(self, ended: list[float]) -> float:
+        """Samples a second from the first to the last of these ends of steps."""
+        return self._num_samples * (len(ended) - 1) / (ended[-1] - ended[0])
+
+    def close(self) -> None:
+        """Have it end, where it rests."""
+        self._process.communicate()
+
+
+@contextmanager
+def cluster_for_all() -> Iterator[str]:
+    """The address of one Ray cluster.
+
+    Clusters that rest use a twentieth of a core each, which sides that compute on both cores would
+    miss, and sides that compute on one would not.
+    """
+    process = start("cluster", stdin=subprocess.PIPE)
+    assert process.stdout is not None, "it was started with a pipe"
+    answered = (line for line in process.stdout if line.startswith("{"))
+    answer_of_cluster = next(answered, None)
+    if answer_of_cluster is None:
+        sys.exit("no Ray cluster started: its error stands above.")
+    yield json.loads(answer_of_cluster)["address"]
+    process.communicate()
+
+
+def core_ticks() -> Ticks:
+    """As they are now."""
+    first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    ticks = [int(word) for word in first.split()[1:9]]
+    return ticks[7], sum(ticks)
+
+
+def share_stolen(since: Ticks) -> float:
+    """Of the cores' time since then, by other machines."""
+    stolen, of_all = (now - then for now, then in zip(core_ticks(), since, strict=True))
+    return stolen / of_all
