@@ -1,7 +1,6 @@
 """Plain values as YAML that OmegaConf reads back as they were: a run's `config.yaml`.
 
-`trainer.run_folder.folder` writes it. `OmegaConf.to_yaml` makes a tree of nodes first, and takes
-twenty times as long.
+`OmegaConf.to_yaml` makes a tree of nodes first, and takes twenty times as long.
 """
 
 from __future__ import annotations

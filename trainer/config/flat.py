@@ -1,7 +1,4 @@
-"""A configuration as dotted keys with values, and one number for all of it.
-
-Read by the run folder, which compares a run with the one before, and by `trainer.api`.
-"""
+"""A configuration as dotted keys with values, and one number for all of it: to compare runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The keys of a schema: their dotted names, types and rules, and their values in a configuration.
-
-Read by the composing, the checks, `verl-like explain`, the docs' table, and by the run folder,
-which asks what a resumed run may change.
-"""
+"""The keys of a schema: their dotted names, types and rules, and their values in a configuration."""
 
 from __future__ import annotations
 

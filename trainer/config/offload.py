@@ -1,4 +1,4 @@
-"""Offloading where there is nothing to offload to, refused. Every recipe's `prepare` calls it."""
+"""Offloading where there is nothing to offload to, refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What is wrong with a setting that names no key, or has no value of its key: in words.
 
-`trainer.config.compose` refuses with them, and a program around Hydra's main what Hydra refuses.
+Also what Hydra refuses, whose own words name its files.
 """
 
 from __future__ import annotations

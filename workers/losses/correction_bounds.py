@@ -1,7 +1,6 @@
 """Thresholds of the rollout correction: the text of a key -> numbers, or an error that names it.
 
 `algorithm.rollout_correction` writes them as one number ("2.0") or as "lower_upper" ("0.5_2.0").
-Read by `correction` and `rejection`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With r = trainer's probability / rollout's of a token that was drawn,
 
 estimate the KL of the rollout to the trainer. A criterion judges them token by token (`token_k1`),
 or one figure of a sequence: its sum (`seq_sum_k1`), mean (`seq_mean_k1`) or largest value
-(`seq_max_k2`). The names are verl's. Read by `correction`.
+(`seq_max_k2`). The names are verl's.
 """
 
 from __future__ import annotations
