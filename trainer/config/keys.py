@@ -1,4 +1,4 @@
-"""The keys of a schema: their dotted names, types and rules, and their values in a configuration."""
+"""The keys of a schema: dotted names, types and rules, and their values in a configuration."""
 
 from __future__ import annotations
 
