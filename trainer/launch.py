@@ -110,7 +110,7 @@ class Attempts:
         """Nothing is started yet."""
         self.config, self._trainer_cls = config, trainer_cls
         self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
-        self._restarts, self._alarms = Restarts(config, stop), Alarms()
+        self._restarts, self._alarms = Restarts(config, stop), Alarms(trainer_cls.alarm_rules)
         self._step = 0
         """The last one that failed; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from trainer.alarms import Alarms
+from trainer.alarms import AlarmRule, Alarms
 from trainer.chaos import Chaos
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
@@ -55,6 +55,8 @@ class Trainer(Hooks, ABC):
     """The role whose model a run is about, if there is one: a checkpoint's export is its."""
     call_labels: ClassVar[Mapping[str, str]] = {}
     """Method -> what its time is called among the metrics, where that is not the method's name."""
+    alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
+    """What of a step's metrics is an alarm: the numbers, their bands and the words."""
 
     def __init__(self, config: RunConfig, groups: WorkerGroups) -> None:
         """Nothing is computed yet; `fit` does it all."""
@@ -62,7 +64,7 @@ class Trainer(Hooks, ABC):
         self.groups = groups
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)
-        self.alarms = Alarms()
+        self.alarms = Alarms(self.alarm_rules)
         """Of the run; of `trainer.launch`, whose attempts share one."""
         self.stop = StopSignals()
         """Signals that ask the run to stop; `trainer.launch` catches them."""
@@ -141,12 +143,14 @@ class Trainer(Hooks, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""
-        return {"global_step": self.global_step, "alarms": self.alarms.state_dict()}
+        alarms = {"alarms": self.alarms.state_dict()} if self.alarm_rules else {}
+        return {"global_step": self.global_step, **alarms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.global_step = state["global_step"]
-        self.alarms.load_state_dict(state.get("alarms", {}))
+        if self.alarm_rules:
+            self.alarms.load_state_dict(state.get("alarms", {}))
 
     def write_more(self, folder: Path) -> None:
         """Files of a checkpoint that `state_dict`, which was asked for just before, has no room

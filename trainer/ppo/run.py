@@ -18,6 +18,7 @@ from trainer.data.row_loader import RowLoader
 from trainer.groups.nodes import begin_cluster
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
@@ -55,6 +56,7 @@ class PPORun(SamplingTrainer):
         "compute_values": "values",
     }
     role = "actor"
+    alarm_rules = ALARM_RULES
 
     def __init__(
         self,
