@@ -124,6 +124,11 @@ class Trainer(Hooks, ABC):
         """Paragraphs about a step, printed under the placement before the run starts."""
         return []
 
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
+        """The few numbers of a step that the console shows; with none, the first of its metrics."""
+        return ()
+
     def init_arguments(self, role: str) -> dict[str, Any]:
         """Arguments of the role's `init_model`."""
         return {}
@@ -165,7 +170,7 @@ class Trainer(Hooks, ABC):
     def fit(self) -> None:
         """Every step of the run."""
         self.checkpoints.cut_back()
-        with make_tracking(self.config, self.total_steps) as tracking:
+        with make_tracking(self.config, self.total_steps, self.headline) as tracking:
             resume = self.checkpoints.goes_on_here
             timeline = Timeline(self.folder / "timeline.json", resume, self.stages)
             try:

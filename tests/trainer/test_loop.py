@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -228,6 +229,22 @@ def test_the_console_shows_the_numbers_of_the_recipe(
     run(config(tmp_path, total_training_steps=1, logger=["console"]))
     loss = lines(tmp_path)[0]["student/loss"]
     assert f"step 1/1  student/loss {loss:.4g}" in capsys.readouterr().out
+
+
+class WithHeadline(RegressionTrainer):
+    """Says itself what of a step is worth a look."""
+
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> list[str]:
+        return [f"off by {metrics['student/loss']:.2g}"]
+
+
+def test_the_console_shows_what_a_recipe_says_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config(tmp_path, total_training_steps=1, logger=["console"]), WithHeadline)
+    loss = lines(tmp_path)[0]["student/loss"]
+    assert f"step 1/1  off by {loss:.2g}\n" in capsys.readouterr().out
 
 
 class Validated(RegressionTrainer):
