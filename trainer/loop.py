@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from trainer.alarms import AlarmRule, Alarms
-from trainer.chaos import Chaos
+from trainer.chaos import Chaos, Fault
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
@@ -136,6 +136,10 @@ class Trainer(Hooks, ABC):
     def replaceable_roles(self) -> ReplaceableRoles:
         """Roles that can be started anew in the middle of a run, without a checkpoint."""
         return ReplaceableRoles()
+
+    def own_faults(self) -> list[Fault]:
+        """Faults on purpose that other recipes cannot have (`trainer.chaos`)."""
+        return []
 
     @property
     def has_validation(self) -> bool:
@@ -309,7 +313,7 @@ class Trainer(Hooks, ABC):
         """One step between its hooks, with its times by stage and by role."""
         self.timing = {}
         self.call_hook("on_step_begin")
-        self.chaos.before_step(self.groups, self.global_step)
+        self.chaos.before_step(self.groups, self.global_step, self.own_faults())
         with self.clock("step"):
             metrics = self.step()
         metrics |= call_timings(self.calls, self.timing, self.concurrent_stages, self.call_labels)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from trainer.chaos import Fault
 from trainer.data.files import check_files
 from trainer.data.lm_rows import LMRow
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -161,6 +162,15 @@ class PPORun(SamplingTrainer):
     def has_validation(self) -> bool:
         """Whether there are `data.val_files`."""
         return bool(self.config.data.val_files)
+
+    def own_faults(self) -> list[Fault]:
+        """A weight sync that loses a bucket."""
+        return [Fault("drop_bucket", self.config.chaos.drop_bucket, self.drop_bucket)]
+
+    def drop_bucket(self) -> dict[str, Any]:
+        """The next sync loses its first bucket; which role has sent that."""
+        self.groups["actor"].drop_next_bucket()
+        return {"role": "actor"}
 
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step; those of the newest steps alone stay whole."""
