@@ -236,9 +236,10 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
     """The class at `trainer.cls`."""
     cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
+        own = type(config.trainer)().cls
+        hint = f" The recipe's own is {own}." if own else ""
         raise ConfigError(
-            f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer; "
-            "PPO's is trainer.ppo.PPOTrainer."
+            f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer.{hint}"
         )
     return cls
 
