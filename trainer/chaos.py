@@ -1,4 +1,5 @@
-"""Faults on purpose (`chaos.*`): workers killed, buckets dropped, calls delayed, drawn from a seed.
+"""Faults on purpose (`chaos.*`), drawn from a seed: workers killed, calls delayed, and what else a
+recipe's trainer names (`Trainer.own_faults`).
 
 `trainer.launch.run` makes one `Chaos` for all attempts of a run, and the loop tells it of every
 attempt and of every step that begins. Which faults a step has follows from `chaos.seed` and the
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +31,18 @@ from verl_like.errors import LedgerError, WorkerDiedError
 from verl_like.files import json_line, json_objects
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that only runs of one recipe can have."""
+
+    kind: str
+    """Its key in the section `chaos`."""
+    chance: float
+    """Its chance per step."""
+    strike: Callable[[], dict[str, Any]]
+    """Brings it about, and says whom it struck: further fields of its line in `chaos.jsonl`."""
 
 
 class Chaos:
@@ -58,17 +73,19 @@ class Chaos:
         self._begun = []
         self.samples.drop_after(step, "step made again")
 
-    def before_step(self, groups: WorkerGroups, step: int) -> None:
-        """The faults of a step that begins."""
+    def before_step(
+        self, groups: WorkerGroups, step: int, own_faults: Iterable[Fault] = ()
+    ) -> None:
+        """The faults of a step that begins; `own_faults` are those that its recipe has besides."""
         if not self._settings.has_faults:
             return
         self._begun.append(step)
         self._num_begun += 1
         if draw := self._draw("delay", self._settings.delay, step):
             self._delay(groups, step, draw)
-        if self._draw("drop_bucket", self._settings.drop_bucket, step):
-            groups["actor"].drop_next_bucket()
-            self._note("drop_bucket", step, role="actor")
+        for fault in own_faults:
+            if self._draw(fault.kind, fault.chance, step):
+                self._note(fault.kind, step, **fault.strike())
         if draw := self._draw("kill_worker", self._settings.kill_worker, step):
             self._kill(groups, step, draw)
 

@@ -54,7 +54,7 @@ class Hooks:
                 ) from error
 
     def on_init_end(self) -> None:
-        """Models are built, and the rollout has the actor's weights."""
+        """Models are built, and have the weights with which the run begins."""
 
     def on_train_begin(self) -> None:
         """Before the first step, and before the validation that may precede it."""

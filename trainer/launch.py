@@ -112,7 +112,7 @@ class Attempts:
         """Nothing is started yet."""
         self.config, self._trainer_cls = config, trainer_cls
         self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
-        self._restarts, self._alarms = Restarts(config, stop), Alarms()
+        self._restarts, self._alarms = Restarts(config, stop), Alarms(trainer_cls.alarm_rules)
         self._step = 0
         """The last one that failed; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None
@@ -238,9 +238,10 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
     """The class at `trainer.cls`."""
     cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
+        own = type(config.trainer)().cls
+        hint = f" The recipe's own is {own}." if own else ""
         raise ConfigError(
-            f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer; "
-            "PPO's is trainer.ppo.PPOTrainer."
+            f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer.{hint}"
         )
     return cls
 

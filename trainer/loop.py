@@ -19,8 +19,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from trainer.alarms import Alarms
-from trainer.chaos import Chaos
+from trainer.alarms import AlarmRule, Alarms
+from trainer.chaos import Chaos, Fault
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
@@ -55,6 +55,8 @@ class Trainer(Hooks, ABC):
     """The role whose model a run is about, if there is one: a checkpoint's export is its."""
     call_labels: ClassVar[Mapping[str, str]] = {}
     """Method -> what its time is called among the metrics, where that is not the method's name."""
+    alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
+    """What of a step's metrics is an alarm: the numbers, their bands and the words."""
 
     def __init__(self, config: RunConfig, groups: WorkerGroups) -> None:
         """Nothing is computed yet; `fit` does it all."""
@@ -62,7 +64,7 @@ class Trainer(Hooks, ABC):
         self.groups = groups
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)
-        self.alarms = Alarms()
+        self.alarms = Alarms(self.alarm_rules)
         """Of the run; of `trainer.launch`, whose attempts share one."""
         self.stop = StopSignals()
         """Signals that ask the run to stop; `trainer.launch` catches them."""
@@ -122,6 +124,11 @@ class Trainer(Hooks, ABC):
         """Paragraphs about a step, printed under the placement before the run starts."""
         return []
 
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
+        """The few numbers of a step that the console shows; with none, the first of its metrics."""
+        return ()
+
     def init_arguments(self, role: str) -> dict[str, Any]:
         """Arguments of the role's `init_model`."""
         return {}
@@ -129,6 +136,10 @@ class Trainer(Hooks, ABC):
     def replaceable_roles(self) -> ReplaceableRoles:
         """Roles that can be started anew in the middle of a run, without a checkpoint."""
         return ReplaceableRoles()
+
+    def own_faults(self) -> list[Fault]:
+        """Faults on purpose that other recipes cannot have (`trainer.chaos`)."""
+        return []
 
     @property
     def has_validation(self) -> bool:
@@ -141,12 +152,14 @@ class Trainer(Hooks, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""
-        return {"global_step": self.global_step, "alarms": self.alarms.state_dict()}
+        alarms = {"alarms": self.alarms.state_dict()} if self.alarm_rules else {}
+        return {"global_step": self.global_step, **alarms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.global_step = state["global_step"]
-        self.alarms.load_state_dict(state.get("alarms", {}))
+        if self.alarm_rules:
+            self.alarms.load_state_dict(state.get("alarms", {}))
 
     def write_more(self, folder: Path) -> None:
         """Files of a checkpoint that `state_dict`, which was asked for just before, has no room
@@ -161,7 +174,7 @@ class Trainer(Hooks, ABC):
     def fit(self) -> None:
         """Every step of the run."""
         self.checkpoints.cut_back()
-        with make_tracking(self.config, self.total_steps) as tracking:
+        with make_tracking(self.config, self.total_steps, self.headline) as tracking:
             resume = self.checkpoints.goes_on_here
             timeline = Timeline(self.folder / "timeline.json", resume, self.stages)
             try:
@@ -300,7 +313,7 @@ class Trainer(Hooks, ABC):
         """One step between its hooks, with its times by stage and by role."""
         self.timing = {}
         self.call_hook("on_step_begin")
-        self.chaos.before_step(self.groups, self.global_step)
+        self.chaos.before_step(self.groups, self.global_step, self.own_faults())
         with self.clock("step"):
             metrics = self.step()
         metrics |= call_timings(self.calls, self.timing, self.concurrent_stages, self.call_labels)

@@ -40,7 +40,7 @@ class ReplaceableRoles:
     """What a recipe says of its roles; by default none can be replaced."""
 
     roles: frozenset[str] = frozenset()
-    """Their state is in a model folder, or the actor's weights: started anew, they go on."""
+    """Their state is in a model folder, or another role's weights: started anew, they go on."""
     with_processes: frozenset[str] = frozenset()
     """They leave something behind in their processes, which cannot be had a second time there."""
     replicas: Replicas = field(default_factory=dict)

@@ -1,92 +1,75 @@
-"""A number out of its band is said once, with what to look at."""
+"""A rule of a recipe finds an alarm; it is said once, and ever more rarely while it stays."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
+from collections.abc import Mapping
 
 import pytest
 
-from trainer.alarms import Alarms
+from trainer.alarms import Alarms, Found, skipped_updates
+from trainer.sft.step import SFTTrainer
 
 
-@pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-        ({"actor/skipped_steps": 2.0}, "2 updates of the actor were skipped.*actor-0.log"),
-        ({"critic/skipped_steps": 1.0}, "1 updates of the critic"),
-        ({"actor/ppo_kl": 0.3}, "actor/ppo_kl is 0.3.*actor.optim.lr"),
-        ({"actor/ppo_kl": math.nan}, "actor/ppo_kl is nan"),
-        ({"actor/kl_loss": 12.0}, "actor/kl_loss is 12.*reference"),
-        ({"actor/reward_kl_penalty": 10.5}, "actor/reward_kl_penalty is 10.5.*reference"),
-        ({"actor/reward_kl_penalty": -11.0}, "actor/reward_kl_penalty is -11.*the KL's"),
-        ({"training/rollout_probs_diff_mean": 0.2}, "rollout.dtype"),
-    ],
-)
-def test_an_alarm_names_the_number_and_what_to_look_at(
-    metrics: dict[str, float], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def doubled(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
+    """A loss that is twice what it was at first."""
+    if metrics["loss"] >= 2 * first.setdefault("loss", metrics["loss"]):
+        yield "doubled", f"the loss is {metrics['loss']:g}, {first['loss']:g} at first"
+
+
+def alarms_of_a_loss(first: float = 1.0) -> Alarms:
+    alarms = Alarms([doubled])
+    assert alarms.check({"loss": first}, 1) == []
+    return alarms
+
+
+def test_without_rules_nothing_is_an_alarm_and_nothing_is_kept() -> None:
+    alarms = Alarms()
+    assert alarms.check({"loss": 1e9, "actor/skipped_steps": 3.0, "actor/ppo_kl": 9.0}, 1) == []
+    assert alarms.state_dict() == {"first": {}, "next": {}}
+
+
+def test_an_alarm_is_logged_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = alarms_of_a_loss()
     with caplog.at_level("WARNING"):
-        assert len(Alarms().check(metrics, 7)) == 1
-    (record,) = caplog.records
-    assert record.getMessage().startswith("alarm in step 7: ")
-    assert re.search(words, record.getMessage())
-
-
-def test_numbers_within_their_bands_raise_none() -> None:
-    quiet = {
-        "actor/skipped_steps": 0.0,
-        "actor/entropy": 1.0,
-        "actor/ppo_kl": -0.01,
-        "actor/kl_loss": 0.2,
-        "actor/reward_kl_penalty": 9.9,
-        "training/rollout_probs_diff_mean": 0.004,
-        "actor/lr": 1e-6,
-    }
-    alarms = Alarms()
-    assert [alarms.check(quiet, step) for step in range(1, 5)] == [[]] * 4
-    assert Alarms().check({}, 1) == []
-
-
-def test_entropy_is_measured_by_the_first_one() -> None:
-    alarms = Alarms()
-    assert alarms.check({"actor/entropy": math.nan}, 1) == []
-    assert alarms.check({"actor/entropy": 2.0}, 2) == []
-    assert alarms.check({"actor/entropy": 0.11}, 3) == []
-    (gone,) = alarms.check({"actor/entropy": 0.09}, 4)
-    assert "0.09, 2 at first: the policy says one thing" in gone
-    (grown,) = alarms.check({"actor/entropy": 6.1}, 5)
-    assert "comes apart" in grown
+        said = alarms.check({"loss": 2.0}, 7)
+    assert said == ["alarm in step 7: the loss is 2, 1 at first"]
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_an_alarm_that_stays_is_said_ever_more_rarely() -> None:
-    alarms = Alarms()
-    said = [step for step in range(1, 100) if alarms.check({"actor/ppo_kl": 1.0}, step)]
-    assert said == [1, 11, 31, 71]
+    alarms = alarms_of_a_loss()
+    said = [step for step in range(2, 100) if alarms.check({"loss": 2.0}, step)]
+    assert said == [2, 12, 32, 72]
 
 
 def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None:
-    alarms = Alarms()
-    assert alarms.check({"actor/entropy": 3.92}, 1) == []
-    assert alarms.check({"actor/ppo_kl": 1.0}, 2)
+    alarms = alarms_of_a_loss(first=3.0)
+    assert alarms.check({"loss": 6.0}, 2)
 
-    resumed = Alarms()
+    resumed = Alarms([doubled])
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
-    (gone,) = resumed.check({"actor/entropy": 0.148, "actor/ppo_kl": 1.0}, 3)
-    assert "0.148, 3.92 at first" in gone
-    assert [step for step in range(4, 40) if resumed.check({"actor/ppo_kl": 1.0}, step)] == [12, 32]
+    assert [step for step in range(3, 40) if resumed.check({"loss": 6.5}, step)] == [12, 32]
 
 
 def test_steps_that_are_made_again_repeat_no_alarm() -> None:
-    alarms = Alarms()
+    alarms = alarms_of_a_loss()
     at_checkpoint = alarms.state_dict()
-    assert alarms.check({"actor/ppo_kl": 1.0}, 5)
+    assert alarms.check({"loss": 2.0}, 5)
     alarms.load_state_dict(at_checkpoint)
-    assert alarms.check({"actor/ppo_kl": 1.0}, 5) == []
+    assert alarms.check({"loss": 2.0}, 5) == []
 
 
 def test_a_checkpoint_that_knows_of_no_alarms_begins_with_none() -> None:
     alarms = Alarms()
     alarms.load_state_dict({})
     assert alarms.state_dict() == {"first": {}, "next": {}}
+
+
+def test_a_recipe_on_rows_tells_updates_that_were_skipped() -> None:
+    assert SFTTrainer.alarm_rules == (skipped_updates,)
+    (said,) = Alarms(SFTTrainer.alarm_rules).check({"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3)
+    assert "2 updates of the sft were skipped" in said
+    assert said.endswith(
+        "Look at logs/sft-0.log, which names the samples, and at the learning rate."
+    )

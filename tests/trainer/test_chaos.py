@@ -258,7 +258,7 @@ def test_a_run_without_chaos_writes_nothing_of_it(whole: Path) -> None:
         (["chaos.delay=1.5"], "chaos.delay=1.5: it must be from 0 to 1"),
         (["chaos.kill_worker=0.1"], "no worker of this run has a process of its own"),
         (["chaos.kill_worker=0.1", "trainer.backend=torchrun"], "torchrun ends the whole run"),
-        (["chaos.drop_bucket=0.1"], "no weights travel between processes"),
+        (["chaos.drop_bucket=0.1"], "There is no key 'chaos.drop_bucket'"),
         (["chaos.seed=2"], "chaos.delay are 0, so there are no faults"),
         (["chaos.kill_worker=0.1", "trainer.backend=ray", "chaos.delay_s=2"], "chaos.delay is 0"),
     ],
@@ -268,6 +268,11 @@ def test_a_fault_that_could_not_come_about_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         small(tmp_path, *settings)
+
+
+def test_dropped_buckets_alone_make_a_run_with_faults(tmp_path: Path) -> None:
+    more = (*POLICY_ALONE, *OWN_PROCESS, "chaos.drop_bucket=0.1", "chaos.seed=2")
+    assert load_config(overrides(tmp_path, tmp_path, *more)).chaos.has_faults
 
 
 def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:

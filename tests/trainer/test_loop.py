@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from trainer.launch import nominal_placement
 from trainer.report.page import write_report
 from trainer.run_folder.signals import SIGNALS, RunStopped
 from verl_like.errors import CheckpointError, ConfigError
+from verl_like.files import fingerprint
 
 HERE = "tests.trainer.recipes.regression"
 
@@ -89,6 +91,15 @@ def test_a_split_run_on_ray_gives_the_same_numbers(
     assert numbers(tmp_path) == numbers(whole)
 
 
+def rewrite_driver_state(checkpoint: Path, more: dict[str, Any]) -> None:
+    """What an older version wrote beside what is written now."""
+    path, marker = checkpoint / "trainer.json", checkpoint / "commit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more), encoding="utf-8")
+    facts = json.loads(marker.read_text())
+    facts["files"][path.name] = fingerprint(path)
+    marker.write_text(json.dumps(facts), encoding="utf-8")
+
+
 class Interrupted(RegressionTrainer):
     """Fails in its fifth step."""
 
@@ -102,6 +113,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="interrupted"):
         run(config(tmp_path), Interrupted)
     assert len(lines(tmp_path)) == 4
+    older = {"alarms": {"first": {"entropy": 1.5}, "next": {"drift": [11, 20]}}}
+    rewrite_driver_state(tmp_path / "global_step_4", older)
     assert "interrupted" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
     run(config(tmp_path))
@@ -109,7 +122,6 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
     assert len(calls(tmp_path, "load_checkpoint")) == 2
     assert json.loads((tmp_path / "global_step_6" / "trainer.json").read_text()) == {
         "global_step": 6,
-        "alarms": {"first": {}, "next": {}},
         "is_last_step": True,
     }
 
@@ -217,6 +229,22 @@ def test_the_console_shows_the_numbers_of_the_recipe(
     run(config(tmp_path, total_training_steps=1, logger=["console"]))
     loss = lines(tmp_path)[0]["student/loss"]
     assert f"step 1/1  student/loss {loss:.4g}" in capsys.readouterr().out
+
+
+class WithHeadline(RegressionTrainer):
+    """Says itself what of a step is worth a look."""
+
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> list[str]:
+        return [f"off by {metrics['student/loss']:.2g}"]
+
+
+def test_the_console_shows_what_a_recipe_says_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config(tmp_path, total_training_steps=1, logger=["console"]), WithHeadline)
+    loss = lines(tmp_path)[0]["student/loss"]
+    assert f"step 1/1  off by {loss:.2g}\n" in capsys.readouterr().out
 
 
 class Validated(RegressionTrainer):

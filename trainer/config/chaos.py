@@ -1,4 +1,8 @@
-"""The section `chaos`: faults on purpose, which `trainer.chaos` brings about."""
+"""The section `chaos`: faults on purpose, which `trainer.chaos` brings about.
+
+These are the faults that any recipe can have; a recipe with others extends the section
+(`trainer.ppo.config`) and says how they come about (`Trainer.own_faults`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from dataclasses import dataclass
 from verl_like.config_key import When, key
 
 HAS_FAULTS = When(
-    "one of `chaos.kill_worker`, `chaos.drop_bucket`, `chaos.delay` is above 0",
+    "`chaos.kill_worker` or `chaos.delay` is above 0",
     lambda _, run: run.chaos.has_faults,
-    "chaos.kill_worker, chaos.drop_bucket and chaos.delay are 0, so there are no faults",
+    "chaos.kill_worker and chaos.delay are 0, so there are no faults",
 )
 DELAYS = When(
     "`chaos.delay` is above 0", lambda _, run: run.chaos.delay > 0, "chaos.delay is 0: no delays"
@@ -22,8 +26,6 @@ class ChaosConfig:
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
     """Chance that a step begins with the death of a worker process, of a random pool."""
-    drop_bucket: float = key(0.0, at_least=0, at_most=1)
-    """Chance that the next weight sync after a step's begin loses a bucket on its way."""
     delay: float = key(0.0, at_least=0, at_most=1)
     """Chance that the calls of one role, which is drawn, wait `delay_s` in a step."""
     delay_s: float = key(1.0, above=0, read_when=DELAYS)
@@ -34,4 +36,4 @@ class ChaosConfig:
     @property
     def has_faults(self) -> bool:
         """Whether a run is to be tried at all."""
-        return max(self.kill_worker, self.drop_bucket, self.delay) > 0
+        return max(self.kill_worker, self.delay) > 0

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from trainer.config.schema import TrainerConfig
 from verl_like.errors import ConfigError
 
 
-def check_offload(trainer: TrainerConfig, sections: Mapping[str, tuple[str, Any]]) -> None:
+def check_offload(
+    trainer: TrainerConfig,
+    sections: Mapping[str, tuple[str, Any]],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """On CPUs there is one memory: what the user wants moved out of it stays, so it is refused.
 
-    `sections`: the section of each strategy -> (strategy, its `fsdp_config`).
+    `sections`: the section of each strategy -> (strategy, its `fsdp_config`); `elsewhere` are the
+    sections of those whose `fsdp_config` is in another one.
     """
     if device_type_of(trainer) != "cpu" or trainer.nnodes > 1:
         return  # the driver's machine says nothing about those of a cluster
     for section, (strategy, fsdp) in sections.items():
-        name = "critic.model" if section == "critic" else section
+        name = elsewhere.get(section, section)
         keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]
         wanted = [f"{name}.fsdp_config.{key}=true" for key in keys]
         if strategy.endswith("offload"):

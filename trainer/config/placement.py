@@ -210,6 +210,11 @@ def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[
                 f"({', '.join(own_roles)}).{nearest(role, own_roles)} A role of your "
                 f"own needs +role_workers.{role}=<dotted path of its class>."
             )
+        if not config.role_workers.get(role):
+            raise ConfigError(
+                f"Role {role!r} has no worker class: set role_workers.{role}=<dotted path of its "
+                "class>."
+            )
 
     for role in config.role_workers:
         if role not in roles:

@@ -79,6 +79,8 @@ class Recipe(Generic[C]):
     """Writes the keys of another system in ours, before overrides are looked at."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
+    no_keys: Mapping[str, str] = field(default_factory=dict)
+    """Words that are taken for keys -> what is said to whoever sets them."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
     shares_devices: bool = True

@@ -105,11 +105,8 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     pools = {pool for preset in recipe.placements.values() for pool in preset}
     if name in pools:
         hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
-    elif name == "recipe" and "algorithm" in recipe.groups:
-        hint = (
-            f" The recipe is the command, here {recipe.name!r}; the algorithm's presets are chosen "
-            "by 'algorithm', as in algorithm=coati_legacy."
-        )
+    elif name in recipe.no_keys:
+        hint = f" {recipe.no_keys[name]}"
     elif above := _key_above(name, recipe):
         hint = f" {above.name} has no keys below it; it {takes(above)}."
     else:

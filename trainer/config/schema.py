@@ -212,7 +212,7 @@ class RunConfig:
     beside it elsewhere.
     """
     role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
-    """Role -> dotted path of its worker class, where it is not the built-in one."""
+    """Role -> dotted path of its worker class, those of a recipe's own roles being in its YAML."""
     cpus_per_process: float | None = key(None, above=0, read_when=ON_RAY, may_change_on_resume=True)
     """CPU share of one worker process; null takes min(1, CPUs / processes)."""
     pool_resources: dict[str, PoolResources] = key(

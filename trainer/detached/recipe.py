@@ -15,7 +15,7 @@ from trainer.detached.roles import place_makers
 from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.default_passes import rows_where_asked
-from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
+from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles, no_keys
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
@@ -101,6 +101,7 @@ DETACHED = Recipe(
     extra_roles=extra_roles,
     complete=complete,
     translate=PPO.translate,
+    no_keys=no_keys("detached"),
     load_registries=load_registries,
     checks=(check, check_detached),
     only_noticed=PPO.only_noticed,

@@ -2,9 +2,10 @@
 
     with WorkerGroups(config) as groups:
         print(groups.placement)
-        groups["actor"].init_model(total_steps=100)
+        groups["student"].init_model()
 
-Roles are strings. One of your own needs `role_workers.<role>=<dotted path>` and
+Roles are strings. Those of a recipe have their classes in its YAML, in the order in which they are
+constructed. One of your own needs `role_workers.<role>=<dotted path>` and
 `role_mapping.<role>=<pool>`, nothing here.
 """
 
@@ -30,26 +31,20 @@ from verl_like.placement.plan import PoolPlan
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 
-ROLE_WORKERS = {
-    "actor": "workers.roles.actor.ActorWorker",
-    "rollout": "workers.roles.rollout.RolloutWorker",
-    "ref": "workers.roles.reference.ReferenceWorker",
-    "teacher": "workers.roles.teacher.TeacherWorker",
-    "critic": "workers.roles.critic.CriticWorker",
-    "reward_model": "workers.roles.reward_model.RewardModelWorker",
-}
-"""The built-in roles, in the order in which they are constructed inside a process."""
 logger = logging.getLogger(__name__)
 
 
 def worker_class(config: RunConfig, role: str) -> type[Worker]:
-    """The class that plays a role: the user's own, or the built-in one."""
-    cls = load_object(config.role_workers.get(role) or ROLE_WORKERS[role], f"role_workers.{role}")
-    if not (isinstance(cls, type) and issubclass(cls, Worker)):
+    """The class that plays a role: the user's own, or that of the recipe's YAML."""
+    path = config.role_workers.get(role)
+    if not path:
         raise ConfigError(
-            f"role_workers.{role}={config.role_workers[role]} is not a subclass of "
-            "verl_like.Worker."
+            f"role {role!r} has no worker class: set role_workers.{role}=<dotted path of its "
+            "class>."
         )
+    cls = load_object(path, f"role_workers.{role}")
+    if not (isinstance(cls, type) and issubclass(cls, Worker)):
+        raise ConfigError(f"role_workers.{role}={path} is not a subclass of verl_like.Worker.")
     return cls
 
 
@@ -103,8 +98,8 @@ class WorkerGroups:
         self._fused = {name: self._fused[name] for name in self.placement.pools}
         for name, group in self._fused.items():
             self._groups.update(group.spawn(self._roles(name)))
-        # whoever calls one role after the other meets the actor before the rollout that decodes
-        # with its module, whatever the order of the pools
+        # whoever calls one role after the other meets them in the order in which they are
+        # constructed, whatever that of the pools: one may compute with another's module
         self._groups = {role: self._groups[role] for role in self._in_order(self._groups)}
         self._new_roles.update(self._groups)
         self._watch_each_other()
@@ -245,8 +240,8 @@ class WorkerGroups:
         return self._in_order(self.placement.pools[pool].roles)
 
     def _in_order(self, roles: Iterable[str]) -> list[str]:
-        """The built-in roles first, in their order."""
-        order = [*ROLE_WORKERS, *self._classes]
+        """The order of `role_workers`."""
+        order = [*self.config.role_workers, *self._classes]
         return sorted(roles, key=order.index)
 
     def _start(self, plan: PoolPlan) -> None:

@@ -19,6 +19,7 @@ from trainer.ppo.ptx import longest_row
 from trainer.ppo.quantization import check_quantization
 from trainer.ppo.reward_checks import check_rewards
 from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
 from workers.config import critic_optim
 from workers.config.passes import tokens_per_pass
 from workers.losses.registry import get_policy_loss, token_chooser
@@ -35,6 +36,7 @@ def validate(config: PPOConfig) -> None:
 
 def refuse(config: PPOConfig) -> None:
     """Refuse, with the numbers and the way out, settings that cannot work together."""
+    _check_buckets_to_drop(config)
     get_kl_controller(config.algorithm.kl_ctrl)
     check_rewards(config)
     _check_normalised_rewards(config)
@@ -55,6 +57,20 @@ def refuse(config: PPOConfig) -> None:
     check_quantization(config)
     refuse_contradictions(config)
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
+
+
+def _check_buckets_to_drop(config: PPOConfig) -> None:
+    """A rollout in the actor's own processes is handed the weights: there are no buckets."""
+    if config.chaos.drop_bucket == 0:
+        return
+    pools = expand_roles(config.role_mapping)
+    receivers = [role for role in pools if role.startswith("rollout")]
+    if "actor" not in pools or not any(pools[role] != pools["actor"] for role in receivers):
+        raise ConfigError(
+            f"chaos.drop_bucket={config.chaos.drop_bucket:g}: in this run no weights travel "
+            "between processes. They do where a rollout has another pool than the actor: "
+            "placement=standalone, or `verl-like detached`."
+        )
 
 
 def _check_normalised_rewards(config: PPOConfig) -> None:

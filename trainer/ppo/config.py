@@ -10,6 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.chaos import ChaosConfig
 from trainer.config.schema import NAME_A_FOLDER, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import When, key
@@ -55,6 +56,11 @@ FILTERS_GROUPS = When(
     "`enable`",
     lambda filter_groups, _: filter_groups.enable,
     "algorithm.filter_groups.enable is false",
+)
+HAS_FAULTS = When(
+    "one of `chaos.kill_worker`, `chaos.drop_bucket`, `chaos.delay` is above 0",
+    lambda _, run: run.chaos.has_faults,
+    "chaos.kill_worker, chaos.drop_bucket and chaos.delay are 0, so there are no faults",
 )
 
 
@@ -185,6 +191,19 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
 
 
 @dataclass(kw_only=True)
+class PPOChaosConfig(ChaosConfig):
+    """How often which fault comes: chances per step."""
+
+    drop_bucket: float = key(0.0, at_least=0, at_most=1)
+    """Chance that the next weight sync after a step's begin loses a bucket on its way."""
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a run is to be tried at all."""
+        return self.drop_bucket > 0 or super().has_faults
+
+
+@dataclass(kw_only=True)
 class PPOConfig(RunConfig, WorkersConfig):
     """A PPO run."""
 
@@ -194,6 +213,10 @@ class PPOConfig(RunConfig, WorkersConfig):
     """Advantages and KL."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
     """The run."""
+    chaos: PPOChaosConfig = key(
+        factory=PPOChaosConfig, read_when=HAS_FAULTS, may_change_on_resume=True
+    )
+    """Faults on purpose, to try a run."""
 
     def of_role(self, role: str) -> PPOConfig:
         """The configuration that this role's workers get: this one."""

@@ -59,7 +59,7 @@ def _check_offload(config: PPOConfig) -> None:
     }
     if "critic" in config.role_mapping:
         sections["critic"] = (critic.strategy, critic.model.fsdp_config)
-    check_offload(config.trainer, sections)
+    check_offload(config.trainer, sections, {"critic": "critic.model"})
 
 
 def check_model(config: Any, key: str, path: str) -> None:

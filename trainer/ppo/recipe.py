@@ -123,6 +123,14 @@ def check(config: PPOConfig) -> None:
     validate(config)
 
 
+def no_keys(recipe: str) -> dict[str, str]:
+    """What is said where `recipe=` is set, which this recipe or one on it is named by."""
+    return {
+        "recipe": f"The recipe is the command, here {recipe!r}; the algorithm's presets are chosen "
+        "by 'algorithm', as in algorithm=coati_legacy."
+    }
+
+
 PPO = Recipe(
     name="ppo",
     schema=PPOConfig,
@@ -136,6 +144,7 @@ PPO = Recipe(
     checks=(check,),
     translate=translate,
     shorthands=SHORTHANDS,
+    no_keys=no_keys("ppo"),
     only_noticed=KEYS_OF_VERLS_COMMAND,
 )
 

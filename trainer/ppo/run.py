@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from trainer.chaos import Fault
 from trainer.data.files import check_files
 from trainer.data.lm_rows import LMRow
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -18,6 +19,7 @@ from trainer.data.row_loader import RowLoader
 from trainer.groups.nodes import begin_cluster
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
@@ -55,6 +57,7 @@ class PPORun(SamplingTrainer):
         "compute_values": "values",
     }
     role = "actor"
+    alarm_rules = ALARM_RULES
 
     def __init__(
         self,
@@ -159,6 +162,15 @@ class PPORun(SamplingTrainer):
     def has_validation(self) -> bool:
         """Whether there are `data.val_files`."""
         return bool(self.config.data.val_files)
+
+    def own_faults(self) -> list[Fault]:
+        """A weight sync that loses a bucket."""
+        return [Fault("drop_bucket", self.config.chaos.drop_bucket, self.drop_bucket)]
+
+    def drop_bucket(self) -> dict[str, Any]:
+        """The next sync loses its first bucket; which role has sent that."""
+        self.groups["actor"].drop_next_bucket()
+        return {"role": "actor"}
 
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step; those of the newest steps alone stay whole."""

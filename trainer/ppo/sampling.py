@@ -6,12 +6,14 @@ batch, metrics = self.with_rewards(batch)     # token_level_scores, and what the
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.call_results import join_results
+from trainer.ppo.headline import headline
 from trainer.ppo.replaceable import replaceable_roles
 from trainer.ppo.samples import write_samples
 from trainer.recovery import ReplaceableRoles
@@ -41,6 +43,11 @@ class SamplingTrainer(Trainer):
     def worker_code(cls, config: Any) -> list[str]:
         """Worker classes, and the rollout engine."""
         return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
+
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
+        """Reward, KL, entropy and the like, as far as a recipe has them."""
+        return list(headline(metrics))
 
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
         """The rows of prompts with a response each; `settings` go before those of the batch."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.config.chaos import ChaosConfig
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
@@ -88,7 +87,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
     trainer.resume_from_path = None if start is None else str(start)
     trainer.save_freq, trainer.save_every_minutes = -1, None
     trainer.logger, trainer.stop_at, trainer.max_restarts = [], {}, 0
-    again.chaos = ChaosConfig()
+    again.chaos = type(again.chaos)()
     if isinstance(again, PPOConfig):
         again.trainer.max_batches_to_keep = 1
 

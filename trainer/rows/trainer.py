@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from trainer.alarms import AlarmRule, skipped_updates
 from trainer.data.prompts import load_tokenizer
 from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
@@ -38,6 +39,7 @@ class RowTrainer(Trainer, Generic[R]):
     role: ClassVar[str]
     head: ClassVar[Head] = "token"
     stages: ClassVar[Sequence[str]] = ("data", "update")
+    alarm_rules: ClassVar[Sequence[AlarmRule]] = (skipped_updates,)
 
     def __init__(
         self,

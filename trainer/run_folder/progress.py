@@ -7,33 +7,36 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TextIO
 
-KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""The KL that is shown: to the reference, else to the policy before the update."""
-ROUNDING = 1e-8
-"""A KL that is no further from 0 is 0."""
-WATCHED = {
-    "actor/entropy": "entropy",
-    "response_length/mean": "length",
-    "actor/pg_loss": "loss",
-}
-"""Further numbers of a step -> what they are called on the console."""
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """How the names of numbers begin that do not say what a step learned."""
 MOST_NUMBERS = 3
+Headline = Callable[[Mapping[str, float]], Sequence[str]]
+"""The few numbers of a step that a person watches, in words; empty where the recipe has none."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
-"""Short beside the bar, so that the reward is seen on a terminal of 40 columns, too."""
+"""Short beside the bar, so that the first number is seen on a terminal of 40 columns, too."""
+
+
+def no_headline(metrics: Mapping[str, float]) -> Sequence[str]:
+    """Of a recipe whose first numbers are shown."""
+    return ()
 
 
 class Console:
-    """Shows what `headline` picks of a step, and the time left."""
+    """Shows what the recipe's `headline` picks of a step, and the time left."""
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        headline: Headline = no_headline,
+        stream: TextIO | None = None,
+    ):
         """`stream` is where it shows; None takes standard output."""
         self._total, self._stream = total_steps, stream or sys.stdout
+        self._headline = headline
         self._bar: Any = None
         self._began = time.monotonic()
         self._first_step: int | None = None
@@ -43,7 +46,7 @@ class Console:
         """One step."""
         if self._first_step is None:
             self._first_step = step
-        text = "  ".join(headline(metrics))
+        text = "  ".join(self._headline(metrics) or first_numbers(metrics))
         validated = [name for name in metrics if name.startswith("val-core/")]
         scores = [f"{name} {metrics[name]:.4g}" for name in validated]
         if self._live:
@@ -87,32 +90,7 @@ class Console:
             self._bar.close()
 
 
-def headline(metrics: Mapping[str, float]) -> Iterator[str]:
-    """The few numbers of a step that a person watches: how it learns, and how fast.
-
-    Those of PPO, as far as there are any. A recipe that has none of them is shown by its first
-    numbers.
-    """
-    known = list(_known(metrics))
-    if known:
-        yield from known
-        return
+def first_numbers(metrics: Mapping[str, float]) -> list[str]:
+    """A step's first numbers, of a recipe that says nothing of them."""
     own = [name for name in metrics if not name.startswith(BOOKKEEPING)]
-    for name in own[:MOST_NUMBERS]:
-        yield f"{name} {metrics[name]:.4g}"
-
-
-def _known(metrics: Mapping[str, float]) -> Iterator[str]:
-    if "critic/score/mean" in metrics:
-        yield f"reward {metrics['critic/score/mean']:.4g}"
-
-    kls = [metrics[name] for name in KL_NAMES if abs(metrics.get(name, 0.0)) > ROUNDING]
-    if kls:  # one that is 0 is of a policy held against itself
-        yield f"KL {kls[0]:.3g}"
-
-    for name, shown in WATCHED.items():
-        if name in metrics:
-            yield f"{shown} {metrics[name]:.3g}"
-
-    if metrics.get("perf/time_per_step", 0.0) > 0:
-        yield f"{metrics['perf/total_num_tokens'] / metrics['perf/time_per_step']:.0f} tokens/s"
+    return [f"{name} {metrics[name]:.4g}" for name in own[:MOST_NUMBERS]]

@@ -1,7 +1,7 @@
 """Where a step's numbers go. A run opens one `Tracking`:
 
-    with make_tracking(config, total_steps) as tracking:
-        tracking.log({"critic/score/mean": 0.5}, step=1)
+    with make_tracking(config, total_steps, headline) as tracking:
+        tracking.log({"train/loss": 0.5}, step=1)
 
 A tracker is a class with `write(metrics, step)` and `close()`. `trainer.logger` names built-in
 ones, those registered in `TRACKERS`, and others by their dotted path.
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.run_folder.checkpoint import WANDB_ID
-from trainer.run_folder.progress import Console
+from trainer.run_folder.progress import Console, Headline, no_headline
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, write_whole
 from verl_like.masking import masked
@@ -134,11 +134,15 @@ def _mlflow(config: RunConfig) -> Tracker:
     return MLflow(config)
 
 
-BUILT_IN: dict[str, Callable[[RunConfig, int], Tracker]] = {
-    "console": lambda config, total_steps: Console(total_steps),
-    "tensorboard": lambda config, total_steps: TensorBoard(Path(config.trainer.default_local_dir)),
-    "wandb": lambda config, total_steps: WandB(config),
-    "mlflow": lambda config, total_steps: _mlflow(config),
+def _tensorboard(config: RunConfig) -> Tracker:
+    return TensorBoard(Path(config.trainer.default_local_dir))
+
+
+BUILT_IN: dict[str, Callable[[RunConfig, int, Headline], Tracker]] = {
+    "console": lambda config, total_steps, headline: Console(total_steps, headline),
+    "tensorboard": lambda config, *_: _tensorboard(config),
+    "wandb": lambda config, *_: WandB(config),
+    "mlflow": lambda config, *_: _mlflow(config),
 }
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
@@ -170,8 +174,10 @@ class Tracking:
         self.close()
 
 
-def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
-    """metrics.jsonl and what `trainer.logger` names.
+def make_tracking(
+    config: RunConfig, total_steps: int, headline: Headline = no_headline
+) -> Tracking:
+    """metrics.jsonl and what `trainer.logger` names; the console shows the `headline` of a step.
 
     Of those, one that is not installed is left out with a warning.
     """
@@ -180,9 +186,10 @@ def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
         if_one_fails.callback(tracking.close)
         for name in dict.fromkeys(config.trainer.logger):
             try:
-                entry = TRACKERS.look_up(name)
-                make = BUILT_IN.get(name, entry)
-                tracker = make(config, total_steps)
+                if name in BUILT_IN:
+                    tracker = BUILT_IN[name](config, total_steps, headline)
+                else:
+                    tracker = TRACKERS.look_up(name)(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
                 tracking.trackers.append(tracker)
             except ImportError as err:

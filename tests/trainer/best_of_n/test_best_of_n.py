@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import lines
-from trainer.alarms import Alarms
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
@@ -209,7 +208,7 @@ def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: 
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(rows), encoding="utf-8")
         trainer = BestOfNTrainer.__new__(BestOfNTrainer)
-        trainer.global_step, trainer.alarms = 0, Alarms()
+        trainer.global_step = 0
         trainer.prompts = PromptSet(DataConfig(train_files=str(path)), "train_files", tokenizer)
         return trainer
 

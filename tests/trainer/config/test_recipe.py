@@ -85,6 +85,12 @@ def test_an_inactive_role_leaves_its_devices_to_the_others() -> None:
     assert config.role_workers == {"learner": "toy.Learner"}
 
 
+def test_a_role_called_as_in_another_recipe_gets_no_class_of_that_recipe() -> None:
+    own = Recipe("toy", ToyConfig, TOY.config_dir, "toy_trainer", presets({"pool": ["critic"]}))
+    with pytest.raises(ConfigError, match="Role 'critic' has no worker class: set role_workers"):
+        load_config(["trainer.cls=toy.Trainer", "~role_workers"], own)
+
+
 def test_recipes_are_composed_in_turns() -> None:
     ppo = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.n_gpus_per_node=2"]
     for _ in range(2):
@@ -108,6 +114,7 @@ def test_recipes_are_composed_in_turns() -> None:
         ),
         ("+role_mapping.critic=global_pool", "no built-in role (learner, teacher)"),
         ("~role_mapping.teacher ~role_workers.teacher", "Role 'teacher' is on no pool"),
+        ("~role_workers.teacher", "Role 'teacher' has no worker class: set role_workers.teacher="),
         ("trainer.cls=", "trainer.cls is empty: give the dotted path"),
     ],
 )

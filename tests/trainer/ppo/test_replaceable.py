@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.integration.runs import overrides
 from trainer import load_config
-from trainer.groups.worker_groups import ROLE_WORKERS
+from trainer.config.recipe import Recipe
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.recipe import PPO
 from trainer.ppo.replaceable import replaceable_roles
 from verl_like.registry import load_object
 from workers.roles.actor import ActorWorker
@@ -28,9 +31,19 @@ class OwnRollout(RolloutWorker):
     """Of a user: what it keeps is not known."""
 
 
+def workers_of(recipe: Recipe[Any]) -> dict[str, str]:
+    """Role -> dotted path of its class, of a recipe's YAML."""
+    tree: Any = OmegaConf.load(recipe.config_dir / f"{recipe.config_name}.yaml")
+    return dict(tree.role_workers)
+
+
+def test_detached_runs_have_the_classes_of_ppo_in_their_order() -> None:
+    assert list(workers_of(DETACHED).items()) == list(workers_of(PPO).items())
+
+
 def groups(**own: type) -> Any:
     """In the place of a run's groups: of every built-in role its class."""
-    classes = {role: load_object(path, role) for role, path in ROLE_WORKERS.items()} | own
+    classes = {role: load_object(path, role) for role, path in workers_of(PPO).items()} | own
     return {role: SimpleNamespace(roles={role: cls}, world_size=4) for role, cls in classes.items()}
 
 

@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 
 from trainer import load_config
+from trainer.best_of_n.step import BestOfNTrainer
 from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
+from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.progress import Console
 from trainer.run_folder.tracking import JsonLines, make_tracking
 from verl_like.errors import ConfigError
@@ -69,7 +71,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_without_a_terminal_there_is_a_line_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with make_tracking(config(tmp_path, "console"), total_steps=2) as tracking:
+    with make_tracking(config(tmp_path, "console"), 2, PPOTrainer.headline) as tracking:
         tracking.log(STEP, 1)
         tracking.log({**STEP, "actor/kl_loss": 0.3, "val-core/s/reward/mean@1": 0.25}, 2)
     assert capsys.readouterr().out.splitlines() == [
@@ -79,11 +81,15 @@ def test_without_a_terminal_there_is_a_line_a_step(
     ]
 
 
+def test_recipes_that_only_sample_have_the_headline_of_ppo() -> None:
+    assert BestOfNTrainer.headline({"response_length/mean": 7.5, "other": 1.0}) == ["length 7.5"]
+
+
 @pytest.mark.parametrize("kl", [0.0, -1.8e-10])
 def test_a_kl_of_a_policy_to_itself_is_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: float
 ) -> None:
-    with make_tracking(config(tmp_path, "console"), total_steps=1) as tracking:
+    with make_tracking(config(tmp_path, "console"), 1, PPOTrainer.headline) as tracking:
         tracking.log({**STEP, "actor/ppo_kl": kl}, 1)
     assert capsys.readouterr().out.splitlines() == [f"step 1/1  reward 0.5  {REST}"]
 
@@ -99,7 +105,7 @@ def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with open(its, "w", encoding="utf-8") as terminal:
-        console = Console(total_steps=8, stream=terminal)
+        console = Console(8, PPOTrainer.headline, terminal)
         console.write({"val-core/s/reward/mean@1": 0.125}, 0)  # the validation before the steps
         console.write(STEP, 3)
         console.write({**STEP, "val-core/s/reward/mean@1": 0.25}, 4)

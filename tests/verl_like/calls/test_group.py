@@ -282,7 +282,10 @@ def test_threads_that_serve_the_driver_have_names_that_a_look_for_deadlocks_know
         "child": {PIPE, REQUEST, COROUTINES},
         "ray": {SIDE_CHANNEL, REQUEST, COROUTINES},
     }
-    assert groups["faulty"].serving_threads() == [serving[backend[0]]] * backend[1][0]
+    found = groups["faulty"].serving_threads()
+    assert len(found) == backend[1][0]
+    for names in found:  # the tests' own process has those of other tests, too
+        assert names == serving[backend[0]] or backend[0] == "inline" and COROUTINES in names
 
 
 def test_blocking_is_obeyed(groups) -> None:

@@ -1,0 +1,85 @@
+"""The numbers of a PPO run that are alarms, each with what to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+
+from trainer.alarms import Alarms
+from trainer.best_of_n.step import BestOfNTrainer
+from trainer.detached.step import DetachedTrainer
+from trainer.ppo.alarms import ALARM_RULES
+from trainer.ppo.step import PPOTrainer
+
+
+def test_ppo_and_its_detached_form_have_these_rules_and_best_of_n_none() -> None:
+    assert PPOTrainer.alarm_rules == DetachedTrainer.alarm_rules == ALARM_RULES
+    assert BestOfNTrainer.alarm_rules == ()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"actor/skipped_steps": 2.0}, "2 updates of the actor were skipped.*actor-0.log"),
+        (
+            {"critic/skipped_steps": 1.0},
+            "1 updates of the critic.*rewards and advantages, and at the",
+        ),
+        ({"actor/ppo_kl": 0.3}, "actor/ppo_kl is 0.3.*actor.optim.lr"),
+        ({"actor/ppo_kl": math.nan}, "actor/ppo_kl is nan"),
+        ({"actor/kl_loss": 12.0}, "actor/kl_loss is 12.*reference"),
+        ({"actor/reward_kl_penalty": 10.5}, "actor/reward_kl_penalty is 10.5.*reference"),
+        ({"actor/reward_kl_penalty": -11.0}, "actor/reward_kl_penalty is -11.*the KL's"),
+        ({"training/rollout_probs_diff_mean": 0.2}, "rollout.dtype"),
+    ],
+)
+def test_an_alarm_names_the_number_and_what_to_look_at(
+    metrics: dict[str, float], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        assert len(Alarms(ALARM_RULES).check(metrics, 7)) == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith("alarm in step 7: ")
+    assert re.search(words, record.getMessage())
+
+
+def test_numbers_within_their_bands_raise_none() -> None:
+    quiet = {
+        "actor/skipped_steps": 0.0,
+        "actor/entropy": 1.0,
+        "actor/ppo_kl": -0.01,
+        "actor/kl_loss": 0.2,
+        "actor/reward_kl_penalty": 9.9,
+        "training/rollout_probs_diff_mean": 0.004,
+        "actor/lr": 1e-6,
+    }
+    alarms = Alarms(ALARM_RULES)
+    assert [alarms.check(quiet, step) for step in range(1, 5)] == [[]] * 4
+    assert Alarms(ALARM_RULES).check({}, 1) == []
+    assert alarms.state_dict() == {"first": {"entropy": 1.0}, "next": {}}
+
+
+def test_entropy_is_measured_by_the_first_one() -> None:
+    alarms = Alarms(ALARM_RULES)
+    assert alarms.check({"actor/entropy": math.nan}, 1) == []
+    assert alarms.check({"actor/entropy": 2.0}, 2) == []
+    assert alarms.check({"actor/entropy": 0.11}, 3) == []
+    (gone,) = alarms.check({"actor/entropy": 0.09}, 4)
+    assert "0.09, 2 at first: the policy says one thing" in gone
+    (grown,) = alarms.check({"actor/entropy": 6.1}, 5)
+    assert "comes apart" in grown
+
+
+def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None:
+    alarms = Alarms(ALARM_RULES)
+    assert alarms.check({"actor/entropy": 3.92}, 1) == []
+    assert alarms.check({"actor/ppo_kl": 1.0}, 2)
+
+    resumed = Alarms(ALARM_RULES)
+    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+    (gone,) = resumed.check({"actor/entropy": 0.148, "actor/ppo_kl": 1.0}, 3)
+    assert "0.148, 3.92 at first" in gone
+    assert [step for step in range(4, 40) if resumed.check({"actor/ppo_kl": 1.0}, step)] == [12, 32]

@@ -1,0 +1,81 @@
+"""The alarms of PPO: entropy, KL, and a rollout that is not the trainer's policy.
+
+`trainer.alarms` asks these rules after every step. Their bands are those of the run's summary
+(`trainer.report.summary`), where it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from trainer.alarms import Found, skipped_updates
+from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
+
+ENTROPY_GROWN = 3.0
+"""Times the first entropy: the policy forgets what it knew."""
+PROBS_DIFF = 0.05
+"""Mean difference of a token's probability between rollout and trainer."""
+REFERENCE_KL = 10.0
+"""Nats per token away from the reference, by which a policy writes another language."""
+
+
+def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
+    """Updates that were not made: of actor and critic, rewards and advantages may be the cause."""
+    return skipped_updates(metrics, first, "at their rewards and advantages, ")
+
+
+def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
+    """A policy that says one thing, or anything, by the entropy that the run began with."""
+    now = metrics.get("actor/entropy", math.nan)
+    at_first = first.setdefault("entropy", now)
+    if math.isnan(at_first):
+        first.pop("entropy")
+    if at_first > 0 and now < ENTROPY_LEFT * at_first:
+        yield (
+            "entropy gone",
+            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy says one thing. "
+            "Look at the samples in rollouts/, then at actor.optim.lr, actor.entropy_coeff, "
+            "and a KL to the reference.",
+        )
+    if at_first > 0 and now > ENTROPY_GROWN * at_first:
+        yield (
+            "entropy grown",
+            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy comes apart. "
+            "Look at the samples in rollouts/, at actor.optim.lr, and whether "
+            "actor.entropy_coeff is too large.",
+        )
+
+
+def kl(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
+    """A policy that one step moves far, or that is far from its reference."""
+    moved = metrics.get("actor/ppo_kl", 0.0)
+    if not abs(moved) <= KL_JUMP:
+        yield (
+            "actor/ppo_kl",
+            f"actor/ppo_kl is {moved:.3g}: one step moves the policy by more than {KL_JUMP:g}. "
+            "Look at actor.optim.lr, actor.ppo_epochs, and at training/rollout_probs_diff_mean.",
+        )
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
+        away = metrics.get(name, 0.0)
+        if not abs(away) <= REFERENCE_KL:
+            yield (
+                name,
+                f"{name} is {away:.3g}: the policy is far from its reference. Look at the samples "
+                "in rollouts/ for a reward that is gamed, and at the KL's coefficient.",
+            )
+
+
+def drift(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
+    """A rollout whose probabilities are not the trainer's."""
+    apart = metrics.get("training/rollout_probs_diff_mean", 0.0)
+    if not apart <= PROBS_DIFF:
+        yield (
+            "drift",
+            f"training/rollout_probs_diff_mean is {apart:.3g}: rollout and trainer give the same "
+            "token other probabilities. Look at rollout.dtype and rollout.quantization, how old "
+            "the samples are (detached.max_staleness), and algorithm.rollout_correction.",
+        )
+
+
+ALARM_RULES = (skipped, entropy, kl, drift)
