@@ -174,14 +174,14 @@ def test_a_run_that_is_told_to_stop_while_it_writes_commits_that_and_its_last_st
     assert numbers(tmp_path) == numbers(whole)
 
 
-def test_a_write_that_fails_ends_the_run_a_step_later_and_is_no_checkpoint(
+def test_a_write_that_fails_ends_the_run_and_is_no_checkpoint(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.FailingActor")
     with pytest.raises(CheckpointError, match="step 4 was not written: .*rank 0: .*no space left"):
         run_settings(settings)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
-    assert len(lines(tmp_path)) in (4, 5)
+    assert len(lines(tmp_path)) in (4, 5, 6)  # steps go on until the write has failed
 
 
 def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(
