@@ -20,7 +20,6 @@ import tests.rare_collections  # noqa: F401 - before torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
 
 from tests import ROOT
 from tests.fork_server import fork_server, python_of_tests, write_python
@@ -34,7 +33,6 @@ MEMORY_DISK = Path("/dev/shm")
 if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 8 * 2**30:
     # run folders are synced to the disk file by file, some thousand times
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
-torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them
 # starts the server, which passes over a name that it cannot import without a word.
 PRELOADED = [
@@ -46,6 +44,16 @@ PRELOADED = [
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """One thread; the process that hands tests out to those of pytest-xdist needs no torch."""
+    if session.config.pluginmanager.hasplugin("dsession"):
+        return
+
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
@@ -186,6 +194,7 @@ def ray_session(forks: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def classifier(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sequence classifier of random weights on the tiny model's tokenizer."""
+    import torch
     from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
     folder = tmp_path_factory.mktemp("classifier")
