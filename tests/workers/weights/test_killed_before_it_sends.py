@@ -24,8 +24,8 @@ from workers.weights.meeting import give_up, meet
 from workers.weights.sides import SyncReport
 from workers.weights.sync import WeightReceiver, sync_weights
 
-SOON_S = 5.0
-"""A quarter of what ranks wait for one that does not come."""
+SOON_S = 10.0
+"""Half of what ranks wait for one that does not come; on an idle machine it takes 2 s."""
 Bring = Callable[[Any, Any, int], object]
 
 
