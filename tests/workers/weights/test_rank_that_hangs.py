@@ -95,20 +95,18 @@ def fail_next_sync(groups: dict[str, Any], role: str, how: str) -> None:
 
 RAY = pytest.mark.ray
 LEFT = "goes without a vote"
+VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* stood still for 1 s"
+"""The sender waits in the same vote: either may be found first, both are named."""
 
 
 @pytest.mark.parametrize(
     ("groups", "role", "how", "error", "words"),
     [
-        ("child", "rollout", LEFT, WaitTimeoutError, "rollout rank 1 of 2 .* stood still for 1 s"),
+        ("child", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1),
         ("child", "rollout", "is frozen", WorkerDiedError, "rollout rank 0 of 2 .*is stopped"),
         ("child", "rollout", "is killed", WorkerDiedError, "rollout rank 0 of 2 .*by SIGKILL"),
         ("child", "actor", LEFT, WaitTimeoutError, "rollout rank 0 of 2 .* stood still for 1 s"),
-        pytest.param(
-            # the sender waits in the same vote: either may be found first, both are named
-            *("ray", "rollout", LEFT, WaitTimeoutError, "(?=.*rollout rank 1 of 2).* stood still"),
-            marks=RAY,
-        ),
+        pytest.param("ray", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1, marks=RAY),
     ],
     indirect=["groups"],
 )
