@@ -1,4 +1,4 @@
-"""Budgets of style: short files, functions and closures, a step on one screen, plain names."""
+"""No file or function grows without anyone noticing; a step fits on one screen; plain names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from tests import ROOT
 from tests.import_graph import parsed
 
-MAX_FILE, MAX_FUNCTION, MAX_CLOSURE, MAX_STEP, MAX_COLUMNS = 400, 60, 10, 40, 100
+MAX_FILE, MAX_FUNCTION, MAX_STEP, MAX_COLUMNS = 800, 120, 40, 100
 FOLDERS = ("verl_like", "workers", "trainer", "examples", "tests", "benchmarks", "docs", "tools")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def files(*folders: str) -> list[Path]:
@@ -48,31 +47,6 @@ def inner_statements(node: ast.AST) -> list[ast.AST]:
     return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
 
 
-def closures(tree: ast.AST) -> list[Function]:
-    """The functions that are defined in other functions; a class between them makes methods."""
-    found = []
-    for outer in functions(tree):
-        pending = inner_statements(outer)
-        while pending:
-            node = pending.pop()
-            if isinstance(node, Function):
-                found.append(node)
-            elif not isinstance(node, ast.ClassDef):
-                pending += inner_statements(node)
-    return found
-
-
-def on_several_lines(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that stand on more than one line."""
-    pending = list(ast.iter_child_nodes(tree))
-    while pending:
-        node = pending.pop()
-        first, last = (getattr(node, name, None) for name in ("lineno", "end_lineno"))
-        if first is None or first != last:
-            yield node
-            pending += ast.iter_child_nodes(node)
-
-
 def test_no_file_is_long() -> None:
     long = {}
     for path in files(*FOLDERS):
@@ -98,24 +72,6 @@ def test_no_function_is_long() -> None:
             if num_lines(function) > MAX_FUNCTION:
                 long[f"{path}:{function.name}"] = num_lines(function)
     assert long == {}
-
-
-def test_no_closure_is_long() -> None:
-    long = {}
-    for path, tree in trees(*FOLDERS):
-        for function in closures(tree):
-            if num_lines(function) > MAX_CLOSURE:
-                long[f"{path}:{function.lineno} {function.name}"] = num_lines(function)
-    assert long == {}, "make them functions, with what they read as parameters"
-
-
-def test_a_comprehension_with_a_condition_stands_on_one_line() -> None:
-    wide = []
-    for path, tree in trees(*FOLDERS):
-        for node in on_several_lines(tree):
-            if isinstance(node, Comprehension) and any(part.ifs for part in node.generators):
-                wide.append(f"{path}:{node.lineno}")
-    assert wide == [], "write the loop, or a small function"
 
 
 def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
