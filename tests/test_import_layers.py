@@ -69,7 +69,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("loop",),
         ("command_errors", "dry_run"),
         ("launch",),
-        ("rows",),
+        ("rollouts", "rows"),
         ("ppo", "preference", "reward_model", "sft"),
         ("best_of_n", "compare", "detached"),
         ("migrate",),

@@ -12,7 +12,7 @@ from tests.examples.scripts import EXAMPLES, bash
 from tests.integration.runs import lines
 from trainer import load_config
 from trainer.launch import nominal_placement
-from trainer.ppo.preflight import check_rollout
+from trainer.rollouts.preflight import check_rollout
 
 TINY_KEYS = [
     "data.train_files",
@@ -74,7 +74,7 @@ README_COMMANDS = re.findall(
 def test_settings_that_the_split_page_names_compose_and_have_room(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.ppo.preflight.check_version", lambda _: None)  # vLLM's
+    monkeypatch.setattr("trainer.rollouts.preflight.check_version", lambda _: None)  # vLLM's
     config = load_config([*settings_of(SPLIT), *shlex.split(command)])
     nominal_placement(config)
     check_rollout(config)

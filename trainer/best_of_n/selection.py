@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.best_of_n.config import SelectionConfig
-from trainer.ppo.samples import EXTRA
+from trainer.rollouts.samples import EXTRA
 from verl_like.errors import BatchError
 from workers.columns import read_columns
 from workers.rewards.manager import decode_responses

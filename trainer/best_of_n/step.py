@@ -18,9 +18,9 @@ from trainer.best_of_n.config import BestOfNConfig
 from trainer.best_of_n.rows_file import read_rows, write_rows
 from trainer.best_of_n.selection import select
 from trainer.loop import Metrics
-from trainer.ppo.call_results import join_results
-from trainer.ppo.samples import repeat_prompts
-from trainer.ppo.sampling_only import SamplingOnlyTrainer
+from trainer.rollouts.samples import repeat_prompts
+from trainer.rollouts.trainer import join_results
+from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 from verl_like.files import what_blocks

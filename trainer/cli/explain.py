@@ -27,8 +27,7 @@ from trainer.memory import memory_of_this_gpu
 from trainer.ppo.cards import estimator_cards, policy_loss_cards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
-from trainer.ppo.fit_passes import fit_passes
-from trainer.ppo.memory import plan_text
+from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.recipe import PPO, load_config
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.step import PPOTrainer

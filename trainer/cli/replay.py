@@ -9,8 +9,8 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.ppo.kept_batches import STAGES
 from trainer.replay.replay import Replayed, replay
+from trainer.run_folder.batches import STAGES
 
 MOST_LINES = 20
 """Differences that are printed."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from trainer.compare.runs import ComparedRun
-from trainer.ppo.headline import KL_NAMES
 from trainer.report.figures import panels_of
+from trainer.rollouts.headline import KL_NAMES
 
 LOWER_IS_BETTER = ("*/loss", "loss", "timing_s/step")
 """Metrics whose lowest value is the best; a policy's loss (`actor/pg_loss`) is none of them."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainer.detached.pieces import Order
-from trainer.ppo.samples import concat_rows
-from trainer.ppo.sampling import with_responses
+from trainer.rollouts.samples import concat_rows
+from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.rollout.partial import join_prompts, unfinished_rows

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.detached.pieces import Order, Piece
 from trainer.detached.scoring import Reading, join_readings
 from trainer.loop import Metrics
-from trainer.ppo.sampling import with_responses
+from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.metrics import batch_alone
 

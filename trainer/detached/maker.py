@@ -18,8 +18,8 @@ from trainer.detached.experience import Experience
 from trainer.detached.pieces import LeftBehind, Order
 from trainer.detached.scoring import Reading
 from trainer.detached.topology import maker_role
-from trainer.ppo.samples import repeat_prompts
-from trainer.ppo.sampling import with_responses
+from trainer.rollouts.samples import repeat_prompts
+from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.survivors import has_lost_ranks

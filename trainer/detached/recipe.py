@@ -13,9 +13,15 @@ from trainer.detached.config import OWN_TRAINER, DetachedConfig
 from trainer.detached.maker_settings import MAKER_SETTINGS, by_number
 from trainer.detached.roles import place_makers
 from trainer.detached.topology import TRAINER_POOL, counts
-from trainer.ppo.default_correction import correct_by_default
-from trainer.ppo.default_passes import rows_where_asked
-from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles, no_keys
+from trainer.ppo.recipe import (
+    PPO,
+    check,
+    correct_by_default,
+    extra_roles,
+    inactive_roles,
+    no_keys,
+    rows_where_asked,
+)
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object

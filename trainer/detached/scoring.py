@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.loop import Metrics
-from trainer.ppo.call_results import join_results
 from trainer.ppo.sizes import CRITIC_COPY
+from trainer.rollouts.trainer import join_results
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, rm_column, select_reads
 

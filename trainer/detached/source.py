@@ -22,7 +22,7 @@ from trainer.detached.maker import Maker
 from trainer.detached.pieces import Piece
 from trainer.ppo.dynamic_sampling import over_draws
 from trainer.ppo.sample_source import Draw, Samples, SampleSource
-from trainer.ppo.samples import concat_rows
+from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
 from workers.columns import read_columns

@@ -50,9 +50,9 @@ from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.preflight import check_rollout
 from trainer.ppo.step import PPOTrainer
 from trainer.recovery import ReplaceableRoles
+from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto

@@ -14,7 +14,7 @@ from trainer.detached.config import DetachedConfig
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.ppo.samples import concat_rows
+from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.metrics import batch_alone

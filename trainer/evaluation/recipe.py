@@ -12,7 +12,7 @@ from trainer.ppo.recipe import extra_roles
 
 def check(config: EvaluationConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
-    from trainer.ppo.reward_checks import check_rewards
+    from trainer.rollouts.reward_checks import check_rewards
     from workers.rollout.sampling_settings import check_sampling
 
     check_rewards(config)

@@ -11,8 +11,8 @@ from functools import partial
 
 from trainer.evaluation.config import EvaluationConfig
 from trainer.loop import Metrics
-from trainer.ppo.sampling_only import SamplingOnlyTrainer
 from trainer.ppo.validation import name_metrics, sample_all
+from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")

@@ -9,15 +9,18 @@ import inspect
 
 from trainer.config.checks import check_ranks
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import compares_with_greedy, get_estimator
-from trainer.ppo.config import PPOConfig
+from trainer.ppo.compute_advantage import GDPO_KEY, compares_with_greedy, get_estimator
+from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.contradictions import log_warnings, refuse_contradictions
 from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.distillation import check_distillation
-from trainer.ppo.kl import get_kl_controller
-from trainer.ppo.ptx import longest_row
+from trainer.ppo.dynamic_sampling import METRIC_KEY
 from trainer.ppo.quantization import check_quantization
-from trainer.ppo.reward_checks import check_rewards
+from trainer.ppo.rewards import get_kl_controller
+from trainer.ppo.update_samples import longest_row
+from trainer.rollouts.reward_checks import check_rewards
+from trainer.rollouts.samples import read_named_reward
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import critic_optim
@@ -221,6 +224,15 @@ def _check_named_rewards(config: PPOConfig) -> None:
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
             "rewards of algorithm.gdpo_reward_keys; give each one, or null to count each once."
         )
+
+
+def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
+    """Refuse names of rewards that these samples have no number for."""
+    named = [(GDPO_KEY, name) for name in algorithm.gdpo_reward_keys]
+    if algorithm.filter_groups.enable:
+        named.append((METRIC_KEY, algorithm.filter_groups.metric))
+    for key, name in named:
+        read_named_reward(scored, name, key)
 
 
 def _check_lengths_count(config: PPOConfig) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, Estimator
-from trainer.ppo.named_rewards import GDPO_KEY, read_named_reward
+from trainer.rollouts.samples import read_named_reward
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from verl_like.signatures import is_asked
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.ppo.config import AlgorithmConfig, PPOConfig
     from verl_like.batch.protocol import DataProto
 
+GDPO_KEY = "algorithm.gdpo_reward_keys"
 SETTINGS: Mapping[str, str] = {
     "gamma": "gamma",
     "lam": "lam",

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.named_rewards import METRIC_KEY, read_named_reward
-from trainer.ppo.samples import concat_rows
+from trainer.rollouts.samples import concat_rows, read_named_reward
 from verl_like.batch.protocol import DataProto
 
+METRIC_KEY = "algorithm.filter_groups.metric"
 logger = logging.getLogger(__name__)
 
 

@@ -14,12 +14,10 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.default_correction import correct_by_default
-from trainer.ppo.default_passes import rows_where_asked
 from trainer.ppo.verl.overrides import translate
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
-from workers.config import model_rewards
+from workers.config import RolloutCorrectionConfig, model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
 
 C = TypeVar("C", bound=RunConfig)
@@ -156,3 +154,59 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C])
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any] = PPO) -> Any:
     """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration."""
     return compose.load_config(overrides, recipe)
+
+
+BY_TOKENS = "actor_rollout_ref.actor.use_dynamic_bsz"
+ROWS_OF_A_PASS = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "distillation.teacher_model.log_prob_micro_batch_size_per_gpu",
+)
+
+
+def rows_where_asked(config: PPOConfig, keys: Collection[str]) -> list[str]:
+    """Cut by rows where the user has set a number of rows, and not how passes are cut."""
+    asked = [key for key in ROWS_OF_A_PASS if key in keys]
+    if not asked or BY_TOKENS in keys:
+        return []
+    config.actor_rollout_ref.actor.use_dynamic_bsz = False
+    return [
+        f"notice: {asked[0]} counts samples, so all passes are cut by samples "
+        f"({BY_TOKENS}=false); without it they are cut by tokens, which is mostly faster"
+    ]
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+def needs_correction(config: PPOConfig) -> str:
+    """Why the rollout draws from another policy than the trainer's; nothing is an empty text."""
+    rollout = config.actor_rollout_ref.rollout
+    key, quantization = "quantization", rollout.quantization
+    if rollout.name == "vllm":
+        key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
+    if quantization:
+        return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"
+    return ""
+
+
+def correct_by_default(config: PPOConfig, keys: Collection[str], reason: str = "") -> list[str]:
+    """Weigh every token by a truncated importance weight, where the user has decided nothing.
+
+    That is the decoupled objective: PPO's ratio is to the policy before the update, and the weight
+    leads from the policy that drew a token to that one. A recipe may have a `reason` of its own.
+    """
+    reason = reason or needs_correction(config)
+    correction = config.algorithm.rollout_correction
+    is_set = any(key == "correction" or key.startswith(CORRECTION) for key in keys)
+    if not reason or is_set or correction != RolloutCorrectionConfig():
+        return []
+
+    correction.rollout_is = "token"
+    return [
+        f"notice: {reason}, so {CORRECTION}.rollout_is=token (at most "
+        f"{correction.rollout_is_threshold}), as correction=decoupled_token_is sets it; "
+        "correction=disabled turns it off"
+    ]

@@ -20,25 +20,24 @@ from trainer.groups.nodes import begin_cluster
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.alarms import ALARM_RULES
+from trainer.ppo.checks import check_named_rewards
 from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
-from trainer.ppo.kept_batches import KeptBatches
-from trainer.ppo.kl import get_kl_controller
 from trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
-from trainer.ppo.named_rewards import check_named_rewards
 from trainer.ppo.preflight import plan_memory, preflight
-from trainer.ppo.ptx import make_ptx_loader
-from trainer.ppo.reward_trial import try_rewards
-from trainer.ppo.running_norm import RunningNorm
+from trainer.ppo.rewards import RunningNorm, get_kl_controller
 from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
-from trainer.ppo.sampling import SamplingTrainer
 from trainer.ppo.spare_time import SpareTime
-from trainer.ppo.thinning import steps_up_to, thin_samples
+from trainer.ppo.update_samples import make_ptx_loader
+from trainer.rollouts.reward_trial import try_rewards
+from trainer.rollouts.samples import steps_up_to, thin_samples
+from trainer.rollouts.trainer import SamplingTrainer
+from trainer.run_folder.batches import KeptBatches
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from workers.config import scores_by_rule

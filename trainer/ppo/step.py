@@ -19,9 +19,7 @@ from functools import partial
 import torch
 
 from trainer.loop import Metrics
-from trainer.ppo.averaging import averaged_weights
 from trainer.ppo.balance import balance_ranks
-from trainer.ppo.call_results import join_results, numbers_of
 from trainer.ppo.compute_advantage import (
     columns_read,
     compares_with_greedy,
@@ -32,19 +30,18 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.distillation import distill
 from trainer.ppo.dynamic_sampling import collect_groups
-from trainer.ppo.kl import apply_kl_penalty, clamp_scores
 from trainer.ppo.memory import plan_text
 from trainer.ppo.mismatch import mismatch_metrics
-from trainer.ppo.ptx import rows_per_update
 from trainer.ppo.quantization import measures_reference, reference_drift
-from trainer.ppo.reference import update_reference
+from trainer.ppo.rewards import apply_kl_penalty, clamp_scores
 from trainer.ppo.run import PPORun
-from trainer.ppo.sample_fates import FILTERED, fates_of
 from trainer.ppo.sample_source import Draw
-from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sizes import batch_table
-from trainer.ppo.update_samples import samples_of_update
+from trainer.ppo.sync import averaged_weights, update_reference
+from trainer.ppo.update_samples import FILTERED, fates_of, rows_per_update, samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
+from trainer.rollouts.samples import repeat_prompts
+from trainer.rollouts.trainer import join_results, numbers_of
 from trainer.sample_ledger import MADE
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather

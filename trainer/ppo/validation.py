@@ -1,17 +1,19 @@
 """Validation: the whole of `data.val_files`, sampled as `rollout.val_kwargs` says.
 
-Its noise is its own, so that it changes nothing of the training.
+Its noise is its own, so that it changes nothing of the training. Metrics are the mean, best, worst
+and majority of a prompt's samples, by the bootstrap, with verl's names and its random draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from trainer.ppo.samples import EXTRA, concat_rows, repeat_prompts
-from trainer.ppo.validation_metrics import process_validation_metrics
+from trainer.rollouts.samples import EXTRA, concat_rows, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.rewards.outcome import VOTE
@@ -96,3 +98,113 @@ def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
 def _num_samples(metric: str) -> int:
     """N of mean@N, best@N/mean and the like."""
     return int(metric.partition("@")[2].partition("/")[0])
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The first value of the most frequent vote; of equally frequent ones, the first seen wins."""
+    values_of_vote: dict[Any, list[float]] = defaultdict(list)
+    for item in data:
+        values_of_vote[item[vote_key]].append(item[val_key])
+    return max(values_of_vote.values(), key=len)[0]
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """(mean, standard deviation) of each function over `n_bootstrap` draws.
+
+    A draw takes `subset_size` items with replacement.
+    """
+    draws = [
+        [data[item] for item in draw] for draw in _draws(len(data), subset_size, n_bootstrap, seed)
+    ]
+    return [
+        _mean_and_std(np.asarray([reduce_fn(draw) for draw in draws])) for reduce_fn in reduce_fns
+    ]
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = 42,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """{data source: {variable: {metric: mean over its prompts}}}; text variables are left out.
+
+    A prompt is the samples of one uid. For one of N samples: mean@N, std@N, and for n = 2, 4, 8, …
+    and N the bootstrap's best@n, worst@n and, if there is a variable `pred` to vote with, maj@n,
+    each as /mean and /std.
+    """
+    rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
+        rows_of_prompt[prompt].append(row)
+    gathered: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for (source, _), rows in rows_of_prompt.items():
+        votes = (
+            _vote_numbers([infos_dict["pred"][row] for row in rows])
+            if "pred" in infos_dict
+            else None
+        )
+        for variable, column in infos_dict.items():
+            if not isinstance(column[rows[0]], str):
+                values = np.asarray([column[row] for row in rows], dtype=np.float64)
+                for metric, value in _prompt_metrics(values, votes, seed).items():
+                    gathered[source][variable][metric].append(value)
+    return {
+        source: {
+            variable: {metric: float(np.mean(values)) for metric, values in metrics.items()}
+            for variable, metrics in variables.items()
+        }
+        for source, variables in gathered.items()
+    }
+
+
+def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, float]:
+    """The metrics of one variable of one prompt.
+
+    All draws are made at once, and are those that `bootstrap_metric` would make.
+    """
+    num_samples = len(values)
+    metrics = {f"mean@{num_samples}": float(values.mean())}
+    if num_samples == 1:
+        return metrics
+    metrics[f"std@{num_samples}"] = float(values.std())
+    powers = (2**exponent for exponent in range(1, num_samples.bit_length()))
+    for n in sorted({num_samples, *(power for power in powers if power < num_samples)}):
+        draws = _draws(num_samples, n, 1000, seed)
+        results = {"best": values[draws].max(axis=1), "worst": values[draws].min(axis=1)}
+        if votes is not None:
+            ballots = votes[draws]
+            support = (ballots[:, :, None] == ballots[:, None, :]).sum(axis=2)
+            results["maj"] = values[
+                np.take_along_axis(draws, support.argmax(axis=1)[:, None], axis=1)[:, 0]
+            ]
+        for name, outcome in results.items():
+            metrics[f"{name}@{n}/mean"], metrics[f"{name}@{n}/std"] = _mean_and_std(outcome)
+    return metrics
+
+
+def _vote_numbers(votes: Sequence[Any]) -> np.ndarray:
+    numbers: dict[Any, int] = {}
+    return np.asarray([numbers.setdefault(vote, len(numbers)) for vote in votes])
+
+
+@lru_cache(maxsize=16)
+def _draws(num_items: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
+    """Item numbers [n_bootstrap, subset_size]: the stream that verl draws.
+
+    It leaves numpy's global state alone.
+    """
+    return np.random.RandomState(seed).choice(
+        num_items, size=(n_bootstrap, subset_size), replace=True
+    )
+
+
+def _mean_and_std(values: np.ndarray) -> tuple[float, float]:
+    return float(values.mean()), float(values.std())

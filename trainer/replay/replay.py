@@ -20,10 +20,10 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from trainer.loop import Trainer
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.kept_batches import STAGES, batch_file
 from trainer.replay.difference import counted, differing_columns, differing_metrics
 from trainer.replay.saved_run import SavedRun
 from trainer.replay.stage import Asked, replaying
+from trainer.run_folder.batches import STAGES, batch_file
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from verl_like.errors import PlacementError

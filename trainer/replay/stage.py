@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.loop import Metrics, Trainer
-from trainer.ppo.kept_batches import STAGES, batch_file
 from trainer.ppo.step import PPOTrainer
+from trainer.run_folder.batches import STAGES, batch_file
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto

@@ -16,7 +16,7 @@
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
-  batches/N/         what went into the stages of step N    (trainer.ppo.kept_batches, if asked for)
+  batches/N/         what went into its stages, if asked for (trainer.run_folder.batches)
   validation/N.jsonl those of the validation after step N   (a recipe with samples)
 """
 

@@ -375,7 +375,7 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
 def test_an_engine_that_one_makers_pool_does_not_divide_into_is_refused_by_a_dry_run(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.ppo.preflight.joined_cluster", lambda config: True)
+    monkeypatch.setattr("trainer.rollouts.preflight.joined_cluster", lambda config: True)
     engine = ("name=vllm", "tensor_model_parallel_size=2")
     settings = [f"actor_rollout_ref.rollout.{setting}" for setting in engine]
     settings += ["detached.makers=2", "resource_pool_spec.maker_0_pool=[2]", "trainer.dry_run=true"]

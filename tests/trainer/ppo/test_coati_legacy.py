@@ -10,7 +10,7 @@ import torch
 from trainer import load_config
 from trainer.ppo.compute_advantage import compute_advantage, settings_of
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.kl import apply_kl_penalty, get_kl_controller
+from trainer.ppo.rewards import apply_kl_penalty, get_kl_controller
 from verl_like.batch.protocol import DataProto
 from workers.losses.value import compute_value_loss
 from workers.losses.vanilla import compute_policy_loss_vanilla

@@ -29,7 +29,7 @@ from trainer.ppo.dataflow import (
     step_nodes,
 )
 from trainer.ppo.run import PPORun
-from trainer.ppo.sampling import SamplingTrainer
+from trainer.rollouts.trainer import SamplingTrainer
 
 PLACEMENTS = ("colocate", "split", "standalone")
 ROLES = {

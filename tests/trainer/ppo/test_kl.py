@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.kl import (
+from trainer.ppo.rewards import (
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,

@@ -12,8 +12,7 @@ from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
 from trainer.memory import GIB, pool_bytes
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.fit_passes import fit_passes
-from trainer.ppo.memory import check_memory, role_memories, tokens_at_once
+from trainer.ppo.memory import check_memory, fit_passes, role_memories, tokens_at_once
 from trainer.ppo.preflight import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -156,7 +155,7 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def settled(gib: float, *more: str) -> int | None:
-        monkeypatch.setattr("trainer.ppo.fit_passes.memory_gb", lambda _: gib)
+        monkeypatch.setattr("trainer.ppo.memory.memory_gb", lambda _: gib)
         more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2", *more)
         config = load_config(overrides(tiny_dir, tmp_path, *more))
         fit_passes(config, "cpu", None)

@@ -8,8 +8,7 @@ import torch
 
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.sample_fates import fates_of
-from trainer.ppo.update_samples import samples_of_update
+from trainer.ppo.update_samples import fates_of, samples_of_update
 from verl_like.batch.protocol import DataProto
 from workers.rewards.weighted import SKIPPED
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.ppo.compute_advantage import compute_advantage
-from trainer.ppo.kl import FixedKLController, apply_kl_penalty, clamp_scores
+from trainer.ppo.rewards import FixedKLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
 from workers.losses.value import compute_value_loss

@@ -10,8 +10,13 @@ import torch
 
 from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig
-from trainer.ppo.policy_filtration import draw_rows, filtration_weights, resample_by_score
-from trainer.ppo.update_samples import choose_tokens, samples_of_update
+from trainer.ppo.update_samples import (
+    choose_tokens,
+    draw_rows,
+    filtration_weights,
+    resample_by_score,
+    samples_of_update,
+)
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 from workers.losses.registry import POLICY_LOSSES, token_chooser

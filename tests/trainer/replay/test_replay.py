@@ -23,7 +23,6 @@ from trainer import load_config, run
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.loop import Metrics
-from trainer.ppo.kept_batches import STAGES, batch_file
 from trainer.ppo.step import PPOTrainer
 from trainer.preference.recipe import DPO
 from trainer.replay.difference import differing_columns, differing_metrics
@@ -31,6 +30,7 @@ from trainer.replay.replay import Replayed, announcement, replay, settings_of_re
 from trainer.replay.saved_run import SavedRun
 from trainer.replay.stage import Asked, replaying
 from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.run_folder.batches import STAGES, batch_file
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.data.prompts import as_objects, load_tokenizer
-from trainer.ppo.samples import write_samples
-from trainer.ppo.sampling import with_responses
+from trainer.rollouts.samples import write_samples
+from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
 from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses, samples_of

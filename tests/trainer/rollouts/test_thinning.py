@@ -9,8 +9,8 @@ import pytest
 
 from trainer.ppo import PPOTrainer
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.sampling import SamplingTrainer
-from trainer.ppo.thinning import BYTES_OF_OLD_STEP, thin_samples
+from trainer.rollouts.samples import BYTES_OF_OLD_STEP, thin_samples
+from trainer.rollouts.trainer import SamplingTrainer
 
 
 def written(path: Path, scores: list[float], length: int = 100) -> list[bytes]:

@@ -9,9 +9,9 @@ import torch
 
 from tests.trainer.report.report_runs import make_run
 from trainer.data.prompts import as_objects
-from trainer.ppo.samples import EXTRA, write_samples
 from trainer.report.page import write_report
 from trainer.report.read import read_run
+from trainer.rollouts.samples import EXTRA, write_samples
 from verl_like.batch.protocol import DataProto
 from verl_like.files import lines_of, parse_json
 

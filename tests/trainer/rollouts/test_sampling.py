@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.sampling import SamplingTrainer
+from trainer.rollouts.trainer import SamplingTrainer
 
 
 def test_while_rewards_are_waited_for_the_loss_of_a_worker_is_asked_for() -> None:

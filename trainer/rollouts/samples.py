@@ -1,18 +1,22 @@
-"""Samples: rows of several batches as one, and a step's samples as text.
+"""Samples: rows of several batches as one, rewards by their names, and a step's samples as text.
 
-`rollouts/N.jsonl` holds those of step N, `validation/N.jsonl` those of the validation after it.
+`rollouts/N.jsonl` holds those of step N, `validation/N.jsonl` those of the validation after it. Of
+the newest steps they are whole, of older ones a few are left (`thin_samples`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
 from workers.columns import read_columns
 from workers.rewards.decoding import decode_rows
@@ -93,3 +97,69 @@ def _is_nan(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+BYTES_OF_OLD_STEP = 2048
+"""What stays of a step's samples at most; one sample stays, however long."""
+
+
+def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
+    """Leave the best, the worst, and others spread between them, as many as there is room for."""
+    if not path.is_file() or path.stat().st_size <= limit:
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
+    kept: list[int] = []
+    room = limit
+    for row in _extremes_first(by_score):
+        if not kept or len(lines[row]) <= room:
+            kept.append(row)
+            room -= len(lines[row])
+    write_whole(path, b"".join(lines[row] for row in sorted(kept)), to_disk=False)
+
+
+def steps_up_to(folder: Path, last: int) -> list[int]:
+    """The steps up to `last` of which the folder has samples: not every step has a validation."""
+    found = [int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
+    return [step for step in found if step <= last]
+
+
+def _extremes_first(ordered: Sequence[int]) -> list[int]:
+    """Last, first, then the middle of the gaps between, the widest gap first."""
+    order, gaps = [ordered[-1]], [(0, len(ordered) - 1)]
+    if len(ordered) > 1:
+        order.append(ordered[0])
+    for low, high in gaps:  # grows while it is read
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            order.append(ordered[middle])
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def _score(line: bytes) -> float:
+    score = json.loads(line).get("score")
+    return float(score) if isinstance(score, int | float) else 0.0
+
+
+SCORE = "seq_reward"
+"""The name of the score itself."""
+
+
+def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:
+    """One number per sample; nan where the function returned none under that name.
+
+    `key` is the configuration key that names it.
+    """
+    if name == SCORE:
+        return read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)
+
+    columns = batch.non_tensor_batch
+    if EXTRA + name not in columns:
+        extras = sorted(column for column in columns if column.startswith(EXTRA))
+        valid = [SCORE, *(column.removeprefix(EXTRA) for column in extras)]
+        raise ConfigError(
+            f"{key}={name}: choose {SCORE}, or a number that the reward function returns beside "
+            f"its score; here: {', '.join(valid)}.{nearest(name, valid)}"
+        )
+    return torch.from_numpy(columns[EXTRA + name].astype(np.float64))

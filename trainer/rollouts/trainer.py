@@ -6,19 +6,19 @@ batch, metrics = self.with_rewards(batch)     # token_level_scores, and what the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
-from trainer.ppo.call_results import join_results
-from trainer.ppo.headline import headline
-from trainer.ppo.replaceable import replaceable_roles
-from trainer.ppo.samples import write_samples
 from trainer.recovery import ReplaceableRoles
+from trainer.rollouts.headline import headline
+from trainer.rollouts.replaceable import replaceable_roles
+from trainer.rollouts.samples import write_samples
+from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import LostSamplesError
+from verl_like.errors import BatchError, LostSamplesError
 from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
@@ -122,3 +122,24 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     batch.non_tensor_batch.pop(RESPONSE_TEXT, None)  # of other responses
     samples.meta_info = {}
     return batch.union(samples)
+
+
+def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, dict[str, float]]:
+    """The batch with the columns that the calls returned, and their numbers."""
+    metrics: dict[str, float] = {}
+    for result in results:
+        columns = result[0] if isinstance(result, tuple) else result
+        metrics |= numbers_of(result)
+        batch = batch.union(columns)
+    return batch, metrics
+
+
+def numbers_of(result: Any) -> dict[str, float]:
+    """The metrics that a call returned, one number each."""
+    batch, numbers = result if isinstance(result, tuple) else (result, {})
+    if isinstance(batch, DataProto) and "metrics" in batch.meta_info:
+        raise BatchError(
+            "a role returned metrics inside meta_info['metrics'] of its batch, where nobody reads "
+            "them. Let its method return (batch, metrics), or the metrics alone."
+        )
+    return reduce_metrics(batch if isinstance(batch, Mapping) else numbers)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.ppo.call_results import join_results, numbers_of
+from trainer.rollouts.trainer import join_results, numbers_of
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.data.prompts import PromptSet
-from trainer.ppo.samples import EXTRA
+from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError
 from workers.columns import read_columns

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainer.ppo.validation_metrics import (
+from trainer.ppo.validation import (
     bootstrap_metric,
     calc_maj_val,
     process_validation_metrics,

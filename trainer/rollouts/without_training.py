@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
-from trainer.ppo.reward_trial import try_rewards
-from trainer.ppo.sampling import SamplingTrainer
+from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
+from trainer.rollouts.reward_trial import try_rewards
+from trainer.rollouts.trainer import SamplingTrainer
 from verl_like.errors import ConfigError
 from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
