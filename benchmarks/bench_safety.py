@@ -69,8 +69,8 @@ def without_sandbox() -> list[Restore]:
             spec = self._function
             function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
             call = Call.of(function, spec.kwargs, spec.columns)
-            calls[id(self)] = Calls(None, call, spec)  # type: ignore[arg-type]
-        return [calls[id(self)]._score(sample) for sample in samples]
+            calls[id(self)] = Calls(call, spec)
+        return [calls[id(self)].score(sample) for sample in samples]
 
     return [swap(Scorer, "score", score)]
 

@@ -1,4 +1,4 @@
-"""What a process that runs code of strangers may have: variables, memory, time, files, network.
+"""What a process that runs untrusted code may have: variables, memory, time, files, network.
 
     Sandbox(memory_gb=2).confine()      # in that process, before the code
     visible_environment(["API_KEY"])    # what it gets of this process's environment
@@ -50,7 +50,7 @@ _SYSTEM_CALLS = {  # machine -> its number for audits; its calls fork and vfork;
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits of processes that run code of strangers."""
+    """Limits of processes that run untrusted code."""
 
     memory_gb: float = 8.0
     """Of each process, and of all of them together, with what they share."""

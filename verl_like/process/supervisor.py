@@ -1,12 +1,12 @@
-"""Watching a process that runs code of strangers: nothing of it is left when it ends.
+"""Confined processes: forked with limits, watched from outside, and nothing left when they end.
 
-    supervise(control, data, sandbox, program)      # does not return
+    supervise(socket, sandbox, program)     # does not return
 
-forks: the child runs `program(data)` in a folder of its own, this process watches it. It ends when
-the child ends or stops, when a limit is passed, or when the other end of `control` is closed; then
-every process that the child has started is killed, whatever session it went to, and the folder is
-removed. The other end is told, as JSON, first the child's number and folder, and in the end how it
-ended. Nothing here imports torch.
+forks a child that runs `program(descriptor of the socket)` in a folder of its own, and watches it.
+It ends when the child ends or stops, when a limit is passed, or when the other end of the socket is
+closed; then every process that the child has started is killed, whatever session it went to, and
+the folder is removed. The other end is told how it ended, by a line `{"ended": words}`. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -14,188 +14,206 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
+import shutil
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping
+from fcntl import F_DUPFD, fcntl
+from functools import partial
+from typing import NoReturn
 
 from verl_like.errors import ConfigError
-from verl_like.process.deep_folder import remove_folder
 from verl_like.process.machine import descendants, words_of
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
 """Time between two looks at how many processes there are, their memory and their files."""
 MOST_OUTPUT = 2**20
-"""Bytes that a process may print; what comes later is dropped."""
+"""Bytes that a supervised process may print; what comes later is dropped."""
 KILL_S = 5.0
 """Time that killed processes get to end."""
+REMOVE_S = 30.0
+"""Time that a deep folder may take to be removed."""
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
+PASSED_DEADLINE = "passed its deadline"
+ENDED_WELL = "ended with exit code 0"
+DATA = 3
+"""The descriptor that a confined program speaks through."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _BLOCKS = 8
 """What a file counts for at least, in the system's units of 512 bytes."""
 
 
-def supervise(
-    control: Connection, data: socket.socket, sandbox: Sandbox, program: Callable[..., None]
-) -> None:
-    """Run `program(data)` in a child of this process, which must have one thread; never returns."""
+def supervise(starter: int, sandbox: Sandbox, program: Callable[[int], None]) -> NoReturn:
+    """Run `program(DATA)` in a child of this process, which must have one thread.
+
+    `starter` is the socket that `DATA` is a copy of.
+    """
     folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
     ending: str | None = None
     try:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         if not sandbox.network:
             isolate_network()
-        ending = _Supervised(control, data, sandbox, program, folder).watch()
+        pipes = {1: os.pipe(), 2: os.pipe()}
+        descriptors = {0: os.open(os.devnull, os.O_RDONLY), DATA: starter}
+        descriptors |= {number: theirs for number, (_, theirs) in pipes.items()}
+        child = fork_confined(folder, sandbox, descriptors, partial(program, DATA))
+        for _, theirs in pipes.values():
+            os.close(theirs)
+        printed = _Printed()
+        outputs = {ours: partial(printed.forward, number) for number, (ours, _) in pipes.items()}
+        ending = watch(child, folder, sandbox, outputs, starter=starter)
     except ConfigError as err:
         ending = f"was refused: {err}"
     finally:
         kill_descendants()
         remove_folder(folder)
         if ending is not None:
-            _tell(control, ending)
+            with contextlib.suppress(OSError):  # the other end is gone
+                os.write(starter, b"\n%s\n" % json.dumps({"ended": ending}).encode())
         os._exit(0)
 
 
-def _tell(control: Connection, what: object) -> None:
-    try:
-        control.send_bytes(json.dumps(what).encode())
-    except OSError:  # the other end is gone
-        pass
+class _Printed:
+    """What a child prints, passed on up to a limit."""
 
+    def __init__(self) -> None:
+        self._room = MOST_OUTPUT
 
-class _Supervised:
-    """The child, its output, and what wakes its supervisor."""
-
-    def __init__(
-        self,
-        control: Connection,
-        data: socket.socket,
-        sandbox: Sandbox,
-        program: Callable[..., None],
-        folder: str,
-    ) -> None:
-        self._control, self._sandbox, self._folder = control, sandbox, folder
-        self._wakes, wakened = os.pipe()
-        os.set_blocking(wakened, False)
-        os.set_blocking(self._wakes, False)
-        signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-
-        pipes = {1: os.pipe(), 2: os.pipe()}
-        supervisor = os.getpid()
-        self._child = os.fork()
-        if self._child == 0:
-            control.close()
-            for number in (self._wakes, wakened, *(ours for ours, _ in pipes.values())):
-                os.close(number)
-            outputs = {number: theirs for number, (_, theirs) in pipes.items()}
-            _run_child(supervisor, outputs, folder, sandbox, lambda: program(data))
-        data.close()
-        _tell(control, [self._child, folder])
-        self._outputs = {ours: to for to, (ours, theirs) in pipes.items()}
-        for ours, theirs in pipes.values():
-            os.close(theirs)
-            os.set_blocking(ours, False)
-        self._printed = 0
-
-    def watch(self) -> str | None:
-        """How the child ended; None if the other end of `control` is closed."""
-        next_look = time.monotonic() + WATCH_S
-        while True:
-            control = self._control.fileno()
-            sources = [control, self._wakes, *self._outputs]
-            wait = max(0.0, next_look - time.monotonic())
-            ready = select.select(sources, [], [], wait)[0]
-            if control in ready:
-                self._kill()
-                return None
-
-            for output in [source for source in ready if source in self._outputs]:
-                self._forward(output)
-            if self._wakes in ready:
-                os.read(self._wakes, 1024)
-            ending = self._ending()
-            if time.monotonic() >= next_look:
-                ending = ending or excess(self._sandbox, self._folder)
-                next_look = time.monotonic() + WATCH_S
-            if ending is not None:
-                self._kill()
-                return ending
-
-    def _ending(self) -> str | None:
-        """How the child ended, if it has; other processes that ended are waited for, too."""
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
-            if pid == 0:
-                return None
-            if pid == self._child:
-                return how_it_ended(status, self._sandbox)
-
-    def _kill(self) -> None:
-        """Kill all of them, and pass on what they had printed."""
-        _kill(os.killpg, self._child)  # at once: no fork escapes between two kills
-        kill_descendants()
-        for output in list(self._outputs):
-            while output in self._outputs:
-                self._forward(output)
-
-    def _forward(self, output: int) -> None:
-        try:
-            chunk = os.read(output, 65536)
-        except BlockingIOError:  # a process that was killed is not yet gone
-            chunk = b""
-        if not chunk:
-            del self._outputs[output]
+    def forward(self, to: int, chunk: bytes) -> None:
+        if self._room <= 0:
             return
-
-        room = MOST_OUTPUT - self._printed
-        if room <= 0:
-            return
-        self._printed += len(chunk)
-        if self._printed >= MOST_OUTPUT:
-            chunk = chunk[:room] + b"\n[further output of this process is dropped]\n"
-        os.write(self._outputs[output], chunk)
+        passed = chunk[: self._room]
+        self._room -= len(chunk)
+        if self._room <= 0:
+            passed += b"\n[further output of this process is dropped]\n"
+        os.write(to, passed)
 
 
-def _run_child(
-    supervisor: int,
-    outputs: dict[int, int],
-    folder: str,
-    sandbox: Sandbox,
-    program: Callable[[], None],
-) -> None:
-    """What runs in the child; does not return."""
+def fork_confined(
+    folder: str, sandbox: Sandbox, descriptors: Mapping[int, int], program: Callable[[], None]
+) -> int:
+    """A child that runs `program` in `folder`, with these descriptors: its number -> ours."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        return pid
+
     code = 1
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:  # it died before it could be watched
+        if os.getppid() != parent:  # it died before the line above
             os._exit(code)
-        os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, pipe in outputs.items():
-            os.dup2(pipe, number)
-            os.close(pipe)
+        os.setsid()
+        first_free = max(descriptors) + 1  # one that dup2 must still copy is not overwritten there
+        copies = {to: fcntl(ours, F_DUPFD, first_free) for to, ours in descriptors.items()}
+        for to, copy in copies.items():
+            os.dup2(copy, to)
+        os.closerange(first_free, os.sysconf("SC_OPEN_MAX"))
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         sandbox.confine()
         program()
         code = 0
+    except SystemExit as err:
+        code = 0 if err.code in (None, 0) else 1
     except BaseException:  # noqa: BLE001 - this is the edge of the process
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def watch(
+    child: int,
+    folder: str,
+    sandbox: Sandbox,
+    outputs: Mapping[int, Callable[[bytes], str | None]],
+    end: float = math.inf,
+    starter: int | None = None,
+) -> str | None:
+    """How the child ended, by itself or by a limit; nothing that it has started is left then.
+
+    `outputs` take what comes from a pipe and may say what is wrong with it. None if the other end
+    of the socket `starter` is closed.
+    """
+    poll = select.poll()
+    for output in outputs:
+        os.set_blocking(output, False)
+        poll.register(output, select.POLLIN)
+    if starter is not None:
+        poll.register(starter, getattr(select, "POLLRDHUP", 0))
+    open_outputs, ending = dict(outputs), None
+    next_look = time.monotonic() + WATCH_S
+    with _noticed(child, poll):
+        while ending is None:
+            wait = min(next_look, end) - time.monotonic()
+            ready = [number for number, _ in poll.poll(max(0.0, 1000 * wait))]
+            if starter in ready:
+                break
+            for output in open_outputs.keys() & ready:
+                ending = ending or _read(output, open_outputs)
+                if output not in open_outputs:
+                    poll.unregister(output)
+            ending = ending or _ending(child, sandbox)
+            if time.monotonic() >= end:
+                ending = ending or PASSED_DEADLINE
+            if time.monotonic() >= next_look:
+                ending = ending or excess(sandbox, folder)
+                next_look = time.monotonic() + WATCH_S
+
+    _kill(os.killpg, child)  # at once: no fork escapes between two kills
+    kill_descendants()
+    problem = None
+    for output in list(open_outputs):
+        while output in open_outputs:
+            problem = _read(output, open_outputs) or problem
+    return ending and (problem or ending)
+
+
+@contextlib.contextmanager
+def _noticed(child: int, poll: select.poll) -> Iterator[None]:
+    """The poll wakes when the child ends; where no system call for it is, at the next look."""
+    handle = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
+    try:
+        if handle is not None:
+            poll.register(handle, select.POLLIN)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _read(output: int, outputs: dict[int, Callable[[bytes], str | None]]) -> str | None:
+    """Pass on what has come; an output that is closed, or holds nothing, is no longer one."""
+    try:
+        chunk = os.read(output, 65536)
+    except BlockingIOError:  # a process that was killed is not yet gone
+        chunk = b""
+    if not chunk:
+        del outputs[output]
+        return None
+    return outputs[output](chunk)
+
+
+def _ending(child: int, sandbox: Sandbox) -> str | None:
+    """How the child ended, if it has; other processes that ended are waited for, too."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        if pid == 0:
+            return None
+        if pid == child:
+            return how_it_ended(status, sandbox)
 
 
 def how_it_ended(status: int, sandbox: Sandbox) -> str:
@@ -265,10 +283,45 @@ def kill_descendants() -> None:
 
 
 def _kill(kill: Callable[[int, int], None], pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
+
+
+def remove_folder(folder: str) -> None:
+    """Remove it with all that is in it and may be removed; raises nothing."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):  # it may be deeper than Python can recurse
+        command = ["rm", "-rf", "--", folder]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=REMOVE_S, check=False)
+
+
+class Supervised:
+    """The child of a supervisor, as the process that started the supervisor knows it.
+
+    Untrusted code runs under the supervisor's user: it can kill it and go on alone.
+    """
+
+    def __init__(self, pid: int, folder: str) -> None:
+        self._pid, self._folder, self._handle = pid, folder, None
+        with contextlib.suppress(AttributeError, ProcessLookupError):  # not on Linux; it has ended
+            self._handle = os.pidfd_open(pid)
+
+    def end(self) -> None:
+        """Kill it with its process group, whatever process has its number by now."""
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                # one that has been stopped does not go while its group is killed by number
+                signal.pidfd_send_signal(self._handle, signal.SIGSTOP)
+                _kill(os.killpg, self._pid)
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        remove_folder(self._folder)
+
+    def close(self) -> None:
+        """Forget it."""
+        if self._handle is not None:
+            os.close(self._handle)
 
 
 def prctl(option: int, value: int) -> None:

@@ -15,9 +15,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import os
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -149,24 +147,19 @@ class _Runner:
         deadline = time.monotonic() + program.total_s + START_S
         found: dict[int, tuple[str, str | None]] = {}
         try:
-            channel = self._start()
-            channel.send(program, deadline)
+            if self._channel is None:
+                self._process, pipe = start_child("workers.rewards.program", self._network)
+                self._channel = DriverEnd(pipe)
+                atexit.register(self.stop)
+            self._channel.send(program, deadline)
             for expected in range(len(program.inputs)):
-                number, output, problem = channel.receive(deadline)
+                number, output, problem = self._channel.receive(deadline)
                 if number != expected:
                     raise NoAnswerError(f"answered for test {number!r:.40}")
                 found[expected] = str(output), problem
         except (NoAnswerError, EOFError, OSError, TypeError, ValueError):
             self.stop()  # the program has reached out of its fork: what is left of it has failed
         return found
-
-    def _start(self) -> DriverEnd:
-        if self._channel is None:
-            self._process, pipe = start_child("workers.rewards.program", self._network)
-            with pipe:
-                self._channel = DriverEnd(socket.socket(fileno=os.dup(pipe.fileno())))
-            atexit.register(self.stop)
-        return self._channel
 
     def stop(self) -> None:
         """Kill it; its forks die with it."""

@@ -2,27 +2,22 @@
 
     python -m verl_like.process.child workers.rewards.process FD
 
-`workers.rewards.handle` starts it, and sends a `FunctionSpec`, a socket and a buffer through the
-pipe FD. A supervisor (`verl_like.process.supervisor`) then has a child of its own run the function:
-it reads lists of (number, sample) from the socket and answers each sample at once, where the driver
-finds it when another one hangs. Coroutine functions run side by side, others one by one. Imports
-nothing heavy: it starts again after every sample that hangs.
+`workers.rewards.handle` starts it, and sends a `FunctionSpec` through the socket FD. A supervisor
+(`verl_like.process.supervisor`) then has a child of its own run the function: it reads lists of
+(number, sample) from the socket and answers each sample at once. Coroutine functions run side by
+side, others one by one. Imports nothing heavy: it starts again after every sample that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
-import socket
 import threading
-import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from verl_like.errors import ConfigError
@@ -30,15 +25,15 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
 from workers.rewards.call import Call, Sample
-from workers.rewards.channel import DONE, FunctionEnd
+from workers.rewards.channel import FunctionEnd
 from workers.rewards.outcome import LATE, Outcome, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
 """Calls of a coroutine function that run at the same time."""
 BATCH_SHARES = 12
 """What a batch gets of a sample's deadline and processor time."""
-ALLOWED_S = 0.05
-"""Processor time, and time between two looks at it, that counts for no sample."""
+Put = Callable[[int, Outcome], None]
+"""Answers a sample by its number."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +57,14 @@ class FunctionSpec:
 
 
 def main(control: Connection) -> None:
-    """Serve the driver that started this process, until it closes `control`."""
+    """Serve the driver that started this process, until it closes the socket."""
     spec, withheld = control.recv()
-    data, buffer = socket.socket(fileno=recv_handle(control)), recv_handle(control)
-    supervise(
-        *(control, data, spec.sandbox),
-        lambda data: serve(FunctionEnd(data, buffer), spec, withheld),
-    )
+    supervise(control.fileno(), spec.sandbox, lambda data: serve(FunctionEnd(data), spec, withheld))
 
 
 def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
     """Answer until the other end closes; `withheld` are variables that the driver alone has."""
+    driver.send([os.getpid(), os.getcwd()])
     try:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
         call = Call.of(function, spec.kwargs, spec.columns)
@@ -85,14 +77,13 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         return
     driver.send([None, call.runs_side_by_side, call.takes_batches, call.reads])
 
-    calls = Calls(driver, call, spec, withheld)
+    calls = Calls(call, spec, withheld)
     while True:
         try:
-            samples, until = driver.receive()
+            samples = driver.receive()
         except EOFError:
             return
-        calls.answer(samples, until)
-        driver.send(DONE)
+        calls.answer(samples, lambda number, outcome: driver.send([number, outcome]))
 
 
 def in_words(err: BaseException, withheld: Collection[str] = ()) -> str:
@@ -117,58 +108,38 @@ def _text(err: BaseException) -> str:
 class Calls:
     """The calls of one function, answered as they end; no method raises what the function does."""
 
-    def __init__(
-        self,
-        driver: FunctionEnd,
-        call: Call,
-        spec: FunctionSpec,
-        withheld: Collection[str] = (),
-    ) -> None:
+    def __init__(self, call: Call, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
         """`withheld` as in `serve`."""
-        self._driver, self._call, self._spec, self._withheld = driver, call, spec, withheld
-        self._allowed_at = -math.inf
-        """Processor time that had been used when more was last allowed."""
+        self._call, self._spec, self._withheld = call, spec, withheld
 
-    def answer(self, samples: list[tuple[int, Sample]], until: float = math.inf) -> None:
-        """Give the outcome of every sample, each as soon as it is known.
-
-        Where they are called one by one, none is begun after `until` (`time.monotonic`).
-        """
+    def answer(self, samples: list[tuple[int, Sample]], put: Put) -> None:
+        """Give the outcome of every sample, each as soon as it is known."""
         if self._call.takes_batches:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             outcomes = self.score_batch([sample for _, sample in samples])
             for (number, _), outcome in zip(samples, outcomes, strict=True):
-                self._driver.put(number, outcome)
+                put(number, outcome)
         elif self._call.runs_side_by_side:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
-            asyncio.run(self._score_side_by_side(samples))
+            asyncio.run(self._score_side_by_side(samples, put))
         else:
-            self._score_one_by_one(samples, until)
+            for number, sample in samples:
+                self._spec.sandbox.allow_cpu()
+                put(number, self.score(sample))
 
-    def _score_one_by_one(self, samples: list[tuple[int, Sample]], until: float) -> None:
-        looked = -math.inf
-        for number, sample in samples:
-            now = time.monotonic()
-            if now >= until:
-                return
-            if now - looked > ALLOWED_S:
-                self._allow_cpu()
-                looked = now
-            self._driver.put(number, self._score(sample))
-
-    def _allow_cpu(self) -> None:
-        """What a sample gets of the processor, if anything of it is used up."""
-        used = time.process_time()
-        if used - self._allowed_at > ALLOWED_S:
-            self._spec.sandbox.allow_cpu()
-            self._allowed_at = used
+    def score(self, sample: Sample) -> Outcome:
+        try:
+            result = self._call(sample)
+        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
+            return self._failed(err)
+        return self._read(result)
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Every sample's outcome, of a function that takes them all at once."""
         try:
             results = self._call.whole_batch(samples)
             if inspect.isawaitable(results):
-                results = asyncio.run(_within(results, self._spec.deadline))
+                results = asyncio.run(self._within_deadline(results))
             if len(results) != len(samples):
                 raise ValueError(
                     f"it got {len(samples)} samples and returned {len(results)} scores"
@@ -179,13 +150,6 @@ class Calls:
             return [self._failed(err)] * len(samples)
         return [self._read(result) for result in results]
 
-    def _score(self, sample: Sample) -> Outcome:
-        try:
-            result = self._call(sample)
-        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
-            return self._failed(err)
-        return self._read(result)
-
     def _read(self, result: Any) -> Outcome:
         try:
             return read_outcome(result)
@@ -195,66 +159,50 @@ class Calls:
     def _failed(self, err: BaseException) -> Outcome:
         return None, {}, in_words(err, self._withheld)
 
-    async def _score_side_by_side(self, samples: list[tuple[int, Sample]]) -> None:
+    async def _score_side_by_side(self, samples: list[tuple[int, Sample]], put: Put) -> None:
         places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
 
         async def score(number: int, sample: Sample) -> None:
             async with places:
-                outcome = await self._await_outcome(sample)
-            self._driver.put(number, outcome)
+                put(number, await self._score_async(sample))
 
-        with _Blocked(asyncio.get_running_loop(), self._spec.deadline, self._driver):
-            tasks = [
-                asyncio.create_task(score(number, sample), name=f"{number}")
-                for number, sample in samples
-            ]
-            await asyncio.gather(*tasks)
+        loop, is_done = asyncio.get_running_loop(), threading.Event()
+        watching = loop, is_done, self._spec.deadline, put
+        threading.Thread(target=_end_when_blocked, args=watching, daemon=True).start()
+        tasks = [loop.create_task(score(*pair), name=f"{pair[0]}") for pair in samples]
+        await asyncio.gather(*tasks)
+        is_done.set()
 
-    async def _await_outcome(self, sample: Sample) -> Outcome:
+    async def _score_async(self, sample: Sample) -> Outcome:
         try:
-            async with asyncio.timeout(self._spec.deadline):
-                result = await self._call(sample)
+            result = await self._within_deadline(self._call(sample))
         except TimeoutError:
             return None, {}, LATE
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(err)
         return self._read(result)
 
+    async def _within_deadline(self, awaitable: Awaitable[Any]) -> Any:
+        async with asyncio.timeout(self._spec.deadline):
+            return await awaitable
 
-async def _within(awaitable: Any, deadline: float) -> Any:
-    async with asyncio.timeout(deadline):
-        return await awaitable
 
-
-class _Blocked:
-    """Names the coroutine that keeps all others from going on, at its deadline, and ends.
+def _end_when_blocked(
+    loop: asyncio.AbstractEventLoop, is_done: threading.Event, deadline: float, put: Put
+) -> None:
+    """Name the coroutine that keeps all others from going on, at its deadline, and end the process.
 
     The driver would not know which of them it is.
     """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, deadline: float, driver: FunctionEnd
-    ) -> None:
-        self._loop, self._deadline, self._driver = loop, deadline, driver
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-
-    def _watch(self) -> None:
-        while not self._done.wait(self._deadline / 4):
-            ticked = threading.Event()
-            try:
-                self._loop.call_soon_threadsafe(ticked.set)
-            except RuntimeError:  # the loop has just been closed
-                return
-            if ticked.wait(self._deadline) or self._done.is_set():
-                continue
-            task = asyncio.current_task(self._loop)
-            if task is not None and task.get_name().isdecimal():
-                self._driver.put(int(task.get_name()), (None, {}, LATE))
-                os._exit(0)
+    while not is_done.wait(deadline / 4):
+        ticked = threading.Event()
+        try:
+            loop.call_soon_threadsafe(ticked.set)
+        except RuntimeError:  # the loop has just been closed
+            return
+        if ticked.wait(deadline) or is_done.is_set():
+            continue
+        task = asyncio.current_task(loop)
+        if task is not None and task.get_name().isdecimal():
+            put(int(task.get_name()), (None, {}, LATE))
+            os._exit(0)

@@ -8,10 +8,9 @@ has not answered are asked for in smaller parts, until it is known which of them
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 
@@ -29,38 +28,39 @@ MOST_PROCESSES = 8
 SLOW_S = 1.0
 """A batch that is not done gets one process more whenever this time has passed."""
 MOST_AT_A_TIME = 64
-"""Samples that a process is asked for at once, beside others."""
+"""Samples that a process is asked for at once, unless its function takes all of them."""
+QUICK_S = 0.05
+"""A process that answers in less is asked for twice as many samples the next time."""
 
 
 class _Batch:
-    """The samples of one batch that nobody has asked for yet, and what has come of the others."""
+    """The samples of one batch by their numbers: parts that wait for a process, and outcomes."""
 
-    def __init__(self, samples: list[Sample], seconds: float):
-        self.waiting = deque(enumerate(samples))
+    def __init__(self, samples: Sequence[Sample], seconds: float):
+        self.samples = samples
         self.outcomes: list[Outcome] = [(None, {}, LATE)] * len(samples)
-        now = time.monotonic()
-        self.alone_until, self.end = now + SLOW_S, now + seconds
+        self.end = time.monotonic() + seconds
+        self._parts = deque([list(range(len(samples)))])
         self._taking = Lock()
 
-    def take(self, shares: int | None) -> dict[int, Sample]:
-        """The next samples by their numbers: one of so many shares of the rest; None: all."""
+    def take(self, most: int | None) -> dict[int, Sample]:
+        """The next part, or so many of its samples; none when nothing waits, or time is up."""
         with self._taking:
-            left = len(self.waiting)
-            count = left if shares is None else min(MOST_AT_A_TIME, -(-left // shares))
-            return dict([self.waiting.popleft() for _ in range(count)])
+            if not self.goes_on():
+                return {}
+            part = self._parts.popleft()
+            if most is not None and len(part) > most:
+                self._parts.appendleft(part[most:])
+            return {number: self.samples[number] for number in part[:most]}
 
-    def give_back(self, number: int, sample: Sample) -> None:
-        """It waits again, ahead of the others."""
+    def put_back(self, *parts: list[int]) -> None:
+        """They wait again, ahead of the others."""
         with self._taking:
-            self.waiting.appendleft((number, sample))
-
-    def is_for_one(self) -> bool:
-        """Whether one process has all of it to itself."""
-        return time.monotonic() < self.alone_until
+            self._parts.extendleft(part for part in reversed(parts) if part)
 
     def goes_on(self) -> bool:
         """Whether samples wait and there is time left."""
-        return bool(self.waiting) and time.monotonic() < self.end
+        return any(self._parts) and time.monotonic() < self.end
 
 
 class Scorer:
@@ -88,25 +88,17 @@ class Scorer:
         batch = self._batch = _Batch(samples, self._batch_deadline)
         if self._is_given_up:
             return batch.outcomes
-        first = self._work(self._processes[0], batch)
-        is_slow = any(not batch.is_for_one() for _ in first)  # which leaves it where it was
-        if is_slow or batch.goes_on():
-            self._score_side_by_side(first, batch)
-        self._batch = None
-        return batch.outcomes
-
-    def _score_side_by_side(self, first: Iterator[None], batch: _Batch) -> None:
-        """The first process goes on, in a thread as the others are, which start one by one."""
-        idle = deque(self._processes[1:])
-        with ThreadPoolExecutor(len(self._processes), thread_name_prefix="scorer") as threads:
-            running: list[Future[None]] = [threads.submit(_finish, first)]
-            while idle and (batch.goes_on() or not all(future.done() for future in running)):
-                if batch.goes_on():
-                    work = self._work(idle.popleft(), batch)
-                    running.append(threads.submit(_finish, work))
+        idle = deque(self._processes)
+        running: list[Future[None]] = []
+        with ThreadPoolExecutor(len(idle), thread_name_prefix="scorer") as threads:
+            while (idle and batch.goes_on()) or not all(future.done() for future in running):
+                if idle and batch.goes_on():
+                    running.append(threads.submit(self._score_by, idle.popleft(), batch))
                 wait(running, SLOW_S)
         for future in running:
             future.result()
+        self._batch = None
+        return batch.outcomes
 
     def give_up(self) -> None:
         """Whoever scores a batch in another thread is soon done with it, and with any later one."""
@@ -122,11 +114,10 @@ class Scorer:
         for process in self._processes:
             process.stop()
 
-    def _work(self, process: RewardProcess, batch: _Batch) -> Iterator[None]:
-        """Have a process take samples of the batch until none is left; stops after some outcomes.
+    def _score_by(self, process: RewardProcess, batch: _Batch) -> None:
+        """Have a process take samples of the batch until none waits.
 
-        While it is alone it takes all, and leaves to the others what it has not begun when they
-        come. A process that does not start leaves its samples to the others.
+        A process that does not start leaves its samples to the others.
         """
         try:
             process.start()
@@ -135,55 +126,33 @@ class Scorer:
                 "a process of %s does not start: %s", self._function, err or type(err).__name__
             )
             return
-        while batch.goes_on():
-            takes_all = process.takes_all or batch.is_for_one()
-            shares = None if takes_all else 2 * len(self._processes)
-            yield from _score(process, batch.take(shares), batch)
+        size = 1
+        while asked := batch.take(None if process.takes_all else size):
+            began = time.monotonic()
+            _ask(process, asked, batch)
+            is_quick = time.monotonic() - began < QUICK_S
+            size = min(2 * size, MOST_AT_A_TIME) if is_quick else 1
 
 
-def _finish(work: Iterator[None]) -> None:
-    deque(work, maxlen=0)
+def _ask(process: RewardProcess, asked: dict[int, Sample], batch: _Batch) -> None:
+    """Fill in the outcomes of these samples; those that a failure left unanswered wait again."""
+    answered = set()
+    try:
+        for number, outcome in process.outcomes(asked, batch.end):
+            batch.outcomes[number] = outcome
+            answered.add(number)
+    except (ConfigError, OSError, ProcessEndedError) as err:
+        process.stop()
+        missing = [number for number in asked if number not in answered]
+        is_late = isinstance(err, TimeoutError)
+        if isinstance(err, ConfigError) or process.answers_together:
+            num_culprits = len(missing)
+        else:  # one by one the first of them is late; what ended a process may be an earlier one
+            num_culprits = int(len(missing) == 1 or (is_late and not process.takes_all))
+        for number in missing[:num_culprits]:
+            batch.outcomes[number] = (None, {}, LATE if is_late else str(err))
 
-
-def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) -> Iterator[None]:
-    """Fill in the outcomes of these samples, whatever becomes of the process."""
-    most = len(pending)
-    while pending and time.monotonic() < batch.end:
-        asked = dict(list(pending.items())[:most])
-        try:
-            until = batch.alone_until if batch.is_for_one() else math.inf
-            for found in process.outcomes(asked, batch.end, until):
-                for number, outcome in found.items():
-                    if outcome is None:
-                        batch.give_back(number, asked[number])
-                    else:
-                        batch.outcomes[number] = outcome
-                    del pending[number], asked[number]
-                yield
-            most *= 2
-        except (ConfigError, OSError, ProcessEndedError) as err:
-            process.stop()
-            reason = LATE if isinstance(err, TimeoutError) else str(err)
-            culprits = list(asked)
-            if not isinstance(err, ConfigError):  # the function is not even loaded
-                culprits = _culprits(process, culprits, isinstance(err, TimeoutError))
-            for number in culprits:
-                batch.outcomes[number] = (None, {}, reason)
-                del pending[number]
-
-            # the others wait for a process without them: some of these samples first
-            if process.takes_all:
-                most = len(pending) if culprits else max(1, len(asked) // 2)
-                continue
-            most = 0 if culprits else 1
-            for number in reversed(list(pending)[most:]):
-                batch.give_back(number, pending.pop(number))
-
-
-def _culprits(process: RewardProcess, asked: list[int], is_late: bool) -> list[int]:
-    """Which of the unanswered samples ended the process or were late; none if it is not known."""
-    if process.answers_together:
-        return asked
-    if len(asked) == 1 or (is_late and not process.takes_all):
-        return asked[:1]
-    return []
+        others = missing[num_culprits:]
+        half = len(others) // 2 if process.takes_all else 1
+        cut = len(others) if num_culprits else half
+        batch.put_back(others[:cut], others[cut:])

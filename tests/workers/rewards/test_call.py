@@ -33,8 +33,7 @@ def one_too_few(solution_strs: list[str]) -> list[float]:
 
 
 def score_batch(function: Any, samples: list[Any]) -> list[Outcome]:
-    nobody: Any = None
-    return Calls(nobody, Call.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
+    return Calls(Call.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
 
 
 def test_names_decide_not_places() -> None:

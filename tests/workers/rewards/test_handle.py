@@ -1,5 +1,5 @@
-"""A reward process is a stranger: whatever its function does is reported as what it is, costs the
-sample that it was called for, and leaves nothing behind.
+"""A reward function is untrusted code: whatever it does is reported as what it is, costs the sample
+that it was called for, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def test_what_is_wrong_with_a_function_is_said_though_its_process_is_gone(
     def gone(*_: Any) -> None:
         raise ProcessLookupError
 
-    monkeypatch.setattr("workers.rewards.handle.Watched", gone)
+    monkeypatch.setattr(os, "pidfd_open", gone)
     (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
     process = RewardProcess(FunctionSpec(str(tmp_path / "broken.py"), "f"), 60.0)
     with pytest.raises(ConfigError, match="broken.py:f is not loaded: SyntaxError"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,24 +55,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     made.scorer.stop()
 
 
-def test_a_quick_batch_is_one_message_and_one_line_back(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked.score("warm")
-    calls: Counter[str] = Counter()
-    for name in ("send", "receive"):
-        original = getattr(DriverEnd, name)
-
-        def counted(*given: Any, name: str = name, original: Any = original) -> Any:
-            calls[name] += 1
-            return original(*given)
-
-        monkeypatch.setattr(DriverEnd, name, counted)
-    outcomes = asked.score(*["fine"] * 100)
-    assert [outcome[0] for outcome in outcomes] == [1.0] * 100
-    assert calls == {"send": 1, "receive": 1}
-
-
 def test_what_was_answered_before_a_process_ended_is_not_asked_again(asked: Asked) -> None:
     outcomes = asked.score("a", "b", "c", "end", "d", "e")
     assert [outcome[0] for outcome in outcomes] == [1.0, 1.0, 1.0, None, 1.0, 1.0]
@@ -92,16 +73,6 @@ def test_a_sample_that_takes_long_holds_up_none_of_the_others(
     assert asked.calls() == {"slow": 1, "fine": 10}
 
 
-def test_what_a_process_has_not_begun_in_time_it_leaves_to_others(asked: Asked) -> None:
-    (process, _) = asked.scorer._processes
-    samples = dict(enumerate([{"solution_str": "late"}] * 3))
-    now = time.monotonic()
-    parts = process.outcomes(samples, now + 60, until=now)
-    assert [pair for found in parts for pair in found.items()] == [(2, None), (1, None), (0, None)]
-    asked.score("fine")
-    assert asked.calls() == {"fine": 1}
-
-
 def test_of_a_sample_only_what_the_function_reads_is_sent(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +81,7 @@ def test_of_a_sample_only_what_the_function_reads_is_sent(
     send = DriverEnd.send
 
     def noted(end: DriverEnd, message: Any, deadline: float) -> None:
-        sent.append(message[0])
+        sent.append(message)
         send(end, message, deadline)
 
     monkeypatch.setattr(DriverEnd, "send", noted)
