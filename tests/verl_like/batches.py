@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from verl_like.batch.columns import tensors_of
 from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
 
 DTYPES = [
     torch.float32,
@@ -40,11 +40,15 @@ def of_every_dtype(rows=3):
 
 
 def assert_same(left, right):
-    assert same_value(tensors_of(left.batch), tensors_of(right.batch))
-    assert (left.batch is None) == (right.batch is None)
+    assert same_value(left.columns, right.columns)
+    assert ragged_names(left) == ragged_names(right)
     assert same_value(left.non_tensor_batch, right.non_tensor_batch)
     assert same_value(left.meta_info, right.meta_info)
     assert len(left) == len(right)
+
+
+def ragged_names(data):
+    return [name for name, column in data.columns.items() if isinstance(column, Ragged)]
 
 
 def uids(data):

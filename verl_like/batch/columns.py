@@ -1,7 +1,7 @@
 """The columns of a batch: what may be one, their names and lengths, and how rows are numbered.
 
-A column is a dense `torch.Tensor` or a numpy array; dim 0 counts rows. Nothing here changes its
-arguments, and every message names the column that it is about.
+A column is a dense `torch.Tensor`, a `Ragged` or a numpy array; dim 0 counts rows. Nothing here
+changes its arguments, and every message names the column that it is about.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ def check_tensor(name: str, column: Any) -> None:
         )
 
 
+def check_tensordict(batch: Any) -> None:
+    """Raise unless it is a TensorDict of dense tensors with one batch dim."""
+    if not isinstance(batch, TensorDict):
+        raise BatchError(f"batch is a {type(batch).__name__}, not a TensorDict: use from_dict().")
+    if len(batch.batch_size) != 1:
+        raise BatchError(f"A batch has one batch dim, not batch_size {tuple(batch.batch_size)}.")
+    for name, column in tensors_of(batch).items():
+        check_tensor(name, column)
+
+
 def check_lengths(lengths: dict[str, int]) -> None:
     """Raise when the columns, given by name and length, are not all equally long."""
     if len(set(lengths.values())) > 1:
@@ -112,3 +122,33 @@ def row_index(index: Any, rows: int) -> NDArray[np.int64]:
 
     signed = flat.astype(np.int64)
     return np.where(signed < 0, signed + rows, signed)
+
+
+def _cut_list(what: str, value: Any, num_chunks: int) -> list[Any]:
+    """A list, tuple or array in chunks of its kind."""
+    if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
+        shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
+        raise BatchError(
+            f"{what} is a {type(value).__name__} {shown}: it does not divide into {num_chunks} "
+            "chunks."
+        )
+    size = len(value) // num_chunks
+    return [value[start : start + size] for start in range(0, size * num_chunks, size or 1)]
+
+
+def cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
+    """Dim 1 in chunks that are rows, in memory of its own."""
+    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
+        return object_rows(
+            chunk
+            for row, value in enumerate(column)
+            for chunk in _cut_list(f"Row {row} of column {name!r}", value, num_chunks)
+        )
+    if column.ndim < 2 or column.shape[1] % num_chunks:
+        raise BatchError(
+            f"Dim 1 of column {name!r} (shape {tuple(column.shape)}) does not divide into "
+            f"{num_chunks} chunks."
+        )
+    rows, width, *others = column.shape
+    copied = column.clone() if isinstance(column, torch.Tensor) else column.copy()
+    return copied.reshape(rows * num_chunks, width // num_chunks, *others)

@@ -1,7 +1,10 @@
 """A batch as one safetensors file that can be loaded from anybody: nothing in it is ever run.
 
-Tensors are stored as they are, numeric and text arrays as bytes. One JSON document, itself a tensor
-of bytes, holds object columns, `meta_info` and the order of everything.
+Tensors are stored as they are, ragged columns as values, lengths and starts, numeric and text
+arrays as bytes. One JSON document, itself a tensor of bytes, holds object columns, `meta_info` and
+the order of everything. In it objects have exact types: JSON's own stand for themselves; tuples,
+numpy scalars and dicts that hold the tag itself are tagged: `{"!": "tuple", "value": [...]}`.
+Anything else is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +22,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl_like.batch.columns import Array, object_rows, tensors_of
-from verl_like.batch.json_values import RefusedError, decode, encode
-from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.columns import Array, object_rows
+from verl_like.batch.ragged import Column, Ragged
 from verl_like.errors import BatchError
 
 T = TypeVar("T")
@@ -30,6 +32,18 @@ _FORMAT = {"format": "verl_like.DataProto", "version": "1"}
 _DOCUMENT = "document"
 _BYTES_KINDS = "biufcSUmM"
 """Kinds of numpy dtypes that are nothing but bytes."""
+
+_TAG = "!"
+_MAX_DEPTH = 100  # of containers in containers: JSON and its reader recurse
+_MAX_INT_BITS = 4096  # Python refuses to read longer integers from text
+_SCALARS: dict[str, type[np.generic]] = {
+    kind.__name__: kind
+    for kind in (
+        *(np.bool_, np.str_, np.float16, np.float32, np.float64),
+        *(np.int8, np.int16, np.int32, np.int64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64),
+    )
+}
 
 _DAMAGE = (
     SafetensorError,
@@ -45,15 +59,25 @@ _DAMAGE = (
 
 def save(
     path: str | os.PathLike[str],
-    batch: TensorDict | None,
+    rows: int | None,
+    columns: Mapping[str, Column],
     arrays: dict[str, Array],
     meta: dict[str, Any],
 ) -> None:
-    """Write the parts of a batch to one file; the file appears complete or not at all."""
+    """Write the parts of a batch to one file; the file appears complete or not at all.
+
+    `rows` is None of a batch without a TensorDict.
+    """
     stored: dict[str, torch.Tensor] = {}
-    for name, column in tensors_of(batch).items():
-        copied = column.detach().cpu().clone(memory_format=torch.contiguous_format)
-        stored[f"tensor:{name}"] = copied
+    ragged: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            stored[f"tensor:{name}"] = _copied(column.values)
+            stored[f"lengths:{name}"] = _copied(column.lengths)
+            stored[f"starts:{name}"] = _copied(column.starts)
+            ragged[name] = [column.width, column.fill]
+        else:
+            stored[f"tensor:{name}"] = _copied(column)
 
     specs: list[dict[str, Any]] = []
     for name, array in arrays.items():
@@ -70,13 +94,18 @@ def save(
         specs.append(spec)
 
     document = {
-        "rows": None if batch is None else int(batch.batch_size[0]),
-        "tensors": list(tensors_of(batch)),
+        "rows": rows,
+        "tensors": list(columns),
+        "ragged": ragged,
         "arrays": specs,
         "meta_info": _encode_meta(meta),
     }
     stored[_DOCUMENT] = _bytes_tensor(json.dumps(document).encode())
     _write(Path(path), stored)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _bytes_tensor(content: bytes) -> torch.Tensor:
@@ -138,7 +167,7 @@ def _encode_meta(meta: dict[str, Any]) -> dict[str, Any]:
 
 def load(
     path: str | os.PathLike[str],
-    build: Callable[[TensorDict | None, dict[str, Array], dict[str, Any]], T],
+    build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
 ) -> T:
     """Read what `save` wrote and build a batch of its parts; anything else is a `BatchError`."""
     if not Path(path).is_file():
@@ -148,27 +177,35 @@ def load(
             if stored.metadata() != _FORMAT:
                 raise BatchError(f"its header is {stored.metadata()}, not {_FORMAT}")
             document = json.loads(stored.get_tensor(_DOCUMENT).numpy().tobytes())
-            batch = _read_tensors(document, stored)
+            columns = _read_columns(document, stored)
             arrays = {spec["name"]: _read_array(spec, stored) for spec in document["arrays"]}
             meta = {str(key): decode(value) for key, value in document["meta_info"].items()}
-            return build(batch, arrays, meta)
+            return build(document["rows"], columns, arrays, meta)
     except _DAMAGE as error:
         raise BatchError(
             f"{os.fspath(path)!r} is not a batch file, or is damaged: {error}"
         ) from error
 
 
-def _read_tensors(document: dict[str, Any], stored: Any) -> TensorDict | None:
-    """The TensorDict of an open file."""
-    rows = document["rows"]
-    if rows is None:
-        return None
-    if type(rows) is not int or rows < 0:
+def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
+    """The tensor columns of an open file."""
+    rows, ragged = document["rows"], document.get("ragged", {})
+    if rows is not None and (type(rows) is not int or rows < 0):
         raise BatchError(f"its number of rows is {rows!r}")
-    columns = {name: stored.get_tensor(f"tensor:{name}") for name in document["tensors"]}
-    if any(not column.dim() or len(column) != rows for column in columns.values()):
-        raise BatchError(f"its tensors do not all have {rows} rows")
-    return TensorDict(columns, batch_size=[rows])
+
+    columns: dict[str, Column] = {}
+    for name in document["tensors"]:
+        column = stored.get_tensor(f"tensor:{name}")
+        if name in ragged:
+            width, fill = ragged[name]
+            lengths, starts = (stored.get_tensor(f"{of}:{name}") for of in ("lengths", "starts"))
+            column = Ragged(column, lengths, int(width), starts, fill)
+        elif not column.dim():
+            raise BatchError(f"its tensor {name!r} has no rows")
+        if rows is not None and len(column) != rows:
+            raise BatchError(f"its tensors do not all have {rows} rows")
+        columns[name] = column
+    return columns
 
 
 def _read_array(spec: dict[str, Any], stored: Any) -> Array:
@@ -183,3 +220,46 @@ def _read_array(spec: dict[str, Any], stored: Any) -> Array:
         raise BatchError(f"column {spec['name']!r} has dtype {dtype}")
     content = stored.get_tensor(f"array:{spec['name']}").numpy().tobytes()
     return np.frombuffer(content, dtype=dtype, count=math.prod(shape)).reshape(shape).copy()
+
+
+class RefusedError(Exception):
+    """An object that JSON cannot hold; the message says what it is."""
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+    """A value in JSON's types. Exact types only: a subclass would come back as its base."""
+    kind = type(value)
+    if depth > _MAX_DEPTH:
+        raise RefusedError(f"containers nested more than {_MAX_DEPTH} deep")
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int and value.bit_length() <= _MAX_INT_BITS:
+        return value
+    if kind is list:
+        return [encode(entry, depth + 1) for entry in value]
+    if kind is tuple:
+        return {_TAG: "tuple", "value": [encode(entry, depth + 1) for entry in value]}
+    if kind is dict and all(type(key) is str for key in value):
+        plain = {key: encode(entry, depth + 1) for key, entry in value.items()}
+        return {_TAG: "dict", "value": plain} if _TAG in plain else plain
+    if kind in _SCALARS.values():
+        return {_TAG: kind.__name__, "value": value.item()}
+    reason = " with keys that are not strings" if kind is dict else ""
+    raise RefusedError(f"a {kind.__name__}{reason}")
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(entry) for key, entry in value.items()}
+
+    tag, inner = value[_TAG], value["value"]
+    if tag == "tuple":
+        return tuple(decode(entry) for entry in inner)
+    if tag == "dict":
+        return {key: decode(entry) for key, entry in inner.items()}
+    return _SCALARS[tag](inner)

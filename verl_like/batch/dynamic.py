@@ -16,11 +16,11 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from verl_like.batch.columns import tensors_of
-from verl_like.batch.nested_columns import nested_of_rows, rows_of_nested
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.batch.tensordict_rows import TensorDictRows
+from verl_like.batch.tensordicts import nested_of_ragged, ragged_of_nested
 from verl_like.errors import BatchError, MissingColumnError
 from verl_like.tensor_ops.balance import get_reverse_idx, get_seqlen_balanced_partitions
 
@@ -55,7 +55,8 @@ def rearrange_micro_batches(
             the middle.
         force_group_size: so many rows that follow each other stay together.
     """
-    lengths = _token_counts(batch)
+    whole = TensorDictRows.of(batch)
+    lengths = _token_counts(whole.columns)
     if force_group_size < 1 or len(lengths) % force_group_size:
         raise BatchError(
             f"{len(lengths)} rows do not divide into groups of force_group_size={force_group_size}."
@@ -77,7 +78,6 @@ def rearrange_micro_batches(
     if use_dynamic_bsz_balance:
         parts = _lightest_outside(parts, tokens)
     rows = [list(chain.from_iterable(groups[place] for place in part)) for part in parts]
-    whole = TensorDictRows.of(batch)
     return [whole.select_idxs(picked).whole() for picked in rows], rows
 
 
@@ -91,10 +91,10 @@ def prepare_dynamic_batch(
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], Partitions]:
     """The same for a `DataProto`, whose non-tensor columns and meta entries go along."""
-    if data.batch is None:
+    if "attention_mask" not in data.columns:
         raise MissingColumnError("prepare_dynamic_batch needs the tensor column 'attention_mask'.")
     _, rows = rearrange_micro_batches(
-        data.batch.select("attention_mask"),
+        TensorDict({"attention_mask": data.padded("attention_mask")}, batch_size=[len(data)]),
         max_token_len,
         dp_group,
         num_batches_divided_by,
@@ -117,22 +117,23 @@ def restore_dynamic_batch(
         )
     places = get_reverse_idx(order)
     if data.is_nested:
-        return nested_of_rows(rows_of_nested(data)[places])
+        ragged = ragged_of_nested("results", data).index_select(0, torch.tensor(places))
+        return nested_of_ragged(ragged)
     return data[torch.tensor(places, device=data.device)]
 
 
-def _token_counts(batch: TensorDict) -> list[int]:
+def _token_counts(columns: dict[str, Column]) -> list[int]:
     """By row."""
-    columns = tensors_of(batch)
     ids = columns.get("input_ids")
-    if ids is not None and ids.is_nested:
-        return [row.tensor.shape[-1] for row in rows_of_nested(ids)]
+    if isinstance(ids, Ragged):
+        sizes: list[int] = ids.lengths.tolist()
+        return sizes
     if "attention_mask" not in columns:
         raise MissingColumnError(
             "Micro-batches by tokens need the column 'attention_mask', or nested 'input_ids'. The "
             f"batch has: {', '.join(columns) or 'none'}."
         )
-    counts: list[int] = columns["attention_mask"].long().sum(dim=1).tolist()
+    counts: list[int] = rectangle_of(columns["attention_mask"]).long().sum(dim=1).tolist()
     return counts
 
 

@@ -11,8 +11,8 @@ import torch
 
 from verl_like.batch.columns import object_rows, tensors_of
 from verl_like.batch.merge import check_same_keys, union_meta
-from verl_like.batch.parts import DataProtoItem
-from verl_like.batch.protocol import DataProto
+from verl_like.batch.protocol import DataProto, DataProtoItem
+from verl_like.batch.ragged import rectangle_of
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
@@ -72,14 +72,14 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     dims = (new_batch_size, rows // new_batch_size)
     return data.map_columns(
         new_batch_size,
-        lambda column: column.clone().reshape(*dims, *column.shape[1:]),
+        lambda column: rectangle_of(column).clone().reshape(*dims, *column.shape[1:]),
         lambda array: array.copy().reshape(*dims, *array.shape[1:]),
     )
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The first `batch_dims` dims of every column become one, rows, copied."""
-    all_columns: dict[str, Any] = {**data.non_tensor_batch, **tensors_of(data.batch)}
+    all_columns: dict[str, Any] = {**data.non_tensor_batch, **data.columns}
     leading = {name: tuple(column.shape[:batch_dims]) for name, column in all_columns.items()}
     disagree = len(set(leading.values())) > 1
     if batch_dims < 1 or disagree or any(len(dims) < batch_dims for dims in leading.values()):
@@ -90,6 +90,6 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     rows = math.prod(next(iter(leading.values()), (0,)))
     return data.map_columns(
         rows,
-        lambda column: column.clone().reshape(rows, *column.shape[batch_dims:]),
+        lambda column: rectangle_of(column).clone().reshape(rows, *column.shape[batch_dims:]),
         lambda array: array.copy().reshape(rows, *array.shape[batch_dims:]),
     )

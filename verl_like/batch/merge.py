@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 
 from verl_like.batch.columns import Array, tensors_of
 from verl_like.batch.memory import join_rows
+from verl_like.batch.ragged import Ragged, join_ragged, rectangle_of
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
+AnyColumn = torch.Tensor | Ragged | Array
 Inside = frozenset[tuple[int, int]]
 """Pairs of containers that are being compared further out."""
 
@@ -26,12 +28,15 @@ Inside = frozenset[tuple[int, int]]
 def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
     """Whether two objects are equal, looking into containers, tensors and arrays.
 
-    Containers that hold themselves are equal if they do so in the same places.
+    A ragged column is equal to its rectangle. Containers that hold themselves are equal if they do
+    so in the same places.
     """
     pair = (id(left), id(right))
     if left is right or pair in inside:
         return True
     same = functools.partial(same_value, inside=inside | {pair})
+    if isinstance(left, Ragged) or isinstance(right, Ragged):
+        left, right = _comparable(left, right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _same_layout(left, right) and not bool(_unequal(left, right).any())
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
@@ -50,8 +55,14 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
         return False  # an `==` without a yes or no, such as a list against a tensor
 
 
-def first_differing_row(left: torch.Tensor | Array, right: torch.Tensor | Array) -> int | None:
+def first_differing_row(left: AnyColumn, right: AnyColumn) -> int | None:
     """The first row in which two columns of one shape and dtype differ, or None."""
+    if isinstance(left, Ragged) or isinstance(right, Ragged):
+        values, others = _comparable(left, right)
+        if not _unequal(values, others).any():
+            return None
+        both: list[Any] = [left, right]
+        left, right = map(rectangle_of, both)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         unequal = _unequal(left, right)
         rows = unequal.flatten(1).any(1) if unequal.dim() > 1 else unequal
@@ -62,7 +73,15 @@ def first_differing_row(left: torch.Tensor | Array, right: torch.Tensor | Array)
     return int(found[0, 0]) if len(found) else None
 
 
-def _same_layout(left: torch.Tensor | Array, right: torch.Tensor | Array) -> bool:
+def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
+    """The values of two ragged columns with the same spans; else both with their padding."""
+    both = isinstance(left, Ragged) and isinstance(right, Ragged)
+    if both and left.has_spans_of(right):
+        return left.values, right.values
+    return rectangle_of(left), rectangle_of(right)
+
+
+def _same_layout(left: AnyColumn, right: AnyColumn) -> bool:
     """Equal shape and dtype."""
     return left.shape == right.shape and left.dtype == right.dtype
 
@@ -89,7 +108,7 @@ def _unequal_array(left: Array, right: Array, same: Callable[[Any, Any], bool]) 
     return different
 
 
-def _check_same_column(name: str, left: torch.Tensor | Array, right: torch.Tensor | Array) -> None:
+def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
     """Raise when a column that both sides of a union have is not the same one."""
     if left is right:
         return
@@ -111,12 +130,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
         raise BatchError(f"Union: the batches have different batch sizes, {sizes}.")
-    merged = tensors_of(tensor_dict1)
-    for name, column in tensors_of(tensor_dict2).items():
-        if name in merged:
-            _check_same_column(name, merged[name], column)
-        else:
-            merged[name] = column
+    merged = union_columns(tensors_of(tensor_dict1), tensors_of(tensor_dict2))
     return TensorDict(merged, batch_size=tensor_dict1.batch_size, device=tensor_dict1.device)
 
 
@@ -124,8 +138,13 @@ def union_numpy_dict(
     tensor_dict1: dict[str, Array], tensor_dict2: dict[str, Array]
 ) -> dict[str, Array]:
     """A new dict with the columns of both; a column in both must be equal."""
-    merged = dict(tensor_dict1)
-    for name, column in tensor_dict2.items():
+    return union_columns(tensor_dict1, tensor_dict2)
+
+
+def union_columns(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict with the columns of both; a column in both must be equal."""
+    merged = dict(first)
+    for name, column in second.items():
         if name in merged:
             _check_same_column(name, merged[name], column)
         else:
@@ -189,7 +208,10 @@ def concat_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _concat_column(name: str, parts: Sequence[Any]) -> Any:
-    """The rows of all parts of one column, in order; dtypes and the other dims must agree."""
+    """The rows of all parts of one column, in order; dtypes and the other dims must agree.
+
+    They are ragged where all parts are, with one fill.
+    """
     first = parts[0]
     # arrays of text may differ in width: nothing is lost
     text = isinstance(first, np.ndarray) and first.dtype.kind in "SU"
@@ -201,9 +223,12 @@ def _concat_column(name: str, parts: Sequence[Any]) -> Any:
                 f"but {first.dtype} {tuple(first.shape)} in part 0."
             )
 
-    if isinstance(first, torch.Tensor):
-        return join_rows([part.to(first.device) for part in parts])
-    return np.concatenate(parts)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)
+    parts = [part.to(first.device) for part in parts]
+    if all(isinstance(part, Ragged) and part.fill == parts[0].fill for part in parts):
+        return join_ragged(parts)
+    return join_rows([rectangle_of(part) for part in parts])
 
 
 def check_same_keys(parts: Sequence[Sequence[str]], kind: str) -> None:

@@ -1,52 +1,177 @@
 """`DataProto`, the batch that every role method takes and returns (verl's names).
 
-Three parts aligned on rows: `batch` (a TensorDict of dense tensors), `non_tensor_batch` (numpy
-arrays, mostly of objects) and `meta_info` (a dict about all rows):
+Three parts aligned on rows: tensor columns, `non_tensor_batch` (numpy arrays, mostly of objects)
+and `meta_info` (a dict about all rows):
 
     data = DataProto.from_dict({"input_ids": ids}, {"uid": ["0-0", "1-0"]}, {"temperature": 1.0})
     data.union(rollout.generate_sequences(data.select(["input_ids"])))
     for mini_batch in data.split(64): ...
 
-Methods leave the batch and the caller's containers alone, except `union`, `rename`, `reorder`,
-`padding` and `to`, which change the batch and return it, and `pop`. Picking rows copies them;
-picking columns shares them.
+A tensor column is dense, or `Ragged`: rows of different lengths without their padding.
 
-Here are building, columns, union and concat, pickle and disk. What is checked is in
-`verl_like.batch.parts`, the methods that pick rows are in `verl_like.batch.rows`, and functions on
-whole batches in `verl_like.batch.functions`.
+    data.column("responses"), data.columns      # as they are: a Tensor or a Ragged
+    data.padded("responses")                    # the rectangle, made for the asker
+    data.set_columns({"advantages": column})
+    data.batch["responses"]                     # verl's layout: see `batch`
+
+Methods leave the batch and the caller's containers alone, except `union`, `rename`, `reorder`,
+`padding`, `set_columns` and `to`, which change the batch and return it, and `pop`. Picking rows
+copies them: a slice that shared memory with its parent would let a write into a mini-batch change
+the batch, and would keep a whole batch alive for one row of it. Picking columns shares them.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from verl_like.batch import columns, disk, merge, tensordicts, wire
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_of
-from verl_like.batch.parts import DataProtoItem, Shard
-from verl_like.batch.rows import BatchRows
+from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
-__all__ = ["DataProto", "DataProtoItem", "Shard"]
-
 Keys = str | Iterable[str] | None
 Names = str | list[str] | tuple[str, ...]
+_Slice = slice  # the class below has a method of this name
 
 
-class DataProto(BatchRows):
+@dataclass(frozen=True)
+class Shard:
+    """Which rows of a split batch a worker's piece holds."""
+
+    index: int
+    """Number of this piece, 0..count-1."""
+    count: int
+    """How many pieces the batch was split into."""
+    start: int
+    """Global row number of this piece's row 0."""
+    rows: int
+    """Rows of this piece that are real; the rows after them are padding."""
+    total: int
+    """Real rows of the whole batch."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a batch, as `data[3]` returns it; `collate_fn` makes a batch of several."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+class DataProto:
     """A batch of rows; see the module's docstring."""
+
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: dict[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        *,
+        ragged: Mapping[str, Ragged] | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """`batch` has the dense columns; the dicts are copied, and the columns checked."""
+        self._dense = batch
+        self._ragged = dict(ragged or {})
+        self.non_tensor_batch = {
+            name: columns.as_array(name, column)
+            for name, column in (non_tensor_batch or {}).items()
+        }
+        """Numpy arrays, mostly 1-D and of objects; dim 0 counts rows."""
+        self.meta_info = dict(meta_info or {})
+        """Facts about all rows."""
+        self.shard = shard
+        """Set on the piece that a worker gets when a group splits a batch.
+
+        Batches derived from the piece have none.
+        """
+        self.check_consistency()
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensor columns in verl's layout: dense, ragged ones with their padding.
+
+        Asking for it pads them for good, so that what is written into it is written into the batch.
+        """
+        if self._ragged:
+            self._dense = self._tensordict(self.columns, len(self))
+            self._ragged = {}
+        return self._dense
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        self._dense, self._ragged = batch, {}
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The tensor columns as they are, by name, in a dict of their own."""
+        return {**columns.tensors_of(self._dense), **self._ragged}
+
+    def column(self, name: str) -> Column:
+        """A tensor column as it is."""
+        columns.known_keys(name, self.columns, "tensor column")
+        return self.columns[name]
+
+    def padded(self, name: str) -> torch.Tensor:
+        """A tensor column as a rectangle; of a ragged one a copy, and the batch keeps it ragged."""
+        return rectangle_of(self.column(name))
+
+    def set_columns(self, given: Mapping[str, Column]) -> Self:
+        """Add or replace tensor columns, in place."""
+        columns.check_lengths(
+            ({"the batch": len(self)} if self._has_rows() else {})
+            | {name: len(column) for name, column in given.items()}
+        )
+        rows = len(self) if self._has_rows() else len(next(iter(given.values()), ()))
+        return self._set_tensors({**self.columns, **given}, rows)
+
+    def _set_tensors(self, tensors: Mapping[str, Column], rows: int) -> Self:
+        """Replace all tensor columns."""
+        self._dense, self._ragged = self._parts(tensors, rows)
+        return self
+
+    def _made(
+        self,
+        tensors: Mapping[str, Column],
+        rows: int,
+        arrays: dict[str, Array],
+        meta: dict[str, Any],
+    ) -> Self:
+        """A batch of this one's class and device."""
+        dense, ragged = self._parts(tensors, rows)
+        return type(self)(dense, arrays, meta, ragged=ragged)
+
+    def _parts(
+        self, tensors: Mapping[str, Column], rows: int
+    ) -> tuple[TensorDict | None, dict[str, Ragged]]:
+        """The columns as a batch holds them; without any, it goes on knowing its rows."""
+        ragged = {name: c for name, c in tensors.items() if isinstance(c, Ragged)}
+        dense = _without(tensors, ragged)
+        had_tensors = self._dense is not None or bool(self._ragged)
+        if dense or self._dense is not None or (had_tensors and not ragged):
+            return self._tensordict(dense, rows), ragged
+        return None, ragged
+
+    def _tensordict(self, tensors: Mapping[str, Column], rows: int) -> TensorDict:
+        device = None if self._dense is None else self._dense.device
+        rectangles = {name: rectangle_of(column) for name, column in tensors.items()}
+        return TensorDict(rectangles, batch_size=[rows], device=device)
 
     @classmethod
     def from_dict(
         cls,
-        tensors: dict[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, Column] | None = None,
         non_tensors: dict[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
@@ -60,19 +185,23 @@ class DataProto(BatchRows):
             raise BatchError(
                 f"A batch has one batch dim, not {num_batch_dims}: flatten with unfold_batch_dim()."
             )
-        tensors = tensors or {}
-        for name, column in tensors.items():
-            columns.check_tensor(name, column)
         arrays = {
             name: columns.as_array(name, column) for name, column in (non_tensors or {}).items()
         }
-        lengths = {name: len(column) for name, column in tensors.items()}
+        dense, ragged = {}, {}
+        for name, column in (tensors or {}).items():
+            if isinstance(column, Ragged):
+                ragged[name] = column
+            else:
+                columns.check_tensor(name, column)
+                dense[name] = column
+        lengths = {name: len(column) for name, column in (tensors or {}).items()}
         columns.check_lengths(lengths | {name: len(array) for name, array in arrays.items()})
 
         batch = None
-        if tensors:
-            batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()))])
-        return cls(batch, arrays, meta_info or {})
+        if dense:
+            batch = TensorDict(dense, batch_size=[next(iter(lengths.values()))])
+        return cls(batch, arrays, meta_info, ragged=ragged)
 
     @classmethod
     def from_single_dict(
@@ -82,10 +211,10 @@ class DataProto(BatchRows):
         auto_padding: bool = False,
     ) -> Self:
         """A batch of one dict's tensors and numpy arrays, sorted by type."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Column] = {}
         arrays: dict[str, Array] = {}
         for name, column in data.items():
-            if isinstance(column, torch.Tensor):
+            if isinstance(column, (torch.Tensor, Ragged)):
                 tensors[name] = column
             elif isinstance(column, np.ndarray):
                 arrays[name] = column
@@ -110,14 +239,112 @@ class DataProto(BatchRows):
         return cls(batch, arrays, merge.union_meta(meta, meta_info or {}, "from_tensordict"))
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts; numpy rows become objects, names must not clash."""
-        return tensordicts.merge_parts(len(self), self.batch, self.non_tensor_batch, self.meta_info)
+        """One TensorDict of all three parts, with padding; rows of numpy columns become objects.
+
+        Names must not clash.
+        """
+        tensors = {name: rectangle_of(column) for name, column in self.columns.items()}
+        return tensordicts.merge_parts(len(self), tensors, self.non_tensor_batch, self.meta_info)
+
+    def check_consistency(self) -> None:
+        """Raise unless all columns are named by strings and equally long, and tensors dense."""
+        lengths = {}
+        if self._dense is not None:
+            columns.check_tensordict(self._dense)
+            lengths["batch (its tensors)"] = int(self._dense.batch_size[0])
+        for name, column in self._ragged.items():
+            lengths[name] = len(column)
+        for name, array in self.non_tensor_batch.items():
+            if not isinstance(name, str) or not isinstance(array, np.ndarray) or not array.ndim:
+                raise BatchError(
+                    f"Non-tensor column {name!r} is not a numpy array with rows, or not named by "
+                    "a string."
+                )
+            lengths[name] = len(array)
+        columns.check_lengths(lengths)
+
+    def __len__(self) -> int:
+        """Number of rows, padding included."""
+        if self._dense is not None:
+            return int(self._dense.batch_size[0])
+        columns: list[Any] = [*self._ragged.values(), *self.non_tensor_batch.values()]
+        return len(columns[0]) if columns else 0
+
+    def _has_rows(self) -> bool:
+        """Whether anything here fixes a number of rows, zero included."""
+        return self._dense is not None or bool(self._ragged or self.non_tensor_batch)
+
+    def __repr__(self) -> str:
+        """Rows, columns and meta keys on one line."""
+        names = ", ".join([*self.columns, *self.non_tensor_batch])
+        meta = ", ".join(map(str, self.meta_info))
+        return (
+            f"{type(self).__name__}({len(self)} rows; columns: {names or 'none'}; meta: "
+            f"{meta or 'none'})"
+        )
+
+    @property
+    def num_real_rows(self) -> int:
+        """Rows that are not padding put in by dispatch."""
+        return len(self) if self.shard is None else self.shard.rows
+
+    @property
+    def pad_mask(self) -> torch.Tensor:
+        """[rows] bool, True for the rows that dispatch put in to fill the batch up."""
+        return torch.arange(len(self)) >= self.num_real_rows
+
+    def is_padding_enabled(self) -> bool:
+        """Whether dispatch pads a batch that does not divide: here always (verl has a switch)."""
+        return True
+
+    def num_bytes(self) -> tuple[int, int]:
+        """What the tensor columns hold, and the arrays (of objects, only the references)."""
+        tensors = sum(column.nbytes for column in self.columns.values())
+        return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
+
+    def get_data_info(self) -> str:
+        """A line per column and meta entry: name, shape, dtype, device."""
+        lines = ["batch"]
+        for name, column in self.columns.items():
+            ragged = f", {len(column.values)} values" if isinstance(column, Ragged) else ""
+            shape = tuple(column.shape)
+            lines.append(f"  {name}: {shape} {column.dtype} on {column.device}{ragged}")
+        lines.append("non_tensor_batch")
+        for name, array in self.non_tensor_batch.items():
+            lines.append(f"  {name}: {array.shape} {array.dtype}")
+        lines.append("meta_info")
+        for key, value in self.meta_info.items():
+            lines.append(f"  {key}: {type(value).__name__}")
+        return "\n".join(lines)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Print how many GiB the columns hold (of objects, only the references)."""
+        tensors, arrays = self.num_bytes()
+        start = f"{prefix}, " if prefix else ""
+        print(f"{start}tensors {tensors / 2**30:.4f} GiB, arrays {arrays / 2**30:.4f} GiB")
+
+    def map_columns(
+        self,
+        rows: int,
+        on_tensor: Callable[[Any], Any],
+        on_array: Callable[[Array], Array],
+    ) -> Self:
+        """A new batch of this many rows.
+
+        It is made by one function of tensor columns, dense or ragged, and one of arrays.
+        """
+        tensors = {name: on_tensor(column) for name, column in self.columns.items()}
+        arrays = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
+        return self._made(tensors, rows, arrays, self.meta_info)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the tensors, in place."""
-        if self.batch is not None:
-            self.batch = self.batch.to(device)
+        if self._dense is not None:
+            self._dense = self._dense.to(device)
+        self._ragged = {name: column.to(device) for name, column in self._ragged.items()}
         return self
+
+    # columns
 
     def select(
         self,
@@ -135,12 +362,10 @@ class DataProto(BatchRows):
 
     def _pick(self, batch_keys: Keys, non_tensor_batch_keys: Keys, meta_info_keys: Keys) -> Self:
         """The columns of `select` and `pop`."""
-        batch = self.batch
+        tensors = self.columns
         if batch_keys is not None:
-            names = columns.known_keys(batch_keys, columns.tensors_of(batch), "tensor column")
-            batch = batch if batch is None else batch.select(*names)
-        elif batch is not None:
-            batch = batch.copy()
+            names = columns.known_keys(batch_keys, tensors, "tensor column")
+            tensors = {name: tensors[name] for name in names}
 
         arrays = self.non_tensor_batch
         if non_tensor_batch_keys is not None:
@@ -151,7 +376,7 @@ class DataProto(BatchRows):
         if meta_info_keys is not None:
             names = columns.known_keys(meta_info_keys, meta, "key of meta_info")
             meta = {name: meta[name] for name in names}
-        return type(self)(batch, arrays, meta)
+        return self._made(tensors, len(self), arrays, meta)
 
     def pop(
         self,
@@ -164,10 +389,10 @@ class DataProto(BatchRows):
         None takes none of a kind.
         """
         taken = self._pick(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        if self.batch is not None and taken.batch is not None:
-            self.batch = self.batch.exclude(*taken.batch.keys())
-            if not taken.batch.keys():
-                taken.batch = None
+        if taken._dense is not None and not taken._dense.keys():
+            taken._dense = None
+        if taken.columns:
+            self._set_tensors(_without(self.columns, taken.columns), len(self))
         self.non_tensor_batch = _without(self.non_tensor_batch, taken.non_tensor_batch)
         self.meta_info = _without(self.meta_info, taken.meta_info)
         return taken
@@ -187,7 +412,7 @@ class DataProto(BatchRows):
                 f"rename needs as many new names as (different) old ones: {old} to {new}."
             )
 
-        tensors = columns.tensors_of(self.batch)
+        tensors = self.columns
         columns.known_keys(old, tensors, "tensor column")
         renamed_to = dict(zip(old, new, strict=True))
         renamed = {renamed_to.get(name, name): column for name, column in tensors.items()}
@@ -196,11 +421,7 @@ class DataProto(BatchRows):
                 f"rename {old} to {new} would give two columns one name; the batch has "
                 f"{list(tensors)}."
             )
-        if self.batch is not None:
-            self.batch = TensorDict(
-                renamed, batch_size=self.batch.batch_size, device=self.batch.device
-            )
-        return self
+        return self._set_tensors(renamed, len(self))
 
     def union(self, other: DataProto) -> Self:
         """Add the other's columns and meta entries, in place.
@@ -212,17 +433,14 @@ class DataProto(BatchRows):
             raise BatchError(
                 f"Union of batches of {len(self)} and {len(other)} rows: they need the same rows."
             )
-        batch = self.batch if other.batch is None else other.batch.copy()
-        if self.batch is not None and other.batch is not None:
-            batch = merge.union_tensor_dict(self.batch, other.batch)
-        arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        tensors = merge.union_columns(self.columns, other.columns)
+        arrays = merge.union_columns(self.non_tensor_batch, other.non_tensor_batch)
         meta = merge.union_meta(self.meta_info, other.meta_info, "Union")
-        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta
+        if self._dense is None and other._dense is not None:
+            self._dense = other._dense.copy()
+        self._set_tensors(tensors, len(self))
+        self.non_tensor_batch, self.meta_info = arrays, meta
         return self
-
-    def _has_rows(self) -> bool:
-        """Whether anything here fixes a number of rows, zero included."""
-        return self.batch is not None or bool(self.non_tensor_batch)
 
     @staticmethod
     def concat(data: Iterable[DataProto]) -> DataProto:
@@ -238,7 +456,7 @@ class DataProto(BatchRows):
                 raise BatchError(
                     f"Concat: part {place} is a {type(part).__name__}, not a DataProto."
                 )
-        all_tensors = [columns.tensors_of(part.batch) for part in parts]
+        all_tensors = [part.columns for part in parts]
         all_arrays = [part.non_tensor_batch for part in parts]
         merge.check_same_keys([list(tensors) for tensors in all_tensors], "tensor column")
         merge.check_same_keys([list(arrays) for arrays in all_arrays], "non-tensor column")
@@ -246,17 +464,194 @@ class DataProto(BatchRows):
 
         joined = merge.concat_columns(all_tensors)
         arrays = merge.concat_columns(all_arrays)
-        batch = None
-        given = next((part.batch for part in parts if part.batch is not None), None)
-        if given is not None:
-            batch = TensorDict(joined, batch_size=[sum(map(len, parts))], device=given.device)
-        return type(parts[0])(batch, arrays, meta)
+        model = next((part for part in parts if part._dense is not None), parts[0])
+        return model._made(joined, sum(map(len, parts)), arrays, meta)
+
+    # rows
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: _Slice | list[Any] | Array | torch.Tensor) -> Self: ...
+    def __getitem__(self, item: Any) -> Any:
+        """A row by number; rows by slice, list, array or tensor of numbers, or boolean mask."""
+        if isinstance(item, _Slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, (list, np.ndarray, torch.Tensor)):
+            return self.select_idxs(item)
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(
+                "A batch is indexed by int, slice, list, array or tensor, not by "
+                f"{type(item).__name__}."
+            )
+        return self._row(int(item))
+
+    def _row(self, row: int) -> DataProtoItem:
+        rows = len(self)
+        if not -rows <= row < rows:
+            raise IndexError(f"Row {row} does not exist: the batch has {rows} rows.")
+
+        row %= rows
+        tensors = {}
+        for name, column in self.columns.items():
+            tensors[name] = rectangle_of(column[row : row + 1].clone())[0]
+        batch = TensorDict(tensors, batch_size=[]) if tensors or self._dense is not None else None
+        arrays = {
+            name: copy.copy(a[row]) if a.ndim > 1 else a[row]
+            for name, a in self.non_tensor_batch.items()
+        }
+        return DataProtoItem(batch, arrays, dict(self.meta_info))
+
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> Self:
+        """Rows as `data[start:end:step]` picks them."""
+        picked = range(*_Slice(start, end, step).indices(len(self)))
+        if picked.step != 1:
+            return self.select_idxs(list(picked))
+        rows = _Slice(picked.start, picked.stop)
+        return self.map_columns(
+            len(picked), lambda column: column[rows].clone(), lambda array: array[rows].copy()
+        )
+
+    def select_idxs(self, idxs: Sequence[Any] | Array | torch.Tensor) -> Self:
+        """Rows by numbers (repeats allowed, negative ones count back) or by a boolean mask."""
+        rows = columns.row_index(idxs, len(self))
+        index = torch.from_numpy(rows)
+        return self.map_columns(
+            len(rows),
+            lambda column: column.index_select(0, index.to(column.device)),
+            lambda array: array[rows],
+        )
+
+    def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> Self:
+        """Bring the rows into another order, in place: new row i is old row `indices[i]`."""
+        rows = columns.row_index(indices, len(self))
+        if not np.array_equal(np.sort(rows), np.arange(len(self))):
+            raise BatchError(
+                f"reorder needs each of the {len(self)} rows once; select_idxs() makes any other "
+                "pick."
+            )
+        return self._take_columns(self.select_idxs(rows))
+
+    def _take_columns(self, other: DataProto) -> Self:
+        """Replace the columns by those of another batch; the shard's facts no longer hold."""
+        self._dense, self._ragged = other._dense, other._ragged
+        self.non_tensor_batch, self.shard = other.non_tensor_batch, None
+        return self
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """This many parts; sizes differ by one at most, and longer ones come first.
+
+        Parts are empty when rows run out.
+        """
+        if chunks < 1:
+            raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
+        size, longer = divmod(len(self), chunks)
+        bounds = [part * size + min(part, longer) for part in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def split(self, split_size: int) -> list[Self]:
+        """Parts of this many rows, the last maybe shorter; none of a batch without rows."""
+        if split_size < 1:
+            raise BatchError(f"split needs parts of at least 1 row, not {split_size}.")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Each row this often: aabb, or with `interleave=False` abab.
+
+        Objects are shared by the copies of a row.
+        """
+        if repeat_times < 0:
+            raise BatchError(f"repeat needs a count of at least 0, not {repeat_times}.")
+        rows = np.arange(len(self))
+        return self.select_idxs(
+            rows.repeat(repeat_times) if interleave else np.tile(rows, repeat_times)
+        )
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
+        """Row i `repeat_times[i]` times, one after the other; 0 drops the row."""
+        if isinstance(repeat_times, torch.Tensor):
+            repeat_times = repeat_times.cpu().numpy()
+        counts = np.asarray(repeat_times)
+        if not counts.size:
+            counts = counts.astype(np.int64)  # an empty list has numpy's default, float
+        if counts.shape != (len(self),) or counts.dtype.kind not in "iu" or (counts < 0).any():
+            raise BatchError(
+                f"sample_level_repeat needs one count of at least 0 for each of the {len(self)} "
+                f"rows, not {counts.dtype} values of shape {counts.shape}."
+            )
+        return self.select_idxs(np.arange(len(self)).repeat(counts))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Cut dim 1 of these columns, with padding, into `n_split` chunks that become rows.
+
+        Of a column of lists each list is cut. Rows of the other columns are repeated.
+        """
+        if n_split < 1:
+            raise BatchError(f"unfold_column_chunks needs at least 1 chunk, not {n_split}.")
+        names = [*self.columns, *self.non_tensor_batch]
+        wanted = columns.known_keys(split_keys or (), names, "column")
+        repeated = self.repeat(n_split)
+        tensors, arrays = repeated.columns, repeated.non_tensor_batch
+        for name in wanted:
+            if name in tensors:
+                tensors[name] = columns.cut_dim_1(name, self.padded(name), n_split)
+            else:
+                arrays[name] = columns.cut_dim_1(name, self.non_tensor_batch[name], n_split)
+        return self._made(tensors, len(repeated), arrays, self.meta_info)
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> Self:
+        """Append copies of the last row, or of the "first" one, in place."""
+        if padding_candidate not in ("", "last", "first") or padding_size < 0:
+            raise BatchError(
+                f"padding by {padding_size} x {padding_candidate!r}: use a count >= 0, 'last' or "
+                "'first'."
+            )
+        if not padding_size:
+            return self
+        if not len(self):
+            raise BatchError("padding of a batch without rows: there is no row to copy.")
+        source = 0 if padding_candidate == "first" else len(self) - 1
+        return self._take_columns(self.select_idxs([*range(len(self)), *[source] * padding_size]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[Self]:
+        """Mini-batches of this many rows, `epochs` times over.
+
+        `dataloader_kwargs={"shuffle": True}` shuffles them by `seed`.
+        """
+        rows = len(self)
+        if mini_batch_size < 1 or rows % mini_batch_size:
+            valid = [size for size in range(1, rows + 1) if rows % size == 0]
+            raise BatchError(
+                f"A mini-batch size of {mini_batch_size} does not divide {rows} rows; these do: "
+                f"{valid}."
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        numbers: Any = range(rows)
+        loader: DataLoader[Any] = DataLoader(
+            numbers,
+            mini_batch_size,
+            collate_fn=self.select_idxs,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+    # copies, pickles and files
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Tensors and numeric arrays go as out-of-band buffers; they arrive on the CPU."""
         arrays = {name: wire.pack_array(array) for name, array in self.non_tensor_batch.items()}
-        tensors = wire.pack_tensors(self.batch, int(protocol))
-        return _unpickled, (type(self), tensors, arrays, self.meta_info, self.shard)
+        rows = None if self._dense is None else len(self)
+        tensors = wire.pack_columns(self.columns, int(protocol))
+        return _unpickled, (type(self), rows, tensors, arrays, self.meta_info, self.shard)
 
     def __copy__(self) -> Self:
         """Another batch that shares every column."""
@@ -276,7 +671,11 @@ class DataProto(BatchRows):
 
         Objects stay shared.
         """
-        copied = self.map_columns(len(self), copy_of, np.ndarray.copy)
+        copied = self.map_columns(
+            len(self),
+            lambda column: column.clone() if isinstance(column, Ragged) else copy_of(column),
+            np.ndarray.copy,
+        )
         copied.shard = self.shard
         return copied
 
@@ -286,24 +685,37 @@ class DataProto(BatchRows):
         An object that JSON cannot hold is refused by column and row.
         """
         self.check_consistency()
-        disk.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
+        rows = None if self._dense is None else len(self)
+        disk.save(filepath, rows, self.columns, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
         """Read a file of `save_to_disk`; nothing in it is run, whoever wrote it."""
-        return disk.load(filepath, cls)
+        return disk.load(filepath, cls._of_parts)
+
+    @classmethod
+    def _of_parts(
+        cls,
+        rows: int | None,
+        tensors: dict[str, Column],
+        arrays: dict[str, Array],
+        meta: dict[str, Any],
+        shard: Shard | None = None,
+    ) -> Self:
+        """A batch that travelled in parts; `rows` is None if it had no TensorDict."""
+        ragged = {name: column for name, column in tensors.items() if isinstance(column, Ragged)}
+        batch = None
+        if rows is not None:
+            batch = TensorDict(_without(tensors, ragged), batch_size=[rows])
+        return cls(batch, arrays, meta, ragged=ragged, shard=shard)
 
 
 def _unpickled(
-    cls: type[DataProto],
-    tensors: wire.Tensors | None,
-    arrays: dict[str, Array],
-    meta: dict[str, Any],
-    shard: Shard | None,
+    cls: type[DataProto], rows: int | None, tensors: wire.Columns, *others: Any
 ) -> DataProto:
     """What a pickled batch calls to be one again."""
-    return cls(wire.unpack_tensors(tensors), arrays, meta, shard=shard)
+    return cls._of_parts(rows, wire.unpack_columns(tensors), *others)
 
 
-def _without(entries: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
+def _without(entries: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in entries.items() if name not in taken}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.tensordict_rows import TensorDictRows
+from verl_like.batch.tensordict_rows import TensorDictRows, joinable
 from verl_like.errors import BatchError, DispatchError
 
 
@@ -40,9 +40,8 @@ def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
     """Rows [start, stop) that share the batch's storage: for sending and reading only."""
     if start == 0 and stop == len(data):
         return data.select()
-    batch = None if data.batch is None else data.batch[start:stop]
-    arrays = {key: column[start:stop] for key, column in data.non_tensor_batch.items()}
-    return type(data)(batch, arrays, data.meta_info)
+    rows = slice(start, stop)
+    return data.map_columns(stop - start, lambda column: column[rows], lambda array: array[rows])
 
 
 def place_piece(piece: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
@@ -92,12 +91,9 @@ def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
 def join_pieces(pieces: Sequence[DataProto]) -> DataProto:
     """The rows of all pieces in memory of their own.
 
-    Pieces that are padding only are left out, unless all are. Of TensorDicts the first one's
-    `NonTensorData` are kept, as `torch.cat` does.
+    Pieces that are padding only are left out, unless all are.
     """
     with_rows = [piece for piece in pieces if piece.shard is None or piece.shard.rows > 0]
     joined = with_rows or list(pieces)
-    if isinstance(joined[0], TensorDictRows):
-        meta = joined[0].meta_info
-        joined = [type(piece)(piece.batch, piece.non_tensor_batch, meta) for piece in joined]
-    return DataProto.concat(joined)
+    is_tensordict = isinstance(joined[0], TensorDictRows)
+    return DataProto.concat(joinable(joined) if is_tensordict else joined)

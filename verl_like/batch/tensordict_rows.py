@@ -1,27 +1,19 @@
 """A TensorDict that a group splits, pads, sends and collects as it does a `DataProto`.
 
 Methods take and return TensorDicts where the driver gives them. On the way a TensorDict is a
-`TensorDictRows`, a batch that knows what it was; no method of a worker ever sees it. Nested tensors
-are columns of their rows meanwhile.
+`TensorDictRows`, a batch that knows what it was; no method of a worker ever sees it. Its nested
+tensors are ragged columns meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
-from verl_like.batch import tensordicts, wire
-from verl_like.batch.columns import Array, tensors_of
-from verl_like.batch.nested_columns import (
-    PackedRows,
-    is_nested,
-    map_rows,
-    nested_of_rows,
-    pack_rows,
-    rows_of_nested,
-    unpack_rows,
-)
-from verl_like.batch.parts import Shard
+from verl_like.batch import tensordicts
+from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
 from verl_like.batch.tensordict_import import NonTensorData, TensorDict
 from verl_like.errors import BatchError
 
@@ -34,63 +26,52 @@ class TensorDictRows(DataProto):
         """A TensorDict with one batch dim, or one of `NonTensorData` alone without any."""
         if not whole.batch_dims:
             return cls(None, {}, _entries(whole))
-        names = [name for name, column in tensors_of(whole).items() if _is_nested(column)]
-        batch, arrays, meta = tensordicts.split_parts(whole.exclude(*names) if names else whole)
+        nested = {n: c for n, c in tensors_of(whole).items() if tensordicts.is_nested(c)}
+        rest = whole.exclude(*nested) if nested else whole
+        batch, arrays, meta = tensordicts.split_parts(rest)
         if batch is None:  # the number of rows is known all the same
             batch = TensorDict({}, batch_size=whole.batch_size)
-        nested = {name: rows_of_nested(whole.get(name)) for name in names}
-        return cls(batch, arrays | nested, meta)
+        ragged = {n: tensordicts.ragged_of_nested(n, column) for n, column in nested.items()}
+        return cls(batch, arrays, meta, ragged=ragged)
 
     def whole(self) -> TensorDict:
         """The TensorDict again; of a piece, with its `shard`."""
-        if self.batch is None and not self.non_tensor_batch:
+        columns = self.columns
+        if not self._has_rows():
             return TensorDict(
                 {key: NonTensorData(value) for key, value in self.meta_info.items()}, batch_size=[]
             )
-        nested = [name for name, array in self.non_tensor_batch.items() if is_nested(array)]
-        others = {name: a for name, a in self.non_tensor_batch.items() if name not in nested}
-        whole = tensordicts.merge_parts(len(self), self.batch, others, self.meta_info)
-        for name in nested:
-            whole.set(name, nested_of_rows(self.non_tensor_batch[name]))
+        dense = {n: c for n, c in columns.items() if not isinstance(c, Ragged)}
+        whole = tensordicts.merge_parts(len(self), dense, self.non_tensor_batch, self.meta_info)
+        for name, column in columns.items():
+            if isinstance(column, Ragged):
+                whole.set(name, tensordicts.nested_of_ragged(column))
         if self.shard is not None:
             whole.shard = self.shard
         return whole
 
-    def writable_copy(self) -> Self:
-        """The same, with private memory under nested rows, too."""
-        copied = super().writable_copy()
-        for name, array in copied.non_tensor_batch.items():
-            if is_nested(array):
-                copied.non_tensor_batch[name] = map_rows(array, lambda row: row.clone())
-        return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """As any batch; nested columns go as one buffer each."""
-        arrays = {}
-        packed, flat = [], {}
-        for name, array in self.non_tensor_batch.items():
-            if is_nested(array):
-                column, flat[name] = pack_rows(name, array)
-                packed.append(column)
-            else:
-                arrays[name] = wire.pack_array(array)
-        tensors = wire.pack_tensors(self.batch, int(protocol))
-        buffers = wire.pack_columns(flat, int(protocol))
-        return _unpickled, (tensors, arrays, packed, buffers, self.meta_info, self.shard)
+def joinable(pieces: Sequence[DataProto]) -> list[DataProto]:
+    """The pieces of one TensorDict, to be concatenated.
 
+    Nested columns get one width, that of the longest row of all. Of the pieces' `NonTensorData` the
+    first one's are kept, as `torch.cat` does.
+    """
+    widths: dict[str, int] = {}
+    for piece in pieces:
+        for name, column in piece.columns.items():
+            if isinstance(column, Ragged):
+                widths[name] = max(widths.get(name, 0), column.width)
 
-def _unpickled(
-    tensors: wire.Tensors | None,
-    arrays: dict[str, Array],
-    packed: list[PackedRows],
-    buffers: wire.Columns,
-    meta: dict[str, Any],
-    shard: Shard | None,
-) -> TensorDictRows:
-    """What a pickled one calls to be one again."""
-    flat = wire.unpack_columns(buffers)
-    nested = {column.name: unpack_rows(column, flat[column.name]) for column in packed}
-    return TensorDictRows(wire.unpack_tensors(tensors), arrays | nested, meta, shard=shard)
+    made = []
+    for piece in pieces:
+        kept = piece.select(meta_info_keys=None if piece is pieces[0] else ())
+        wide = {}
+        for name, column in kept.columns.items():
+            if isinstance(column, Ragged):
+                wide[name] = Ragged(column.values, column.lengths, widths[name], column.starts)
+        made.append(kept.set_columns(wide))
+    return made
 
 
 def rows_of(value: Any) -> Any:
@@ -101,15 +82,6 @@ def rows_of(value: Any) -> Any:
 def value_of(value: Any) -> Any:
     """What a method or the driver is given for rows: the TensorDict. Any other value as it is."""
     return value.whole() if isinstance(value, TensorDictRows) else value
-
-
-def num_nested_bytes(array: Array) -> int:
-    """The bytes under a column of nested rows; 0 of another."""
-    return sum(row.tensor.nbytes for row in array) if is_nested(array) else 0
-
-
-def _is_nested(column: Any) -> bool:
-    return bool(getattr(column, "is_nested", False))
 
 
 def _entries(whole: TensorDict) -> dict[str, Any]:

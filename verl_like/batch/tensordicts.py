@@ -1,14 +1,18 @@
-"""A batch as one TensorDict and back, for code that speaks tensordict.
+"""TensorDicts as batches and back, for code that speaks tensordict.
 
 Tensors stay columns, rows of numpy columns become a `NonTensorStack`, and an entry of `meta_info`
-becomes `NonTensorData`.
+becomes `NonTensorData`. Nested tensors of the jagged layout are ragged columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from verl_like.batch.columns import Array, object_rows, tensors_of
+import torch
+
+from verl_like.batch.columns import Array, object_rows
+from verl_like.batch.ragged import Ragged
 from verl_like.batch.tensordict_import import NonTensorData, NonTensorStack, TensorDict
 from verl_like.errors import BatchError
 
@@ -17,10 +21,10 @@ Parts = tuple[TensorDict | None, dict[str, Array], dict[str, Any]]
 
 
 def merge_parts(
-    rows: int, batch: TensorDict | None, arrays: dict[str, Array], meta: dict[str, Any]
+    rows: int, tensors: Mapping[str, torch.Tensor], arrays: dict[str, Array], meta: dict[str, Any]
 ) -> TensorDict:
     """One TensorDict of all three parts; a name that two of them have is an error."""
-    merged: dict[str, Any] = {**tensors_of(batch)}
+    merged: dict[str, Any] = {**tensors}
     for name, array in arrays.items():
         if name in merged:
             raise BatchError(
@@ -59,3 +63,34 @@ def split_parts(whole: TensorDict) -> Parts:
     if arrays and not tensors:
         return None, arrays, meta
     return TensorDict(tensors, batch_size=whole.batch_size, device=whole.device), arrays, meta
+
+
+def is_nested(column: Any) -> bool:
+    """Whether it is a nested tensor."""
+    return bool(getattr(column, "is_nested", False))
+
+
+def ragged_of_nested(name: str, column: Any) -> Ragged:
+    """A nested tensor as a ragged column, as wide as its longest row."""
+    if column.layout != torch.jagged:
+        raise BatchError(
+            f"Column {name!r} is a nested tensor of the strided layout, which torch itself takes "
+            "back: make it with torch.nested.as_nested_tensor(rows, layout=torch.jagged)."
+        )
+    rows = column.unbind()
+    dim = column._ragged_idx - 1
+    between = rows[0].shape[:dim]  # dims between the rows and the one whose length is a row's own
+    lengths = torch.tensor([row.shape[dim] for row in rows])
+    lengths = lengths.view(-1, *[1] * dim).expand(-1, *between).contiguous()
+    values = torch.cat([row.flatten(0, dim) for row in rows])
+    return Ragged(values, lengths, int(lengths.max()))
+
+
+def nested_of_ragged(column: Ragged) -> torch.Tensor:
+    """The inverse of `ragged_of_nested`."""
+    between = column.lengths.shape[1:]
+    spans = column.flatten().rows()
+    each = between.numel()
+    rows = [torch.stack(spans[first : first + each]) for first in range(0, len(spans), each)]
+    jagged = [row.view(*between, -1, *column.values.shape[1:]) for row in rows]
+    return torch.nested.as_nested_tensor(jagged, layout=torch.jagged)

@@ -1,64 +1,60 @@
-"""How a batch is pickled: its columns travel as out-of-band buffers of pickle protocol 5.
+"""How the columns of a batch are pickled: as out-of-band buffers of pickle protocol 5.
 
 A large contiguous CPU tensor is copied on neither side. So what arrives may be memory that other
-processes see too: `DataProto.writable_copy` makes it private. One of less than `LARGE_BYTES` that
-is mostly padding travels as its runs (`verl_like.batch.runs`), inside the pickle.
+processes see too: `DataProto.writable_copy` makes it private. Of a ragged column its values travel,
+and where they lie.
 """
 
 from __future__ import annotations
 
-import math
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_like.batch.columns import Array, tensors_of
-from verl_like.batch.runs import pack_runs, unpack_runs
-from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.columns import Array
+from verl_like.batch.ragged import Column, Ragged
 
 SMALL_BYTES = 4096
-"""Up to this size a column is copied when it is loaded: a view of the bytes would take longer."""
-ENTRY_SIZES = (1, 2, 4, 8)
-"""Bytes of an entry that an integer can stand for."""
-LARGE_BYTES = 1 << 20
-"""From this size on a column is not looked at, but shared: that is quicker than any packing."""
+"""Up to this size a column lies in the pickle and is copied: a view of a buffer takes longer."""
 
-Columns = dict[str, tuple[torch.dtype, tuple[int, ...], Any]]
-"""Tensors in a pickle: dtype, shape, and bytes or runs of each."""
+Packed = tuple[torch.dtype, tuple[int, ...], Any]
+"""A tensor in a pickle: dtype, shape, and bytes."""
 
-Tensors = tuple[int, Columns]
-"""A TensorDict in a pickle: number of rows, and its columns."""
+Columns = dict[str, Packed | tuple[Packed, Packed, Packed, int, float]]
+"""Columns in a pickle; of a ragged one values, lengths, starts, width and fill."""
 
 
-def pack_tensors(batch: TensorDict | None, protocol: int) -> Tensors | None:
-    """What stands for a TensorDict in a pickle; the bytes are a buffer from protocol 5 on."""
-    if batch is None:
-        return None
-    return int(batch.batch_size[0]), pack_columns(tensors_of(batch), protocol)
+def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
+    """What stands for columns in a pickle; large bytes are buffers from protocol 5 on."""
+    packed: Columns = {}
+    spans: dict[int, Packed] = {}  # several columns have the same lengths: they travel once
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            for tensor in (column.lengths, column.starts):
+                if id(tensor) not in spans:
+                    spans[id(tensor)] = _pack(tensor, protocol)
+            where = spans[id(column.lengths)], spans[id(column.starts)]
+            packed[name] = _pack(column.values, protocol), *where, column.width, column.fill
+        else:
+            packed[name] = _pack(column, protocol)
+    return packed
 
 
-def unpack_tensors(packed: Tensors | None) -> TensorDict | None:
-    """The TensorDict again, its columns lying in the buffers they came in."""
-    if packed is None:
-        return None
-    rows, columns = packed
-    return TensorDict(unpack_columns(columns), batch_size=[rows])
-
-
-def pack_columns(tensors: dict[str, torch.Tensor], protocol: int) -> Columns:
-    """What stands for tensors in a pickle."""
-    return {
-        name: (column.dtype, tuple(column.shape), _buffer_of(column, protocol))
-        for name, column in tensors.items()
-    }
-
-
-def unpack_columns(packed: Columns) -> dict[str, torch.Tensor]:
-    """The tensors again, lying in the buffers that they came in."""
-    return {name: _tensor_over(*column) for name, column in packed.items()}
+def unpack_columns(packed: Columns) -> dict[str, Column]:
+    """The columns again, lying in the buffers that they came in."""
+    columns: dict[str, Column] = {}
+    for name, parts in packed.items():
+        if len(parts) == 3:
+            columns[name] = _tensor_over(*parts)
+        else:
+            values, lengths, starts, width, fill = parts
+            spans = _tensor_over(*lengths), width, _tensor_over(*starts)
+            columns[name] = Ragged(_tensor_over(*values), *spans, fill)
+    return columns
 
 
 def pack_array(column: Array) -> Array:
@@ -66,25 +62,22 @@ def pack_array(column: Array) -> Array:
     return column if column.dtype.hasobject else np.ascontiguousarray(column)
 
 
+def _pack(column: torch.Tensor, protocol: int) -> Packed:
+    return column.dtype, tuple(column.shape), _buffer_of(column, protocol)
+
+
 def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
-    """The bytes of a tensor, or its runs."""
     if not column.numel():
         return b""
     # one dim first: a view of another dtype wants the last stride to be 1
     flat: Any = column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    size = column.element_size()
-    if SMALL_BYTES < flat.nbytes < LARGE_BYTES and size in ENTRY_SIZES:
-        runs = pack_runs(flat.view(f"i{size}"))
-        if runs is not None:
-            return runs
-    return pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
+    if protocol < 5 or flat.nbytes <= SMALL_BYTES:
+        return flat.tobytes()
+    return pickle.PickleBuffer(flat)
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
     """A tensor over a buffer: without a copy, unless the copy is quicker."""
-    if isinstance(buffer, tuple):
-        entries = unpack_runs(buffer, math.prod(shape), dtype.itemsize)
-        return torch.from_numpy(entries).view(dtype).view(shape)
     num_bytes = len(buffer if isinstance(buffer, bytes) else memoryview(buffer))
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
-from verl_like.batch.tensordict_rows import num_nested_bytes
 from verl_like.calls.future import PartFuture, WorkerFuture
 from verl_like.calls.messages import Call, LazySlot, Pending, PieceSlot, Slot, WholeSlot
 from verl_like.calls.metrics import batch_alone
@@ -117,7 +115,5 @@ def num_bytes(value: Any) -> int:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.nbytes)
     if isinstance(value, DataProto):
-        tensors = sum(int(column.nbytes) for column in tensors_of(value.batch).values())
-        arrays = value.non_tensor_batch.values()
-        return tensors + sum(column.nbytes + num_nested_bytes(column) for column in arrays)
+        return sum(value.num_bytes())
     return int(value.bytes()) if isinstance(value, TensorDict) else 0

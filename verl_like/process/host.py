@@ -288,10 +288,7 @@ class WorkerHost:
         result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
-            keys = (
-                *(result.batch.keys() if result.batch is not None else ()),
-                *result.non_tensor_batch,
-            )
+            keys = (*result.columns, *result.non_tensor_batch)
 
         mesh_facts = None
         for role, state in self._states.items():

@@ -16,7 +16,9 @@ from verl_like.batch.functions import (
     unfold_batch_dim,
     unpad_dataproto,
 )
+from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
 
 JSON_LIKE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -49,6 +51,15 @@ NUMPY_DTYPES = [
 ]
 
 
+def ragged(noise, rows):
+    """Rows of 0 to 5 entries, anywhere in a width of 7."""
+    lengths = torch.from_numpy(noise.integers(0, 6, rows))
+    starts = torch.from_numpy(noise.integers(0, 8 - lengths.numpy()))
+    dtype = TORCH_DTYPES[noise.integers(len(TORCH_DTYPES))]
+    values = torch.from_numpy(noise.integers(0, 100, int(lengths.sum()))).to(dtype)
+    return Ragged(values, lengths, 7, starts, int(noise.integers(2)))
+
+
 @st.composite
 def batches(draw, min_rows=0):
     """Any mix of tensor, numeric and object columns (or none), with meta."""
@@ -63,6 +74,9 @@ def batches(draw, min_rows=0):
             values[values > 50] = float("nan")
         tensors[f"t{i}"] = values
 
+    for i in range(draw(st.integers(0, 2))):
+        tensors[f"r{i}"] = ragged(noise, rows)
+
     arrays = {}
     for i, name in enumerate(draw(st.lists(st.sampled_from(NUMPY_DTYPES), max_size=2))):
         shape = (rows, *draw(st.lists(st.integers(1, 2), max_size=1)))
@@ -72,6 +86,14 @@ def batches(draw, min_rows=0):
 
     meta = draw(st.dictionaries(st.sampled_from("xyz"), JSON_LIKE, max_size=2))
     return DataProto.from_dict(tensors, arrays, meta)
+
+
+def rectangles(data):
+    """The same batch, asked for its columns in verl's layout."""
+    copied = copy.copy(data)
+    assert copied.batch is None or set(copied.batch.keys()) == set(data.columns)
+    assert not any(isinstance(column, Ragged) for column in copied.columns.values())
+    return copied
 
 
 quick = settings(max_examples=40, deadline=None)
@@ -133,7 +155,32 @@ def test_unfold_undoes_fold(data, choose):
     sizes = [size for size in range(1, len(data) + 1) if len(data) % size == 0]
     if sizes:
         folded = fold_batch_dim(data, choose.draw(st.sampled_from(sizes)))
-        assert_same(unfold_batch_dim(folded), data)
+        assert_same(unfold_batch_dim(folded), rectangles(data))
+
+
+@quick
+@given(batches(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_operation_on_ragged_columns_is_that_on_their_rectangles(data, times, random):
+    order = list(range(len(data)))
+    random.shuffle(order)
+    operations = [
+        lambda d: d[order],
+        lambda d: d[1:3],
+        lambda d: d.repeat(times),
+        lambda d: DataProto.concat([d, d[order]]),
+        lambda d: DataProto.concat([rectangles(d), d[order]]),
+        lambda d: copy.deepcopy(d).union(rectangles(d)),
+        lambda d: d.select(list(d.columns)),
+        lambda d: pad_dataproto_to_divisor(d, 4)[0],
+        copy.deepcopy,
+    ]
+    for operation in operations:
+        assert_same(rectangles(operation(data)), rectangles(operation(rectangles(data))))
+    for column in data.columns.values():
+        if isinstance(column, Ragged) and column.fill == 0:
+            assert same_value(column.like(column.padded()), column)
+    if len(data) and data.columns:
+        assert same_value(dict(data[-1].batch), dict(rectangles(data)[-1].batch))
 
 
 @quick

@@ -23,8 +23,10 @@ def make() -> TensorDict:
     positions = torch.nested.as_nested_tensor(
         [torch.arange(n).expand(2, n).contiguous() for n in LENGTHS], layout=torch.jagged
     )
-    strided = torch.nested.nested_tensor([torch.ones(n, n + 1) * n for n in LENGTHS])
-    columns = {"x": torch.arange(5), "ids": jagged, "positions": positions, "images": strided}
+    logits = torch.nested.as_nested_tensor(
+        [torch.ones(n, 2) * n for n in LENGTHS], layout=torch.jagged
+    )
+    columns = {"x": torch.arange(5), "ids": jagged, "positions": positions, "logits": logits}
     uid = NonTensorStack(*map(NonTensorData, "abcde"))
     turns = NonTensorStack(*(NonTensorData([0.5] * n) for n in range(5)))
     others = {"uid": uid, "turns": turns, "top_p": NonTensorData(0.7, batch_size=[5])}
@@ -87,3 +89,9 @@ def test_of_joined_pieces_the_first_has_the_entries() -> None:
 def test_a_tensor_needs_rows() -> None:
     with pytest.raises(BatchError, match=r"without a batch dim holds NonTensorData alone.*'x'"):
         TensorDictRows.of(TensorDict({"x": torch.ones(2)}, batch_size=[]))
+
+
+def test_nested_tensors_of_the_strided_layout_are_refused_with_a_way_out() -> None:
+    strided = torch.nested.nested_tensor([torch.ones(n, n + 1) for n in LENGTHS])
+    with pytest.raises(BatchError, match=r"'images' is a nested.*layout=torch.jagged"):
+        TensorDictRows.of(TensorDict({"images": strided}, batch_size=[5]))
