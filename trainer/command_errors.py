@@ -21,7 +21,7 @@ GOES_ON = "the same command goes on from the last checkpoint, where there is one
 
 
 @contextmanager
-def ending_in_words(folder: str | Path) -> Iterator[None]:
+def ending_in_words(folder: str | Path = "") -> Iterator[None]:
     """Within, an error ends the process, by SystemExit; `folder` is the run's, for a full disk."""
     try:
         yield

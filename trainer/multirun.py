@@ -1,8 +1,8 @@
 """The jobs of `--multirun`: one that fails does not end the others.
 
 sweep = Sweep()
-with sweep.job("trainer.seed=1", folder):     # for each job, whatever becomes of it
-    ...
+with sweep.job(["trainer.seed=1"]) as job:      # for each job, whatever becomes of it
+    job.folder = ...
 sweep.close()                                 # which failed, and the runs side by side
 """
 
@@ -21,14 +21,14 @@ from trainer.run_folder.signals import STOP_EXITS
 from verl_like.terminal import draw_table, fit, terminal_width
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """A job that has ended."""
+    """One run of a sweep."""
 
     overrides: Sequence[str]
     """All of them, its own and those of every job."""
-    folder: Path
-    failure: str
+    folder: Path | None = None
+    failure: str = ""
     """The last line of its error; empty if there was none."""
 
 
@@ -39,20 +39,20 @@ class Sweep:
         self.jobs: list[Job] = []
 
     @contextmanager
-    def job(self, overrides: Sequence[str], folder: str | Path) -> Iterator[None]:
+    def job(self, overrides: Sequence[str]) -> Iterator[Job]:
         """Within, a job runs; an error that it exits with is noted. A signal to stop ends all."""
-        failure = ""
+        job = Job(overrides)
         try:
-            yield
+            yield job
         except SystemExit as ended:
             if ended.code in STOP_EXITS:
                 raise
-            failure = str(ended.code) if ended.code else ""
+            job.failure = str(ended.code) if ended.code else ""
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)
-            elif failure:
-                failure = "its traceback is above"
-        self.jobs.append(Job(overrides, Path(folder), failure))
+            elif job.failure:
+                job.failure = "its traceback is above"
+        self.jobs.append(job)
 
     def close(self) -> None:
         """Print what became of the jobs, and compare those that trained; exit 1 if one failed."""
@@ -63,7 +63,8 @@ class Sweep:
             rows += [[self._own(job), job.failure or "no failure"] for job in self.jobs]
             print("", *draw_table(rows, width), sep="\n")
 
-        trained = [job.folder for job in self.jobs if (job.folder / "metrics.jsonl").is_file()]
+        folders = [job.folder for job in self.jobs if job.folder is not None]
+        trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
         if len(trained) > 1:
             runs = read_runs(trained)
             page = write_comparison(runs, trained[0].parent / PAGE)

@@ -34,7 +34,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
     rewards = f"rewards=[{{name: mine, path: '{path}', function: broken, on_failure: skip}}]"
     settings = overrides(tiny_dir, folder, *GRPO, *FEW_ROWS, rewards)
     given = [key for key in settings if not key.startswith("critic.")]
-    monkeypatch.setattr(sys, "argv", ["verl-like", *given, f"hydra.run.dir={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["verl-like", *given])
     with pytest.raises(SystemExit) as ended:
         main_ppo.main()
     error = ended.value.code

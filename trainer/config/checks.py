@@ -117,7 +117,16 @@ def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
         raise ConfigError(f"role {role!r} on pool {pool!r}: {error}") from error
 
 
-def check_resume(config: RunConfig) -> None:
+def check_run(config: RunConfig) -> None:
+    """The rules between the keys that every run has."""
+    _check_resume(config)
+    for pool, sizes in config.resource_pool_spec.items():
+        ResourcePool.named(pool, sizes)
+    _check_pool_resources(config)
+    _check_chaos(config)
+
+
+def _check_resume(config: RunConfig) -> None:
     """`resume_mode=resume_path` and the path go together."""
     trainer = config.trainer
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
@@ -128,13 +137,7 @@ def check_resume(config: RunConfig) -> None:
         )
 
 
-def check_pool_sizes(config: RunConfig) -> None:
-    """Every pool has processes."""
-    for pool, sizes in config.resource_pool_spec.items():
-        ResourcePool.named(pool, sizes)
-
-
-def check_pool_resources(config: RunConfig) -> None:
+def _check_pool_resources(config: RunConfig) -> None:
     """They are of pools that there are, and do not contradict themselves."""
     for pool, resources in config.pool_resources.items():
         pools = config.resource_pool_spec
@@ -153,3 +156,22 @@ def check_pool_resources(config: RunConfig) -> None:
                     f"pool_resources.{pool}.resources.{name}={amount:g}: a resource of your own "
                     "with an amount above 0; CPUs and GPUs are `cpus` and `gpus`."
                 )
+
+
+def _check_chaos(config: RunConfig) -> None:
+    """Refuse to kill where no worker has a process of its own: the driver would die with it."""
+    if config.chaos.kill_worker == 0:
+        return
+    what, backend = f"chaos.kill_worker={config.chaos.kill_worker:g}", config.trainer.backend
+    if backend == "torchrun":
+        raise ConfigError(
+            f"{what} with trainer.backend=torchrun: torchrun ends the whole run when one of its "
+            "processes dies. Take trainer.backend=ray."
+        )
+    sizes = {name: sum(of_nodes) for name, of_nodes in config.resource_pool_spec.items()}
+    if not any(config.has_own_processes(name, size) for name, size in sizes.items()):
+        raise ConfigError(
+            f"{what}: no worker of this run has a process of its own (trainer.backend={backend}, "
+            f"pools of {', '.join(f'{name}: {size}' for name, size in sizes.items())}). Take "
+            "trainer.backend=ray, or a pool of two processes."
+        )

@@ -1,35 +1,24 @@
-"""`placement=<preset>`: its pools and roles, and the roles of a run.
+"""The roles of a run and the sizes of their pools, decided from the configuration alone.
 
-`preset_tree` is what a preset puts into the tree, `settle_names` what the user's own words leave of
-it; `trainer.config.shares` gives its pools their sizes; `settle` drops what a run does not
-use. All of it is decided from the configuration alone: `verl_like.placement` then checks the pools
+A preset (`placement=split`) names pools and roles. What the user says of them comes before it; its
+pools share out the devices that the user's own pools leave, so that giving a role a pool of its own
+is one pool more and no other one made smaller by hand. `verl_like.placement` then checks the pools
 against the nodes that there are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import Override
 
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.shares import own_pools_first
+from trainer.config.settings import parse
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_named
-
-
-def preset_tree(recipe: Recipe[Any], preset: str) -> dict[str, Any]:
-    """`resource_pool_spec` and `role_mapping` of a preset, as Hydra gets them."""
-    pools = recipe.placements[preset]
-    names = ",".join(pools)
-    return {
-        "resource_pool_spec": {
-            pool: f"${{share:{recipe.name},{pool},[{names}]}}" for pool in pools
-        },
-        "role_mapping": {role: pool for pool, roles in pools.items() for role in roles},
-    }
 
 
 def roles_of(recipe: Recipe[Any]) -> list[str]:
@@ -41,64 +30,38 @@ def roles_of(recipe: Recipe[Any]) -> list[str]:
     return list(found)
 
 
-def expand_shorthands(recipe: Recipe[Any], overrides: Sequence[str]) -> list[str]:
-    """`overrides` with words such as `colocate_all=true` written out.
+def expand_shorthands(recipe: Recipe[Any], settings: Sequence[Override]) -> list[Override]:
+    """The settings with words such as `colocate_all=true` written out.
 
     Beside another word on the placement they are refused.
     """
-    chosen, kept = [], []
-    for override in overrides:
-        word, _, value = override.partition("=")
+    chosen, kept = set(), []
+    for setting in settings:
+        word, value = setting.key_or_group, setting.value()
         if word not in recipe.shorthands:
-            kept.append(override)
-        elif _is_true(word, value):
-            chosen.append(word)
+            kept.append(setting)
+        elif not isinstance(value, bool):
+            raise ConfigError(f"{word}={value}: true or false.")
+        elif value:
+            chosen.add(word)
 
-    meant = _meaning(recipe, sorted(set(chosen)))
-    rivals = [override for override in kept if _is_on_placement(override)]
-    if chosen and rivals:
-        raise ConfigError(
-            f"{' and '.join(sorted(set(chosen)))} and {' and '.join(rivals)} both say where roles "
-            f"run; keep one of them. The shorthand stands for {' '.join(meant)}."
-        )
-    return kept + meant
-
-
-def _meaning(recipe: Recipe[Any], words: Sequence[str]) -> list[str]:
-    """The overrides that shorthands stand for; one pool for all says more than the others."""
-    overrides: dict[str, str] = {}
-    for word in words:
-        overrides |= recipe.shorthands[word]
-
-    for word in words:
+    meant: dict[str, str] = {}
+    for word in sorted(chosen):
+        meant |= recipe.shorthands[word]
+    for word in chosen:
         if recipe.shorthands[word] == {"placement": "colocate"}:
-            overrides = dict(recipe.shorthands[word])
-    return [f"{key}={value}" for key, value in overrides.items()]
+            meant = dict(recipe.shorthands[word])  # one pool for all says more than the others
+    lines = [f"{key}={value}" for key, value in meant.items()]
 
-
-def _is_on_placement(override: str) -> bool:
-    return override.lstrip("+~").startswith(("placement=", "role_mapping", "resource_pool_spec"))
-
-
-def _is_true(word: str, value: str) -> bool:
-    if value.lower() not in ("true", "false"):
-        raise ConfigError(f"{word}={value}: true or false.")
-    return value.lower() == "true"
-
-
-def settle_names(tree: Any, keys: Collection[str]) -> None:
-    """Let what the user says of roles and pools come before what a preset does, in the merged tree.
-
-    `keys` are those that the user set.
-    """
-    named = names_below("role_mapping", keys)
-    mapping = OmegaConf.to_container(tree.role_mapping, resolve=False)
-    assert isinstance(mapping, dict), "role_mapping is a section"
-    tree.role_mapping = own_names_first({str(name): mapping[name] for name in mapping}, named)
-    if tree.trainer.nnodes > 1:
-        sizes = OmegaConf.to_container(tree.resource_pool_spec, resolve=False)
-        assert isinstance(sizes, dict), "resource_pool_spec is a section"
-        tree.resource_pool_spec = own_pools_first({str(pool): sizes[pool] for pool in sizes})
+    on_placement = ("placement", "role_mapping", "resource_pool_spec")
+    rivals = [each for each in kept if each.key_or_group.startswith(on_placement)]
+    if chosen and rivals:
+        given = " and ".join(each.input_line or "" for each in rivals)
+        raise ConfigError(
+            f"{' and '.join(sorted(chosen))} and {given} both say where roles run; keep one of "
+            f"them. The shorthand stands for {' '.join(lines)}."
+        )
+    return [*kept, *map(parse, lines)]
 
 
 def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
@@ -118,21 +81,24 @@ def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> 
 
 
 def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> list[str]:
-    """Drop from `config` what this run does not use, refuse roles that cannot work.
+    """Complete `config`, drop what this run does not use, refuse roles that cannot work.
 
     `keys` are those that the user set: a pool or a worker class of theirs that nothing uses is
     refused, one of a preset or of the recipe's YAML is dropped. Returns notices to show.
     """
+    named_roles = names_below("role_mapping", keys)
+    config.role_mapping = own_names_first(config.role_mapping, named_roles)
+    notices = [*recipe.complete(config, keys)]
     inactive = recipe.inactive_roles(config)
     dropped = _drop_inactive_roles(config, inactive, keys)
     _add_extra_roles(config, recipe.extra_roles(config))
     _check_roles(config, roles_of(recipe), inactive)
-
-    notices = []
-    for role in sorted(names_below("role_mapping", keys) & inactive.keys()):
+    for role in sorted(named_roles & inactive.keys()):
         notices.append(f"notice: role_mapping.{role} has no effect here: {inactive[role]}")
-    named_pools = names_below("resource_pool_spec", keys)
+
     used = set(config.role_mapping.values())
+    shared = share_devices(config)
+    named_pools = names_below("resource_pool_spec", keys)
     for pool in [pool for pool in config.resource_pool_spec if pool not in used]:
         if pool in named_pools:
             roles = [role for role, its_pool in dropped.items() if its_pool == pool]
@@ -141,15 +107,88 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
         notices.append(f"notice: no role of this run uses the pool {pool!r}, it is dropped")
 
     spec = config.resource_pool_spec
-    if (
-        recipe.shares_devices
-        and not named_pools
-        and len({sum(sizes) for sizes in spec.values()}) > 1
-    ):
+    if shared and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
             f"notice: the devices do not divide evenly, the first pools have more: {spec}"
         )
     return notices
+
+
+def share_devices(config: RunConfig) -> list[str]:
+    """Give the pools without a size, which a preset names, an even share; returns their names.
+
+    The rest goes to the first of them. Nodes are shared out when there is at least one for each
+    pool, otherwise the devices of every node are.
+    """
+    spec, used = config.resource_pool_spec, set(config.role_mapping.values())
+    own = {pool: sizes for pool, sizes in spec.items() if sizes}
+    shared = [pool for pool, sizes in spec.items() if not sizes and pool in used]
+    if not shared:
+        return []
+    if config.trainer.nnodes > 1:  # the plan gives the first pools the first nodes with room
+        config.resource_pool_spec = spec = own | {p: [] for p in spec if p not in own}
+
+    used_own = {pool: sizes for pool, sizes in own.items() if pool in used}
+    free = [devices for devices in _left_on_nodes(config, used_own) if devices > 0]
+    wide = [devices for devices in free if devices >= len(shared)]
+    if len(free) < len(shared) and not wide:
+        raise _too_few(config, shared, used_own)
+    first = 0
+    for number, pool in enumerate(shared):
+        if len(free) >= len(shared):
+            nodes = _even_share(len(free), len(shared), number)
+            spec[pool], first = free[first : first + nodes], first + nodes
+        else:
+            spec[pool] = [_even_share(devices, len(shared), number) for devices in wide]
+    return shared
+
+
+def _even_share(total: int, parts: int, number: int) -> int:
+    return total // parts + (number < total % parts)
+
+
+def _left_on_nodes(config: RunConfig, own: Mapping[str, Sequence[int]]) -> list[int]:
+    """Devices of every node that the user's own pools leave, each on the first node with room."""
+    left = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+    for pool, per_node in own.items():
+        taken: list[int] = []
+        for count in per_node:
+            need = _devices_of(config, pool, count)
+            others = [node for node in range(len(left)) if node not in taken]
+            node = next((node for node in others if left[node] >= need), None)
+            if node is None:
+                return []
+            left[node] -= need
+            taken.append(node)
+    return left
+
+
+def _devices_of(config: RunConfig, pool: str, count: int) -> int:
+    """Devices that so many processes take: none of the GPUs where they are kept off them."""
+    resources = config.pool_resources.get(pool)
+    if resources is None or config.trainer.device == "cpu":
+        return count
+    if resources.device == "cpu":
+        return 0
+    return math.ceil(count * (resources.gpus or 1.0))
+
+
+def _too_few(
+    config: RunConfig, pools: Sequence[str], own: Mapping[str, Sequence[int]]
+) -> ConfigError:
+    """The refusal of a preset with more pools than devices, and what works instead."""
+    num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    taken = sum(max(_devices_of(config, pool, n) for n in own[pool]) for pool in own)
+    left = max(num_devices - taken, 0)
+    given = "".join(f" resource_pool_spec.{pool}={list(own[pool])} comes first." for pool in own)
+    instead = ", or placement=colocate, where roles share processes" if left else ""
+    return ConfigError(
+        f"The placement needs {len(pools)} pools ({', '.join(pools)}), but "
+        f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
+        f"{pools[min(left, len(pools) - 1)]!r}.{given} Set "
+        f"trainer.n_gpus_per_node={taken + len(pools)} or more (on a CPU machine devices are "
+        f"process slots){instead}."
+    )
 
 
 def names_below(section: str, keys: Collection[str]) -> set[str]:

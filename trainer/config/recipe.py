@@ -59,10 +59,7 @@ class Recipe(Generic[C]):
     placements: Placements
     """What `placement=<preset>` stands for."""
     inactive_roles: Callable[[Any], Mapping[str, str]] = _none_inactive
-    """Roles of the recipe that a configuration does not need -> why.
-
-    It gets the configuration, or the composed tree before that.
-    """
+    """Roles of the recipe that a configuration does not need -> why."""
     extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = _none_extra
     """Further roles of a configuration -> dotted path of the class, and the role whose pool they
     share unless they are mapped.
@@ -83,8 +80,6 @@ class Recipe(Generic[C]):
     """Words that are taken for keys -> what is said to whoever sets them."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
-    shares_devices: bool = True
-    """Whether its presets share the devices out; else its pools are as large as they are meant."""
     shares_presets_of: Path | None = None
     """Folder of another recipe whose groups of presets it has, too."""
 
@@ -104,14 +99,13 @@ class Recipe(Generic[C]):
         return sorted({*files, *(self.placements if group == "placement" else ())})
 
     @property
-    def search_path(self) -> list[str]:
-        """The override by which Hydra looks into that folder."""
-        shared = self.shares_presets_of
-        return [f"hydra.searchpath=[file://{shared}]"] if shared else []
+    def shared_folders(self) -> list[Path]:
+        """Where its groups of presets are, too."""
+        return [self.shares_presets_of] if self.shares_presets_of else []
 
     @property
     def _folders(self) -> list[Path]:
-        return [self.config_dir, *([self.shares_presets_of] if self.shares_presets_of else [])]
+        return [self.config_dir, *self.shared_folders]
 
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:

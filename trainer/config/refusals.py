@@ -1,7 +1,4 @@
-"""What is wrong with a setting that names no key, or has no value of its key: in words.
-
-Also what Hydra refuses, whose own words name its files.
-"""
+"""What is wrong with a setting that names no key, or has no value of its key: in words."""
 
 from __future__ import annotations
 
@@ -10,70 +7,62 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf.errors import ConfigKeyError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config.keys import Key, config_keys, keys_by_name
-from trainer.config.own_files import OwnFiles
 from trainer.config.recipe import Recipe
-from trainer.config.tree import parse
 from verl_like.errors import nearest
 
-MERGING = "Error merging override "
-"""How Hydra begins where a value is not of its key's type."""
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text"}
 """Type of a key -> its values."""
 
 
-def in_words(err: HydraException, recipe: Recipe[Any], own: OwnFiles | None = None) -> str:
-    """What Hydra refuses; of an unknown key in a YAML file, or an unknown file, the nearest ones.
+def wrong_file(err: HydraException, recipe: Recipe[Any], files: Sequence[str]) -> str:
+    """What is wrong with a YAML file: an unknown key, a value of another type, another file's name.
 
-    `own` are the user's files.
+    `files` are the names of the user's own.
     """
-    if isinstance(err, MissingConfigException) and err.missing_cfg_file and own is not None:
-        return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, own.names())}"
+    if isinstance(err, MissingConfigException) and err.missing_cfg_file:
+        return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, files)}"
 
     cause: BaseException | None = err
     while cause is not None and not isinstance(cause, ConfigKeyError):
         cause = cause.__cause__ or cause.__context__
     if cause is None or not cause.full_key:
-        return _wrong_value(err, recipe)
+        return f"{err}: {_first_line(err.__cause__)}" if err.__cause__ else str(err)
     where = re.match(r"In '[^']*': ", str(err))
-    section = _section_of_items(cause.object_type, recipe)
-    refusal = (
-        no_such_key(cause.full_key, recipe)
-        if section is None
-        else _no_such_item_key(cause.full_key, section)
-    )
-    return (where[0] if where else "") + refusal
+    return (where[0] if where else "") + _no_key(cause, recipe)
 
 
-def _section_of_items(schema: Any, recipe: Recipe[Any]) -> Key | None:
-    """The key whose value is a list of sections with this schema."""
-    keys = config_keys(recipe.schema)
-    return next((key for key in keys if key.item_schema and key.item_schema is schema), None)
-
-
-def _no_such_item_key(name: str, section: Key) -> str:
-    assert section.item_schema is not None, "it was found by that"
-    known = [key.name for key in config_keys(section.item_schema)]
-    return f"An item of {section.name} has no key {name!r}.{nearest(name, known)}"
-
-
-def _wrong_value(err: HydraException, recipe: Recipe[Any]) -> str:
+def wrong_value(setting: Override, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
     """A value that is not of its key's type, and what the key takes."""
-    why = str(err.__cause__).partition("\n")[0]  # the rest are OmegaConf's own names
-    if not err.__cause__ or not str(err).startswith(MERGING):
-        return f"{err}: {why}" if err.__cause__ else str(err)
-    override = str(err).removeprefix(MERGING).lstrip("+")
-    key = keys_by_name(recipe.schema).get(override.partition("=")[0])
+    if isinstance(err, ConfigKeyError) and err.full_key:
+        return _no_key(err, recipe)
+    key, why = keys_by_name(recipe.schema).get(setting.key_or_group), _first_line(err)
     item_schema = None if key is None else key.item_schema
-    of_object = getattr(err.__cause__, "object_type", None)
-    if item_schema is not None and item_schema == of_object:
-        name = getattr(err.__cause__, "full_key", "")
-        key, why = keys_by_name(item_schema).get(name), f"{name}: {why}"
+    if err.object_type is not None and item_schema == err.object_type:
+        why = f"{err.full_key}: {why}"
+        key = keys_by_name(item_schema).get(err.full_key or "")
     hint = "" if key is None else f"; it {takes(key)}" if takes(key) else ""
-    return f"{override}: {why.rstrip('.')}{hint}."
+    return f"{(setting.input_line or '').lstrip('+')}: {why.rstrip('.')}{hint}."
+
+
+def _first_line(err: BaseException) -> str:
+    """OmegaConf's words; the lines that follow are its own names of things."""
+    return str(err).partition("\n")[0]
+
+
+def _no_key(err: ConfigKeyError, recipe: Recipe[Any]) -> str:
+    name = err.full_key or ""
+    for section in config_keys(recipe.schema):
+        item_schema = section.item_schema
+        if err.object_type is not None and item_schema == err.object_type:
+            known = [key.name for key in config_keys(item_schema)]
+            hint = nearest(name.rpartition(".")[2], known)
+            return f"An item of {section.name} has no key {name!r}.{hint}"
+    return no_such_key(name, recipe)
 
 
 def takes(key: Key) -> str:
@@ -85,19 +74,29 @@ def takes(key: Key) -> str:
     return f"takes {allowed or ' or '.join(kinds)}" if allowed or kinds else ""
 
 
-def unreadable(err: HydraException, overrides: Sequence[str]) -> str:
-    """A setting that Hydra's grammar does not allow, and how it would be."""
-    for override in overrides:
-        try:
-            parse(override)
-        except HydraException:
-            name = override.partition("=")[0]
-            return (
-                f"{override} cannot be read as a setting. A text with other signs than letters, "
-                f"digits and /-\\+.$%*@?| in it is quoted, within the quotes for the shell: "
-                f"\"{name}='...'\". A list is [1, 2], a dict {{name: 1}}."
-            )
-    return str(err)
+def unknown_key(name: str, recipe: Recipe[Any]) -> str:
+    """A refusal of a setting's key; "" where there is one of that name."""
+    known = keys_by_name(recipe.schema)
+    if name in known or name in recipe.groups:
+        return ""
+    section = key_of_own_name(name, recipe.schema)
+    if section is None:
+        return no_such_key(name, recipe)
+    if section.item_schema is None:
+        return ""
+
+    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
+    items = [key.name for key in config_keys(section.item_schema)]
+    if not rest or rest.partition(".")[0] in items:
+        return ""
+    has = f" {section.name}.{own_name} has {', '.join(items)}."
+    return f"There is no key {name!r}.{nearest(rest, items)}{has}"
+
+
+def key_of_own_name(name: str, schema: type) -> Key | None:
+    """The key below which users name things, as `role_mapping` of `role_mapping.judge`."""
+    keys = (key for key in config_keys(schema) if key.takes_any)
+    return next((key for key in keys if name.startswith(f"{key.name}.")), None)
 
 
 def no_such_key(name: str, recipe: Recipe[Any]) -> str:

@@ -204,7 +204,9 @@ class RunConfig:
     """The deadline of every kind of wait, in seconds; a wait is logged from the age of warn_s on.
     """
     resource_pool_spec: dict[str, list[int]] = key(
-        factory=dict, allows="pool: processes of each node", may_change_on_resume=True
+        factory=dict,
+        allows="pool: processes of each node, or [] for an even share",
+        may_change_on_resume=True,
     )
     """Pool name -> processes on each of its nodes."""
     role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)

@@ -1,22 +1,75 @@
-"""Keywords of a call as `key=value` settings, as they stand on the command line.
+"""Settings, `key=value` as on the command line: read by Hydra's parser, written from keywords.
 
 settings = flat_settings(PPOConfig, {"data": {"train_batch_size": 8}, "algorithm": "grpo"})
 overrides_of(settings)          # ["data.train_batch_size=8", "algorithm=grpo"]
+parse("data.train_batch_size=8").value()        # 8
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 
 from trainer.config.keys import config_keys
 from verl_like.errors import ConfigError
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*", re.ASCII)
-"""Texts that Hydra reads as they are, unless they are `WORDS`."""
+"""Texts that the parser reads as they are, unless they are `WORDS`."""
 WORDS = {"true", "false", "null", "inf", "nan"}
+
+
+@lru_cache(maxsize=4096)
+def parse(setting: str) -> Override:
+    """A setting with its `key_or_group`, and its `value()`."""
+    try:
+        (parsed,) = OverridesParser.create().parse_overrides([setting])
+    except HydraException as err:
+        name = setting.partition("=")[0]
+        raise ConfigError(
+            f"{setting} cannot be read as a setting. A text with other signs than letters, digits "
+            f"and /-\\+.$%*@?| in it is quoted, within the quotes for the shell: \"{name}='...'\". "
+            "A list is [1, 2], a dict {name: 1}."
+        ) from err
+    return parsed
+
+
+def keys_of(settings: Iterable[Override]) -> list[str]:
+    """The dotted keys that are set, added or deleted, also inside `section={key: value}`."""
+    found = []
+    for setting in settings:
+        found += _keys_in(setting.key_or_group, setting.value())
+    return found
+
+
+def _keys_in(key: str, value: Any) -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [key]
+
+    found = []
+    for name, inner in value.items():
+        found += _keys_in(f"{key}.{name}", inner)
+    return found
+
+
+def jobs_of(settings: Sequence[str]) -> list[list[str]]:
+    """The settings of each job of a sweep: every choice of `seed=1,2` with every other one."""
+    choices = []
+    for setting in settings:
+        parsed = parse(setting)
+        if parsed.is_discrete_sweep():
+            values = parsed.sweep_string_iterator()
+            choices.append([f"{parsed.get_key_element()}={value}" for value in values])
+        else:
+            choices.append([setting])
+    return [list(job) for job in itertools.product(*choices)]
 
 
 def flat_settings(schema: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +102,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def as_text(value: Any, key: str) -> str:
-    """A value as Hydra reads it; what the command line has no form for is refused."""
+    """A value as the parser reads it; what the command line has no form for is refused."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -69,7 +122,7 @@ def as_text(value: Any, key: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In quotes, where Hydra would read something else; it takes a backslash before them away."""
+    """In quotes, where something else would be read; a backslash before them is taken away."""
     if PLAIN_TEXT.fullmatch(text) and text.lower() not in WORDS:
         return text
     doubled = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)

@@ -111,6 +111,5 @@ DETACHED = Recipe(
     load_registries=load_registries,
     checks=(check, check_detached),
     only_noticed=PPO.only_noticed,
-    shares_devices=False,
     shares_presets_of=PPO.config_dir,
 )

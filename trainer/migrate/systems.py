@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.config.compose import compose_tree, from_composed, prepare_overrides
+from trainer.config.compose import load_config
 from trainer.config.keys import Key, config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -80,9 +80,7 @@ def _composed(done: Translation, variables: Mapping[str, str]) -> RunConfig:
             settings.append(f"{key}={known}")
         elif key in texts:
             settings.append(f"{key}=given")
-    config: RunConfig = from_composed(
-        compose_tree(prepare_overrides(settings, recipe), recipe), [], recipe
-    )
+    config: RunConfig = load_config([], recipe, defaults=settings)
     return config
 
 

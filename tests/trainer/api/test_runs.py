@@ -24,7 +24,8 @@ from trainer import (
     run,
 )
 from trainer.cli.main import RECIPES
-from trainer.config.compose import from_composed
+from trainer.config.compose import load_config as load_recipe_config
+from trainer.config.settings import flat_settings, overrides_of
 from trainer.hooks import Hooks
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from trainer.sft.recipe import SFT as SFT_RECIPE
@@ -100,14 +101,16 @@ def test_the_command_line_has_the_same_configuration(
     monkeypatch.setattr("trainer.launch.run", seen.append)
     monkeypatch.chdir(tmp_path)
     _, command, *arguments = shlex.split(own.command(steps=3).replace("steps=6", "steps=3"))
-    monkeypatch.setattr(sys, "argv", ["verl-like", *arguments, "hydra.run.dir=."])
+    monkeypatch.setattr(sys, "argv", ["verl-like", *arguments])
     main_ppo.main()
     assert command == "ppo"
     assert config_hash(seen[0]) == result.config_hash
 
     saved = own.folder / "config.yaml"
     assert saved.read_text().startswith(f"# config hash {result.config_hash}\n")
-    again = from_composed(OmegaConf.load(saved), [], PPO_RECIPE)
+    values = OmegaConf.to_container(OmegaConf.load(saved))
+    keys = overrides_of(flat_settings(PPO_RECIPE.schema, values))
+    again = load_recipe_config([], PPO_RECIPE, defaults=keys)
     assert config_hash(again) == result.config_hash
 
 

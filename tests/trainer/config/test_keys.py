@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 from trainer import load_config
 from trainer.best_of_n.recipe import BEST_OF_N
-from trainer.config.compose import check_overrides
+from trainer.config.compose import known_settings
 from trainer.config.keys import config_keys, leaf_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -192,5 +192,5 @@ def test_an_uneven_preset_says_so(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_an_unknown_key_gets_the_nearest_ones(override: str, answer: str) -> None:
     with pytest.raises(ConfigError, match="There is no key") as caught:
-        check_overrides([override], PPO)
+        known_settings([override], PPO)
     assert answer in str(caught.value)

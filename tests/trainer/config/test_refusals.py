@@ -24,6 +24,7 @@ REFUSED = [
     ("trainer.seed=x", "^trainer.seed=x: .* Integer; it takes a whole number, 0 or more.$"),
     ("trainer.dry_run=yess", "^trainer.dry_run=yess: .*; it takes true, false.$"),
     ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*is quoted"),
+    ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep, which --multirun makes"),
     ("~trainer", "^~trainer: every run has this section"),
     ("trainer.nnodes=0", "trainer.nnodes=0: it must be above 0"),
     ("resource_pool_spec.global_pool=[0]", r"^resource_pool_spec.global_pool=\[0\]: a pool needs"),

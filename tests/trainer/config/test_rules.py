@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import load as load_file
 from trainer import load_config
 from trainer.config.checks import check_fields
-from trainer.config.compose import check_overrides
+from trainer.config.compose import known_settings
 from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume, path_to
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
@@ -181,7 +181,7 @@ def test_a_resume_may_change_where_a_run_runs_but_not_what_it_computes() -> None
 
 def test_a_key_by_verls_name_is_answered_with_ours() -> None:
     with pytest.raises(ConfigError, match="Here it is 'trainer.max_ckpt_to_keep'"):
-        check_overrides(["trainer.max_actor_ckpt_to_keep=1"], PPO)
+        known_settings(["trainer.max_actor_ckpt_to_keep=1"], SFT)
 
 
 def test_names_of_verl_are_no_keys_here() -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.config.settings import as_text, flat_settings, overrides_of
-from trainer.config.tree import parse
+from trainer.config.settings import as_text, flat_settings, overrides_of, parse
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError

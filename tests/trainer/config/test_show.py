@@ -8,15 +8,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config.compose import compose_tree, left_out_of, prepare_overrides
+from trainer.config.compose import compose_tree, known_settings, left_out_of
 from trainer.config.keys import leaf_keys
+from trainer.config.settings import keys_of
 from trainer.config.show import annotated_yaml
 from trainer.ppo.recipe import PPO
 
 
 def shown(*overrides: str, resolve: bool = False) -> tuple[str, dict]:
     PPO.load_registries()
-    tree = compose_tree(prepare_overrides(overrides, PPO), PPO)
+    tree = compose_tree(known_settings(overrides, PPO), PPO)
     text = annotated_yaml(tree, PPO.schema, resolve)
     return text, OmegaConf.to_container(tree, resolve=resolve)
 
@@ -36,10 +37,10 @@ def test_it_reads_back_as_the_composed_tree(resolve: bool) -> None:
 
 
 def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
-    overrides = prepare_overrides(["algorithm=grpo"], PPO)
+    overrides = known_settings(["algorithm=grpo"], PPO)
     tree = compose_tree(overrides, PPO)
     whole = OmegaConf.to_yaml(tree)
-    left_out = left_out_of(tree, overrides, PPO)
+    left_out = left_out_of(tree, keys_of(overrides), PPO)
     text = annotated_yaml(tree, PPO.schema, left_out=left_out)
     assert "grad_clip: 1.0" in text
     assert "huber_delta" not in text
@@ -51,8 +52,8 @@ def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
 
 
 def test_while_a_refusal_keeps_open_what_is_read_everything_is_shown() -> None:
-    overrides = prepare_overrides(["algorithm=distillation"], PPO)  # which needs a teacher
-    assert left_out_of(compose_tree(overrides, PPO), overrides, PPO) == set()
+    overrides = known_settings(["algorithm=distillation"], PPO)  # which needs a teacher
+    assert left_out_of(compose_tree(overrides, PPO), keys_of(overrides), PPO) == set()
 
 
 def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
@@ -61,8 +62,8 @@ def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
     (tmp_path / "broken_losses.py").write_text("print('hello')\nraise RuntimeError('no')\n")
     monkeypatch.syspath_prepend(tmp_path)
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=broken_losses.mine"
-    overrides = prepare_overrides([loss], PPO)
-    assert left_out_of(compose_tree(overrides, PPO), overrides, PPO) == set()
+    overrides = known_settings([loss], PPO)
+    assert left_out_of(compose_tree(overrides, PPO), keys_of(overrides), PPO) == set()
     assert capsys.readouterr().out == ""
 
 
