@@ -21,7 +21,8 @@ from trainer.config.keys import Key, config_keys, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.detached.recipe import DETACHED
-from trainer.migrate.tables import coati_rows, openrlhf_rows, trl_rows, verl_rows
+from trainer.migrate import verl
+from trainer.migrate.table import doc_rows
 from trainer.ppo.cards import (
     Card,
     estimator_cards,
@@ -354,10 +355,16 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "preference-losses": ("preference.md", preference_loss_table),
     "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
-    "verl": ("coming_from_verl.md", partial(migration_table, verl_rows)),
-    "openrlhf": ("coming_from_openrlhf.md", partial(migration_table, openrlhf_rows)),
-    "trl": ("coming_from_trl.md", partial(migration_table, trl_rows)),
-    "coati": ("coming_from_colossalchat.md", partial(migration_table, coati_rows)),
+    "verl": ("coming_from_verl.md", partial(migration_table, verl.doc_rows)),
+    "openrlhf": (
+        "coming_from_openrlhf.md",
+        partial(migration_table, partial(doc_rows, "openrlhf", "--")),
+    ),
+    "trl": ("coming_from_trl.md", partial(migration_table, partial(doc_rows, "trl"))),
+    "coati": (
+        "coming_from_colossalchat.md",
+        partial(migration_table, partial(doc_rows, "coati", "--")),
+    ),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),

@@ -11,12 +11,9 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
 from trainer.detached.recipe import DETACHED
-from trainer.migrate import verl
-from trainer.migrate.coati import translate as coati
-from trainer.migrate.openrlhf import translate as openrlhf
+from trainer.migrate import coati, openrlhf, trl, verl
+from trainer.migrate.command import filled, variables_of
 from trainer.migrate.translation import Translation
-from trainer.migrate.trl import translate as trl
-from trainer.migrate.variables import filled, variables_of
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
@@ -56,8 +53,7 @@ def migrate(system: str, text: str) -> Translation:
 
     for key in list(done.settings):
         if reason := _why_unread(config, key.removeprefix("+")):
-            value = done.settings.pop(key)
-            done.unread.append(f"{key}={value}: {reason}")
+            done.leave_out(key, reason)
     return done
 
 

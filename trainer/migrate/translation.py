@@ -3,59 +3,56 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.errors import ConfigError
 from verl_like.terminal import fit
 
 
 @dataclass
 class Translation:
-    """Settings of ours, and what happened to each flag, in the order of the flags."""
+    """Settings of ours, and what happened to each flag."""
 
     program: str = "ppo"
     """The command of ours that runs it."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of a key as the rules write it -> where the recipe of this command has it."""
     settings: dict[str, str] = field(default_factory=dict)
     """Key -> value as it stands on the command line."""
     renamed: list[str] = field(default_factory=list)
     """Flag -> what it is called here."""
-    defaults: list[str] = field(default_factory=list)
-    """Their defaults that differ from ours, which the command therefore sets."""
+    defaults: dict[str, str] = field(default_factory=dict)
+    """Key -> the default of theirs that differs from ours, which the command therefore sets."""
     always: list[str] = field(default_factory=list)
     """Flags that ask for what is always so here."""
     absent: list[str] = field(default_factory=list)
     """Flags that have no counterpart, with what to do instead."""
-
     joined: list[str] = field(default_factory=list)
     """Flags that a line about another one covers, or that do nothing in that run."""
-
     unread: list[str] = field(default_factory=list)
     """Settings that nothing would read in that run, left out of the command."""
 
-    def tells(self, flag: str) -> bool:
-        """Whether a line is about the flag."""
-        lines = [*self.renamed, *self.always, *self.absent]
-        return any(word.rstrip(":,") == flag for line in lines for word in line.split())
+    def rename(self, told: str, settings: Mapping[str, Any]) -> None:
+        """A flag that the user gave, with its value, becomes these settings."""
+        ours = self._placed(settings)
+        for key, value in ours.items():
+            self.settings[key] = value
+            self.defaults.pop(key, None)
+        self.renamed.append(f"{told} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
 
-    def set(self, key: str, value: Any) -> None:
-        """A setting of ours."""
-        self.settings[key] = _text(value)
+    def default(self, flag: str, value: Any, settings: Mapping[str, Any]) -> None:
+        """A default of theirs that is another one here; what the user gave stays."""
+        for key, text in self._placed(settings).items():
+            if key not in self.settings:
+                self.settings[key] = text
+                self.defaults[key] = f"{flag} is {value} there"
 
-    def rename(self, flag: str, values: list[str], settings: dict[str, Any]) -> None:
-        """A flag that the user gave becomes these settings."""
-        for key, value in settings.items():
-            self.set(key, value)
-        ours = ", ".join(f"{key}={_text(value)}" for key, value in settings.items())
-        self.renamed.append(f"{' '.join([flag, *values])} -> {ours}")
-
-    def default(self, flag: str, value: Any, settings: dict[str, Any]) -> None:
-        """A default of theirs that is another one here."""
-        new = {key: _text(ours) for key, ours in settings.items() if key not in self.settings}
-        if new:
-            self.settings.update(new)
-            ours = ", ".join(f"{key}={text}" for key, text in new.items())
-            self.defaults.append(f"{flag} is {value} there -> {ours}")
+    def leave_out(self, key: str, reason: str) -> None:
+        """A setting that nothing reads; a default of theirs goes without a word."""
+        value = self.settings.pop(key)
+        if self.defaults.pop(key, None) is None:
+            self.unread.append(f"{key}={value}: {reason}")
 
     def overrides(self) -> list[str]:
         """The settings as `load_config` takes them."""
@@ -63,15 +60,15 @@ class Translation:
 
     def command(self) -> str:
         """The settings as a command for a shell; variables of the script stay variables."""
-        words = [f"{key}={value}" for key, value in self.settings.items()]
-        return " \\\n    ".join([f"verl-like {self.program}", *map(_quoted, words)])
+        words = [f'"{word}"' if "$" in word else shlex.quote(word) for word in self.overrides()]
+        return " \\\n    ".join([f"verl-like {self.program}", *words])
 
     def report(self, width: int | None) -> str:
         """The command, then a paragraph for every kind of flag that there is."""
         parts = [self.command()]
         for title, lines in (
             ("Renamed", self.renamed),
-            ("Their defaults that differ from ours", self.defaults),
+            ("Their defaults that differ from ours", self._default_lines()),
             ("Part of the above, or without effect in that run", self.joined),
             ("Left out, as nothing reads it in that run", self.unread),
             ("Always so here", self.always),
@@ -81,26 +78,25 @@ class Translation:
                 parts.append("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
         return "\n\n".join([parts[0], *(fit(part, width) for part in parts[1:])])
 
+    def _placed(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        placed = {}
+        for key, value in settings.items():
+            for start, ours in self.places.items():
+                if key.startswith(start):
+                    key = ours + key.removeprefix(start)
+                    break
+            placed[key] = as_text(value)
+        return placed
 
-def _text(value: Any) -> str:
+    def _default_lines(self) -> list[str]:
+        told: dict[str, list[str]] = {}
+        for key, flag in self.defaults.items():
+            told.setdefault(flag, []).append(f"{key}={self.settings[key]}")
+        return [f"{flag} -> {', '.join(ours)}" for flag, ours in told.items()]
+
+
+def as_text(value: Any) -> str:
+    """A value as an override has it."""
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(as_text, value))}]"
     return str(value)
-
-
-def _quoted(word: str) -> str:
-    """Quoted for a shell where it must be; what has a variable is in double quotes."""
-    if "$" in word:
-        return f'"{word}"'
-    return shlex.quote(word)
-
-
-def as_number(name: str, text: str) -> float:
-    """The value of a flag as a number; a shell variable has none."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name} is {text!r}: this figure is computed with others, so replace the shell "
-            "variable by its number."
-        ) from None

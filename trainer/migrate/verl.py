@@ -1,4 +1,4 @@
-"""A script or a command line that runs verl's `main_ppo`, in our settings.
+"""A script or a command line that runs verl's `main_ppo` or `main_ppo_split`, in our settings.
 
     done = translate("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...")
 
@@ -8,17 +8,19 @@ What becomes of a key stands in `trainer.ppo.verl.keys`, which `verl-like ppo` r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from trainer.migrate.command import read_words
+from trainer.config.keys import leaf_keys
+from trainer.migrate.command import filled, read_words, variables_of
 from trainer.migrate.translation import Translation
-from trainer.migrate.variables import filled, variables_of
-from trainer.ppo.verl.keys import SAME_VALUES
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.verl import keys as tables
 from trainer.ppo.verl.overrides import fate_of, values_of
 
-ENGINE = "actor_rollout_ref.rollout.name"
+ACTOR, ENGINE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.name"
+SPLIT = "main_ppo_split"
+"""The driver of verl's example of split placement."""
 DEFAULTS = {
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "trainer.logger": ["console", "wandb"],
     "trainer.n_gpus_per_node": 8,
@@ -26,12 +28,16 @@ DEFAULTS = {
 }
 """Their defaults that are others here."""
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+OVER_SEQUENCES = ("geo_mean", "sapo")
+"""Losses that verl averages over sequences, whatever `loss_agg_mode` says."""
 
 
 def translate(text: str) -> Translation:
-    """Settings, and a word on every key that is not the same here."""
+    """Settings, and a word on every key that is not the same."""
     done, variables = Translation(), variables_of(text)
-    words = read_words(text, "main_ppo")[1]
+    program, words = read_words(text, "main_ppo", SPLIT)
+    if program == SPLIT:
+        done.rename(f"{SPLIT}.py", {"placement": "split"})
     values = values_of(words)
     given = {key: filled(value, variables) for key, value in values.items()}
     for key, value in values.items():
@@ -40,11 +46,26 @@ def translate(text: str) -> Translation:
         if word.startswith("--config"):
             done.absent.append(f"{word}: there is one configuration, for every key of it")
 
+    _objective(given.get(f"{ACTOR}.policy_loss.loss_mode", ""), done)
     for key, theirs in DEFAULTS.items():
         done.default(key, theirs, {key: theirs})
     if done.settings.get(ENGINE) == "vllm":
         done.default(TENSOR_PARALLEL, 2, {TENSOR_PARALLEL: 2})
+    if any(key.endswith("micro_batch_size_per_gpu") for key in done.settings):
+        by_tokens = f"{ACTOR}.use_dynamic_bsz"
+        done.default(by_tokens, False, {by_tokens: False})
     return done
+
+
+def _objective(loss: str, done: Translation) -> None:
+    """What the loss is there, where the same words mean another one here."""
+    if loss in OVER_SEQUENCES:
+        told = f"{ACTOR}.policy_loss.loss_mode={loss}, a mean over sequences there"
+        done.rename(told, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"})
+    elif loss == "kl_cov":
+        done.absent.append(
+            f"{ACTOR}.policy_loss.ppo_kl_coef: the KL of kl_cov has the weight 1 here, there 0.1"
+        )
 
 
 def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:
@@ -57,18 +78,28 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
     elif fate.refused:
         done.absent.append(f"{key}={value}: {fate.refused}")
     elif fate.key == ENGINE and given[key] in ("sglang", "trtllm"):
-        done.rename(key, [value], {ENGINE: "vllm"})
+        done.rename(f"{key} {value}", {ENGINE: "vllm"})
     elif fate.key == "trainer.device" and value == "npu":
         done.absent.append("trainer.device=npu: devices are CUDA's, or CPUs")
     elif fate.key.startswith("actor_rollout_ref.rollout.engine_kwargs.") and "vllm" not in key:
         done.absent.append(f"{key}={value}: the engine is vLLM")
     else:
-        _set(fate.key, key, value, done)
+        ours = tables.SAME_VALUES.get(fate.key, {}).get(value, value)
+        if fate.key == key and ours == value:
+            done.settings[key] = value
+        else:
+            done.rename(f"{key} {value}", {fate.key: ours})
 
 
-def _set(ours: str, key: str, value: str, done: Translation) -> None:
-    translated: Any = SAME_VALUES.get(ours, {}).get(value, value)
-    if ours == key and translated == value:
-        done.set(ours, value)
-    else:
-        done.rename(key, [value], {ours: translated})
+def doc_rows() -> list[list[str]]:
+    """(there, here) of verl's keys that are no keys here by the same name, for the docs."""
+    fields = {key.rules.verl: key.name for key in leaf_keys(PPOConfig) if key.rules.verl}
+    here = {name: f"`{ours}`" for name, ours in (fields | tables.RENAMED).items()}
+    here |= {name: f"changes nothing: {why}" for name, why in tables.CHANGES_NOTHING.items()}
+    for name, (values, way_out) in tables.CHANGES_NOTHING_AT.items():
+        listed = ", ".join(f"`{value}`" for value in values)
+        here[name] = f"changes nothing at {listed}; else: {way_out}"
+    for name, (of_actor, _) in tables.AS_THE_ACTORS.items():
+        here[name] = f"changes nothing at the actor's value; else: set `{of_actor}`"
+    here |= {name: f"not here: {way_out}" for name, way_out in tables.NOT_HERE.items()}
+    return sorted([f"`{name}`", text] for name, text in here.items())

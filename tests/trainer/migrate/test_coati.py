@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from trainer.config.compose import load_config
-from trainer.migrate.coati.flags import ABSENT, ALWAYS, RENAMED, TOGETHER
-from trainer.migrate.coati.translate import translate
+from trainer.migrate.coati import translate
 from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -70,14 +70,11 @@ def test_train_prompts_becomes_ppo_with_ptx() -> None:
 
 def test_every_flag_has_a_word() -> None:
     lost = []
-    for name in {**RENAMED, **TOGETHER, **ALWAYS, **ABSENT}:
+    for name in Table("coati").rows:
         done = translate(f"python train_prompts.py --{name} 2")
         told = [*done.renamed, *done.always, *done.absent, *done.joined]
         lost += [] if any(name in line for line in told) else [name]
     assert set(lost) <= {"max_input_len", "max_seq_len", "max_timesteps", "update_timesteps"}
-    assert len({*RENAMED, *TOGETHER, *ALWAYS, *ABSENT}) == sum(
-        map(len, (RENAMED, TOGETHER, ALWAYS, ABSENT))
-    )
 
 
 def test_what_cannot_be_translated_is_named() -> None:

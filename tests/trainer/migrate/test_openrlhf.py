@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.main import main
-from trainer.migrate.openrlhf.translate import translate
+from trainer.migrate.openrlhf import translate
 from trainer.migrate.systems import migrate
 from trainer.migrate.translation import Translation
 from trainer.ppo.config import PPOConfig
@@ -102,6 +102,26 @@ def test_flags_with_sections_and_shell_variables() -> None:
     assert list(config.resource_pool_spec.values()) == [[8]]
 
 
+LISTING = """
+ray job submit -- python3 examples/train_ppo_ray.py \\
+2 --ref_num_nodes 1 \\ # number of nodes (ref)
+3 --critic_num_nodes 2 \\ # number of nodes (critic)
+4 --vllm_num_engines 4 \\ # number of vLLM nodes
+5 --vllm_tensor_parallel_size 4 \\ # vLLM tensor_parallel size
+6 --pretrain meta-llama/Llama-2-70b-chat-hf \\ # pre-trained model name or path
+7 --reward_pretrain meta-llama/Llama-2-70b-chat-hf \\ # reward model name or path
+8 --prompt_data Open-Orca/OpenOrca # datasets name or path
+"""
+
+
+def test_a_listing_with_line_numbers_and_commented_backslashes_is_read_whole() -> None:
+    config = composed(migrate("openrlhf", LISTING))
+    assert config.resource_pool_spec["critic_pool"] == [8, 8]
+    assert config.resource_pool_spec["rollout_pool"] == [8, 8]
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+    assert config.data.train_files == "Open-Orca/OpenOrca"
+
+
 def test_without_engines_the_actor_generates() -> None:
     flags = "--pretrain model --remote_rm_url http://a:1,http://b:2 --prompt_data x.jsonl"
     config = composed(migrate("openrlhf", flags))
@@ -131,7 +151,9 @@ def test_what_their_run_does_not_read_is_left_out(flags: str, unread: list[str])
 def test_every_flag_has_a_word(flag: str) -> None:
     name = flag.split()[0]
     done = translate(f"--{flag}")
-    assert done.tells(f"--{name}") or f"--{flag}" in done.joined
+    lines = [*done.renamed, *done.always, *done.absent]
+    words = {word.rstrip(":,") for line in lines for word in line.split()}
+    assert f"--{name}" in words or f"--{flag}" in done.joined
     with pytest.raises(ConfigError, match="has no flag"):
         translate(f"--{name}x {flag.partition(' ')[2]}")
 

@@ -10,18 +10,7 @@ import pytest
 from trainer.config.compose import load_config
 from trainer.migrate.systems import RECIPES, migrate
 from trainer.migrate.translation import Translation
-from trainer.migrate.trl.flags import (
-    ABSENT,
-    ABSENT_IN,
-    ALWAYS,
-    DEFAULTS,
-    DEFAULTS_IN,
-    RENAMED,
-    RENAMED_IN,
-    TOGETHER,
-    TOGETHER_IN,
-)
-from trainer.migrate.trl.translate import translate
+from trainer.migrate.trl import translate
 from verl_like.errors import ConfigError
 
 FIELDS = Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").splitlines()
@@ -142,14 +131,6 @@ def test_every_field_has_a_word(program: str) -> None:
     assert set(lost) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     with pytest.raises(ConfigError, match="no field learning_rte. Did you mean 'learning_rate'"):
         translate(f"trl {program} --learning_rte 1")
-
-
-def test_the_tables_do_not_overlap_and_their_defaults_have_a_key() -> None:
-    for program, own in RENAMED_IN.items():
-        names = [*RENAMED, *own, *ALWAYS, *ABSENT, *ABSENT_IN[program]]
-        names += [*TOGETHER, *TOGETHER_IN[program]]
-        assert len(set(names)) == len(names)
-        assert set(DEFAULTS) | set(DEFAULTS_IN[program]) <= {*RENAMED, *own}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.migrate.variables import filled, variables_of
+from trainer.migrate.command import filled, variables_of
 
 SCRIPT = """
 set -x

@@ -75,3 +75,30 @@ def test_variables_that_the_script_sets_decide_what_is_read() -> None:
     assert done.settings["actor_rollout_ref.rollout.n"] == "${N}"
     assert not done.absent
     assert [line.split("=")[0] for line in done.unread] == ["critic.optim.lr"]
+
+
+SPLIT = """
+set -x
+python3 main_ppo_split.py \\
+    data.train_files=$HOME/data/gsm8k/train.parquet data.train_batch_size=1024 \\
+    actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 actor_rollout_ref.rollout.name=vllm \\
+    critic.model.path=deepseek-ai/deepseek-llm-7b-chat critic.ppo_micro_batch_size_per_gpu=8
+"""
+
+
+def test_the_example_of_split_placement_is_split_and_keeps_its_passes() -> None:
+    done = migrate("verl", SPLIT)
+    config = load_config([setting.replace("$", "") for setting in done.overrides()])
+    assert config.resource_pool_spec.keys() == {"actor_rollout_ref_pool", "critic_pool"}
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz) == (8, False)
+    assert config.critic.ppo_micro_batch_size_per_gpu == 8
+
+
+@pytest.mark.parametrize(("loss", "word"), [("sapo", "seq-mean-token-mean"), ("kl_cov", "0.1")])
+def test_a_loss_that_is_another_one_there_is_told(loss: str, word: str) -> None:
+    text = "data.train_files=x actor_rollout_ref.model.path=y algorithm.adv_estimator=grpo"
+    text += " actor_rollout_ref.rollout.n=2"
+    done = migrate("verl", f"{text} actor_rollout_ref.actor.policy_loss.loss_mode={loss}")
+    assert any(loss in line and word in line for line in [*done.renamed, *done.absent])

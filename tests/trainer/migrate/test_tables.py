@@ -1,0 +1,43 @@
+"""The tables of flags: no name twice, no row that says two things, keys that exist."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from trainer.config.keys import config_keys
+from trainer.migrate.systems import RECIPES
+from trainer.migrate.table import FOLDER, Table
+from trainer.migrate.translation import Translation
+from trainer.migrate.trl import PLACES, PROGRAMS
+
+TRL = [("trl", ("all", theirs), ours) for theirs, ours in PROGRAMS.items()]
+TABLES = [("openrlhf", (), "ppo"), ("coati", (), "detached"), *TRL]
+
+
+@pytest.mark.parametrize(("system", "sections", "program"), TABLES)
+def test_every_key_is_one_of_ours(system: str, sections: tuple[str, ...], program: str) -> None:
+    schema = RECIPES[program].schema
+    known = {key.name for key in config_keys(schema)} | {"reward_model.overlong_buffer.len"}
+    for name, row in Table(system, *sections).rows.items():
+        done = Translation(program, places=PLACES if program == "ppo" and system == "trl" else {})
+        done.rename(name, row.settings)
+        keys = {key for key in done.settings if "engine_kwargs" not in key}
+        keys |= {key for each in row.values.values() if isinstance(each, dict) for key in each}
+        assert keys <= known, name
+
+
+@pytest.mark.parametrize(("system", "sections"), [table[:2] for table in TABLES])
+def test_no_flag_has_two_rows_and_no_row_says_two_things(
+    system: str, sections: tuple[str, ...]
+) -> None:
+    tree = yaml.safe_load((FOLDER / f"{system}.yaml").read_text(encoding="utf-8"))
+    parts = [tree[name] for name in sections] if sections else [tree]
+    names = Counter(name for part in parts for names in part for name in names.split())
+    assert [name for name, times in names.items() if times > 1] == []
+    for name, row in Table(system, *sections).rows.items():
+        says = [row.always, row.absent, row.taken_with, bool(row.settings)]
+        assert sum(map(bool, says)) == 1, name
+        assert not (row.only and row.otherwise), name

@@ -1,1 +1,0 @@
-"""OpenRLHF's `train_ppo_ray`, translated into `verl-like ppo`."""

@@ -1,1 +1,0 @@
-"""TRL's `grpo`, `sft`, `reward` and `dpo`, translated into commands of ours."""
