@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from verl_like.calls.future import DataProtoFuture, gather
     from verl_like.calls.group import WorkerGroup
+    from verl_like.calls.result import Metrics, Result
     from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
     from verl_like.placement.plan import Placement
     from verl_like.placement.pools import ResourcePool
@@ -61,11 +62,13 @@ _MODULE_OF = {
     "Dispatch": "calls.dispatch",
     "Execute": "calls.dispatch",
     "LocalWorkerGroup": "backends.local.group",
+    "Metrics": "calls.result",
     "Placement": "placement.plan",
     "RayClassWithInitArgs": "backends.ray",
     "RayResourcePool": "backends.ray",
     "RayWorkerGroup": "backends.ray",
     "ResourcePool": "placement.pools",
+    "Result": "calls.result",
     "ResourcePoolManager": "backends.ray",
     "Role": "placement.roles",
     "Scatter": "calls.dispatch",
@@ -100,12 +103,14 @@ __all__ = [
     "Dispatch",
     "Execute",
     "LocalWorkerGroup",
+    "Metrics",
     "Placement",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
     "ResourcePool",
     "ResourcePoolManager",
+    "Result",
     "Role",
     "Scatter",
     "Worker",

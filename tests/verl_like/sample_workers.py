@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -128,6 +128,10 @@ class Modes(Worker):
         return {"rank": self.rank} if self.rank == 0 else data
 
     @register(dispatch_mode=PROTO)
+    def breaks_its_promise(self, data: DataProto) -> DataProto:
+        return cast("DataProto", {"rows": len(data)})
+
+    @register(dispatch_mode=PROTO)
     def metrics_of_a_tensor(self, data: DataProto) -> dict[str, Any]:
         return {"lengths": data.batch["x"]}
 
@@ -147,7 +151,7 @@ class Modes(Worker):
         return DataProto.from_dict({"x": data.batch["x"]})
 
     @register(dispatch_mode=PROTO)
-    def returns_seven(self, data: DataProto) -> int:
+    def returns_seven(self, data: DataProto) -> Any:
         return 7
 
     @register(dispatch_mode=PROTO)

@@ -11,7 +11,6 @@ from trainer.detached.scoring import Reading, join_readings
 from trainer.loop import Metrics
 from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.metrics import batch_alone
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Experience:
     def fetch(self) -> DataProto:
         """The samples, and what was read of them, brought here at the first call."""
         if self.future is not None:
-            self.rows = with_responses(self.rows, batch_alone(self.future.get()))
+            self.rows = with_responses(self.rows, self.future.batch())
             self.future = None
         if self.readings:
             self.rows, self.metrics = join_readings(self.rows, self.readings)

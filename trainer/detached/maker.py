@@ -21,7 +21,6 @@ from trainer.detached.topology import maker_role
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.metrics import batch_alone
 from verl_like.calls.survivors import has_lost_ranks
 from verl_like.errors import VerlLikeError, WorkerDiedError
 from workers.roles.lost_samples import all_of, keep_samples
@@ -212,7 +211,7 @@ class Maker:
         if left is None:
             readings = self._score(future)
         else:
-            samples = left.kept.with_later(all_of(batch_alone(future.get()))).whole()
+            samples = left.kept.with_later(all_of(future.batch())).whole()
             rows, future = with_responses(rows, samples), None
             readings = self._score(rows)
         if not self._buffer.is_closed:
@@ -245,7 +244,7 @@ class Maker:
         rows = carried.rows(order, None if order is None else rows_of(order))
         future = self._start_generating(self.role, rows, 0 if order is None else order.attempt)
         with self._activity.busy("generate"):
-            samples = batch_alone(future.get())
+            samples = future.batch()
         for made, batch in carried.sort(rows, samples):
             readings = self._score(batch)
             self._buffer.put(Experience.of(made, self.number, batch, readings=readings))

@@ -17,7 +17,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.calls.metrics import batch_alone
+from verl_like.calls.result import Result
 from verl_like.errors import WorkerDiedError
 
 
@@ -35,7 +35,7 @@ def generate_in_parts(groups: WorkerGroups, makers: Sequence[Maker], asked: Data
         groups[maker.role].generate_sequences.remote(part)
         for maker, part in zip(makers, asked.chunk(len(makers)), strict=True)
     ]
-    return concat_rows([batch_alone(result) for result in gather(*futures)])
+    return concat_rows([Result.of(result).batch for result in gather(*futures)])
 
 
 def at_once(act: Callable[[Maker], Any], makers: Sequence[Maker]) -> None:

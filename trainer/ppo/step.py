@@ -41,10 +41,12 @@ from trainer.ppo.sync import averaged_weights, update_reference
 from trainer.ppo.update_samples import FILTERED, fates_of, rows_per_update, samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.rollouts.samples import repeat_prompts
-from trainer.rollouts.trainer import join_results, numbers_of
+from trainer.rollouts.trainer import join_results
+from trainer.run_folder.metrics import reduce_metrics
 from trainer.sample_ledger import MADE
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
+from verl_like.calls.result import Result
 from workers.columns import has_column, read_columns, write_columns
 from workers.config.conditions import teacher_is_alone
 from workers.weights.sync import sync_weights
@@ -216,7 +218,7 @@ class PPOTrainer(PPORun):
 
         self.spare_time.use()
         for result in gather(*calls):
-            metrics |= numbers_of(result)
+            metrics |= reduce_metrics(Result.of(result).metrics)
         if self.entropy_ctrl:
             metrics |= self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
         return metrics

@@ -18,7 +18,8 @@ from trainer.rollouts.replaceable import replaceable_roles
 from trainer.rollouts.samples import write_samples
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import BatchError, LostSamplesError
+from verl_like.calls.result import Result
+from verl_like.errors import LostSamplesError
 from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
@@ -124,22 +125,11 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     return batch.union(samples)
 
 
-def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, dict[str, float]]:
-    """The batch with the columns that the calls returned, and their numbers."""
-    metrics: dict[str, float] = {}
-    for result in results:
-        columns = result[0] if isinstance(result, tuple) else result
-        metrics |= numbers_of(result)
-        batch = batch.union(columns)
+def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:
+    """The batch with the columns that calls returned, and their metrics, one number each."""
+    metrics: Metrics = {}
+    for result in map(Result.of, results):
+        metrics |= reduce_metrics(result.metrics)
+        if result.batch is not None:
+            batch = batch.union(result.batch)
     return batch, metrics
-
-
-def numbers_of(result: Any) -> dict[str, float]:
-    """The metrics that a call returned, one number each."""
-    batch, numbers = result if isinstance(result, tuple) else (result, {})
-    if isinstance(batch, DataProto) and "metrics" in batch.meta_info:
-        raise BatchError(
-            "a role returned metrics inside meta_info['metrics'] of its batch, where nobody reads "
-            "them. Let its method return (batch, metrics), or the metrics alone."
-        )
-    return reduce_metrics(batch if isinstance(batch, Mapping) else numbers)

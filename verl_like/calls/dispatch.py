@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from verl_like.calls.pieces import collect_dataproto, split_over
+from verl_like.calls.result import declared_form
 from verl_like.calls.target import CallTarget
 from verl_like.errors import DispatchError, nearest
 
@@ -133,6 +134,8 @@ class Registration:
     readonly: bool = False
     past_queue: bool = False
     keeps_state: bool = False
+    returns: str = ""
+    """The form that the method's annotation declares (`verl_like.calls.result`)."""
 
 
 def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[..., Any]:
@@ -336,6 +339,9 @@ def register(
 ) -> Callable[[F], F]:
     """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
+    Where its mode splits a batch, the method's return annotation says what it gives: a batch,
+    metrics, or both (`verl_like.calls.result`).
+
     Args:
         dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result
             of `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
@@ -361,7 +367,8 @@ def register(
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
         promises = readonly, past_queue, keeps_state
-        mark_of = Registration(mode, execute, blocking, materialize_futures, *promises)
+        returns = declared_form(method) if mode_of(mode, "@register").form == "batch" else ""
+        mark_of = Registration(mode, execute, blocking, materialize_futures, *promises, returns)
         setattr(method, ATTRIBUTE, mark_of)
         return method
 

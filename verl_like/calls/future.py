@@ -23,9 +23,15 @@ from verl_like.batch.split import join_pieces
 from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.answers import AFTER_DEATH_S, KnownAnswers, in_words, wait_for_calls
 from verl_like.calls.messages import Header, Pending
-from verl_like.calls.metrics import batch_alone
+from verl_like.calls.result import Result
 from verl_like.calls.transport import Transport
-from verl_like.errors import BatchError, WaitTimeoutError, WorkerDiedError, WorkerError
+from verl_like.errors import (
+    BatchError,
+    DispatchError,
+    WaitTimeoutError,
+    WorkerDiedError,
+    WorkerError,
+)
 
 logger = logging.getLogger(__name__)
 SOON_S = 1.0
@@ -52,10 +58,10 @@ class WorkerFuture:
     ):
         """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
-        `form` says how `pieces`, the answers that count, make the result: a `batch`, a `list`, the
-        `first` of them, or by a function of its `own`, which only `collect` knows. `rows` are those
-        of its batches, where they are known; `piece_numbers` say by rank which of the `pieces` a
-        rank helps to make.
+        `form` says how `pieces`, the answers that count, make the result: a `batch`, `metrics`, a
+        `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
+        `rows` are those of its batches, where they are known; `piece_numbers` say by rank which of
+        the `pieces` a rank helps to make.
         """
         self.name = name
         self.transport = transport
@@ -90,6 +96,15 @@ class WorkerFuture:
         if failure is not None:
             raise failure
         return value
+
+    def batch(self, timeout: float | None = None) -> Any:
+        """The batch of the result, without the metrics beside it."""
+        batch = Result.of(self.get(timeout)).batch
+        if batch is None:
+            raise DispatchError(
+                f"{self.name} returned metrics alone, and was passed on as a batch."
+            )
+        return batch
 
     def wait(self, timeout: float | None = None) -> None:
         """Until every worker has answered; raises what failed. The results stay where they are."""
@@ -206,7 +221,7 @@ def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`; `get()` gives `(batch, metrics)` where the method returns both.
+    """The future of a `DataProto`; `get()` gives a `Result` where the method returns metrics, too.
 
     Passed to a group, its pieces go from worker to worker as the batch: nothing is fetched here.
     """
@@ -237,9 +252,12 @@ class PartFuture:
 
     def get(self, timeout: float | None = None) -> Any:
         """The rows of this part; metrics stay with the futures that it is a part of."""
-        wholes = [rows_of(batch_alone(whole)) for whole in gather(*self.sources, timeout=timeout)]
+        found = gather(*self.sources, timeout=timeout)
+        wholes = [rows_of(Result.of(value).batch) for value in found]
         whole = wholes[0] if len(wholes) == 1 else join_pieces(wholes)
         return value_of(whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole)
+
+    batch = get
 
     @property
     def transport(self) -> Transport:

@@ -35,9 +35,9 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.messages import Call, Header
-from verl_like.calls.metrics import collect_metrics, has_metrics_alone
 from verl_like.calls.pack import Sender
 from verl_like.calls.pieces import drop_padding
+from verl_like.calls.result import BOTH, METRICS, Result, collect_metrics, form_of
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
@@ -63,9 +63,10 @@ class BoundMethod:
         self.form = self.mode.form
         if self.first_rank_only and self.form == "list":
             self.form = "first"
-        self.call = Call(
-            role, method, returns_batch=self.form == "batch", past_queue=mark.past_queue
-        )
+        returns_rows = self.form == "batch"
+        if returns_rows and mark.returns == METRICS:
+            self.form = "metrics"
+        self.call = Call(role, method, returns_batch=returns_rows, past_queue=mark.past_queue)
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ class BoundMethod:
         self.group.learn_mesh_facts(headers)
         answers = zip(payloads, headers, strict=True)
         outputs = [drop_padding(payload, header) for payload, header in answers]
-        if self.form == "batch":
+        if self.call.returns_batch:
             return self._collect_batch(target, headers, outputs)
 
         # the pieces of a batch are copied when they are joined, others here
@@ -131,15 +132,13 @@ class BoundMethod:
         return own[0] if self.form == "first" else self.mode.collect_fn(target, own)
 
     def _collect_batch(self, target: CallTarget, headers: list[Header], outputs: list[Any]) -> Any:
-        """The batch, `(batch, metrics)` if a collecting rank returned metrics, or metrics alone."""
-        ranks = self._collecting_ranks(target)
-        collecting = [headers[rank] for rank in ranks]
-        metrics = collect_metrics(collecting)
-        if metrics is None:
-            return value_of(self.mode.collect_fn(target, outputs))
-        if has_metrics_alone(collecting, [outputs[rank] for rank in ranks], str(self.site)):
-            return metrics
-        return value_of(self.mode.collect_fn(target, outputs)), metrics
+        """The batch, metrics, or both, as the collecting ranks returned them."""
+        collecting = [headers[rank] for rank in self._collecting_ranks(target)]
+        form = form_of(collecting, str(self.site))
+        if form == METRICS:
+            return collect_metrics(collecting)
+        batch = value_of(self.mode.collect_fn(target, outputs))
+        return Result(batch, collect_metrics(collecting)) if form == BOTH else batch
 
 
 class _Target:

@@ -143,6 +143,7 @@ class Header:
 
     `rows` counts the real rows of the payload; rows after them are padding. `metrics` are what the
     method returned beside its batch, or instead of one. `only_padding`: the rank had no real row.
+    `returned` is the form of what a data-parallel method returned (`verl_like.calls.result`).
     """
 
     role: str
@@ -158,14 +159,16 @@ class Header:
     mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
     metrics: dict[str, Any] | None = None
     only_padding: bool = False
+    returned: str = ""
 
     def packed(self) -> bytes:
         """The values alone, by the quickest way there is: a header comes with every call."""
         error: Any = self.error and (self.error.pickled, self.error.type_name, self.error.traceback)
         who = self.role, self.method, self.rank, self.pid
         times = self.start, self.end, self.cpu_s
-        facts = self.rows, self.keys, error, self.mesh_facts, self.metrics, self.only_padding
-        return marshal.dumps((*who, *times, *facts))
+        facts = self.rows, self.keys, error, self.mesh_facts
+        result = self.metrics, self.only_padding, self.returned
+        return marshal.dumps((*who, *times, *facts, *result))
 
     @staticmethod
     def read(value: Header | bytes | tuple[bytes, Any]) -> Header:

@@ -17,7 +17,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.future import PartFuture, WorkerFuture
 from verl_like.calls.messages import Call, LazySlot, Pending, PieceSlot, Slot, WholeSlot
-from verl_like.calls.metrics import batch_alone
 from verl_like.calls.pieces import FutureShard
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError
@@ -79,10 +78,10 @@ class Sender:
     def _pack_future(self, future: WorkerFuture | PartFuture, parts: list[Any]) -> Any:
         """References to all its pieces; its value, where only the driver can make or send that."""
         form = "batch" if isinstance(future, PartFuture) else future.form
-        if form == "own":
+        if form in ("own", "metrics"):
             return future.get()
         if future.transport.kind != self.transport.kind:
-            return batch_alone(future.get()) if form == "batch" else future.get()
+            return future.batch() if form == "batch" else future.get()
 
         pieces = future.piece_references()
         headers = self._refer([piece.header for piece in pieces], parts)

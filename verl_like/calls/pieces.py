@@ -17,7 +17,7 @@ from verl_like.batch.split import join_pieces, split_rows, view_rows
 from verl_like.batch.tensordict_rows import rows_of
 from verl_like.calls.future import PartFuture, WorkerFuture
 from verl_like.calls.messages import Header
-from verl_like.calls.metrics import batch_alone
+from verl_like.calls.result import BATCH, BOTH
 from verl_like.calls.target import CallTarget
 from verl_like.errors import BatchError, DispatchError
 
@@ -36,7 +36,7 @@ def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> li
     if isinstance(value, WorkerFuture | PartFuture):
         if value.can_be_passed_to(target.transport):
             return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
-        value = batch_alone(value.get())
+        value = value.batch()
     value = rows_of(value)
     if not isinstance(value, DataProto):
         raise DispatchError(
@@ -68,19 +68,11 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
 
     Pieces of ranks that held padding only are left out.
     """
-    for rank, output in enumerate(outputs):
-        if not isinstance(output, DataProto):
-            raise DispatchError(
-                f"{target.call_site} returned {type(output).__name__} on rank {rank}; a "
-                "data-parallel method must return a DataProto, (DataProto, metrics) or a dict of "
-                "metrics (or a TensorDict for the DataProto). To collect one value per rank, "
-                "register it with Dispatch.DP_COMPUTE_METRIC."
-            )
-        if type(output) is not type(outputs[0]):
-            raise DispatchError(
-                f"{target.call_site} returned a TensorDict on some ranks and a DataProto on "
-                "others: return the same on all."
-            )
+    if any(type(output) is not type(outputs[0]) for output in outputs):
+        raise DispatchError(
+            f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others: "
+            "return the same on all."
+        )
     return join_pieces(outputs)
 
 
@@ -98,7 +90,7 @@ def regroup_pieces(
 
     kept = []
     for payload, header in zip(payloads, headers, strict=True):
-        kept.append(drop_padding(require_batch(payload, header), header))
+        kept.append(real_rows(payload, header))
     whole = join_pieces(kept)
     cut = split_rows(whole, num_pieces) if even else whole.chunk(num_pieces)
     return [(piece, _header_of(piece, rank, headers[0])) for rank, piece in enumerate(cut)]
@@ -109,12 +101,17 @@ def _header_of(piece: DataProto, rank: int, header: Header) -> Header:
     return replace(header, rows=piece.num_real_rows, rank=rank, mesh_facts=None, metrics=None)
 
 
-def require_batch(payload: Any, header: Header) -> DataProto:
-    """The payload of a call that had to return a batch."""
-    if not isinstance(payload, DataProto):
-        returned = "metrics alone" if header.metrics is not None else type(payload).__name__
+def real_rows(payload: Any, header: Header) -> DataProto:
+    """The piece of a batch that is passed on, without pad rows."""
+    require_batch(header)
+    piece: DataProto = drop_padding(payload, header)
+    return piece
+
+
+def require_batch(header: Header) -> None:
+    """Refuse what was passed on as a batch and is none."""
+    if header.returned not in (BATCH, BOTH):
         raise DispatchError(
-            f"{header.role}.{header.method} returned {returned} on rank {header.rank}; its "
+            f"{header.role}.{header.method} returned {header.returned} on rank {header.rank}; its "
             "future was passed on as a batch, so it must return a DataProto."
         )
-    return payload

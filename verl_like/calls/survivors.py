@@ -20,7 +20,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.answers import wait_for_calls
 from verl_like.calls.future import WorkerFuture
 from verl_like.calls.messages import Pending
-from verl_like.calls.pieces import drop_padding, require_batch
+from verl_like.calls.pieces import real_rows
 from verl_like.errors import DispatchError, WorkerDiedError
 
 
@@ -112,5 +112,4 @@ def _fetch(future: WorkerFuture, pending: Pending, is_lost: bool) -> DataProto |
         payload = future.fetch_payload(pending)
     except WorkerDiedError:
         return None
-    piece: DataProto = drop_padding(require_batch(payload, header), header)
-    return piece
+    return real_rows(payload, header)

@@ -81,8 +81,9 @@ def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
         return _whole(value, parts)
     if isinstance(value, PieceSlot):
         headers = _checked(value.headers, parts)
-        piece = require_batch(parts[value.payload], headers[value.index])
-        value = place_piece(piece, value.index, [header.rows or 0 for header in headers])
+        require_batch(headers[value.index])
+        rows = [header.rows or 0 for header in headers]
+        value = place_piece(parts[value.payload], value.index, rows)
     elif isinstance(value, Slot):
         value = parts[value.part]
 
@@ -121,8 +122,9 @@ def _whole(slot: WholeSlot, parts: Sequence[Any]) -> Any:
         pieces.append(drop_padding(value, header))
 
     if slot.form == "batch":
-        batches = [require_batch(*both) for both in zip(pieces, headers, strict=True)]
-        return join_pieces(batches)
+        for header in headers:
+            require_batch(header)
+        return join_pieces(pieces)
     own = [value_of(p.slice(0, len(p)) if isinstance(p, DataProto) else p) for p in pieces]
     return own[0] if slot.form == "first" else own
 

@@ -31,9 +31,9 @@ from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
-from verl_like.calls.metrics import Metrics, split_result
 from verl_like.calls.own_threads import COROUTINES
 from verl_like.calls.progress import Progress, progress_of_call
+from verl_like.calls.result import Metrics, take_apart
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
 from verl_like.masking import learn_secrets
@@ -59,6 +59,7 @@ class Outcome:
     rows: int | None = None
     metrics: Metrics | None = None
     only_padding: bool = False
+    returned: str = ""
 
 
 class WorkerHost:
@@ -198,9 +199,9 @@ class WorkerHost:
         """Fill the arguments, run the method in its role's turn, take the result apart."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
+        mark: Registration | None = getattr(method, ATTRIBUTE, None)
         args, kwargs, given = list(call.args), call.kwargs, None
         if args or kwargs:
-            mark: Registration | None = getattr(method, ATTRIBUTE, None)
             readonly = mark is not None and mark.readonly
             args = [fill(value, parts, readonly) for value in args]
             kwargs = {name: fill(value, parts, readonly) for name, value in kwargs.items()}
@@ -210,22 +211,23 @@ class WorkerHost:
         with self._turn_of(state):
             result = self._result(method(*args, **kwargs))
 
-        metrics = None
+        metrics, returned = None, ""
         if call.returns_batch:
-            result, metrics = split_result(result, self._where(call))
+            declared = "" if mark is None else mark.returns
+            result, metrics, returned = take_apart(result, declared, self._where(call))
         elif given is not None:
             result = rows_of(result)
         if metrics is None and not isinstance(result, DataProto):
-            return Outcome(result)
+            return Outcome(result, returned=returned)
 
         given = given or piece_of([*args, *kwargs.values()])
         only_padding = given is not None and given.shard.rows == 0
         if not isinstance(result, DataProto):
-            return Outcome(None, None, metrics, only_padding)
+            return Outcome(None, None, metrics, only_padding, returned)
         result = copy.copy(result)
         result.shard = given.shard if given else None
         rows = count_real_rows(result, given.num_rows if given else 0, self._where(call))
-        return Outcome(result, rows, metrics, only_padding)
+        return Outcome(result, rows, metrics, only_padding, returned)
 
     def _beside(self, call: Call, _: Sequence[Any]) -> Outcome:
         method = getattr(self._states[call.role].worker, call.method)
@@ -299,6 +301,7 @@ class WorkerHost:
         times = start, time.time(), time.process_time() - cpu
         header = Header(*place, *times, outcome.rows, keys, error, mesh_facts)
         header.metrics, header.only_padding = outcome.metrics, outcome.only_padding
+        header.returned = outcome.returned
         return result, header
 
     def _ends_the_process(self, failure: BaseException) -> bool:

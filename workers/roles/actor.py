@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
 from workers.columns import drawn_from
@@ -34,8 +35,6 @@ from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig, WorkersConfig
-
-Metrics = dict[str, Any]
 
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:
@@ -86,7 +85,7 @@ class ActorWorker(SavesReplica, WeightPublisher, Worker):
         self.note_random_state()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True, keeps_state=True)
-    def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
+    def compute_log_prob(self, data: DataProto) -> Result:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
 
         With `meta_info["sum_pi_squared"]` that column too: what an advantage estimator asks for.
@@ -101,7 +100,7 @@ class ActorWorker(SavesReplica, WeightPublisher, Worker):
                 want_sum_pi_squared=wants_squares,
             )
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
-        return DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu
+        return Result(DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:

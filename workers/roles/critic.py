@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.result import Metrics
 from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
@@ -76,7 +77,7 @@ class CriticWorker(SavesReplica, WeightPublisher, Worker):
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_critic(self, data: DataProto) -> dict[str, Any]:
+    def update_critic(self, data: DataProto) -> Metrics:
         """One update towards the returns; gives metrics, which but for perf/ all ranks share."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
             metrics = self.engine.update(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.result import Metrics
 from verl_like.process.worker import Worker
 from workers.config.rows import RowWorkerConfig
 from workers.models.causal_lm import Head
@@ -64,7 +65,7 @@ class RowWorker(Checkpointed, Worker):
         self.engine.build(self, total_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
-    def update_model(self, data: DataProto) -> dict[str, Any]:
+    def update_model(self, data: DataProto) -> Metrics:
         """One optimizer step on all of these rows; gives its metrics."""
         num_rows = len(data) if data.shard is None else data.shard.total
         with utilization("model", self.engine, data) as mfu:

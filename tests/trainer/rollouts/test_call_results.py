@@ -1,15 +1,13 @@
-"""What a role returns: columns and numbers, side by side."""
+"""What roles return: columns go into the batch, numbers to the metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from trainer.rollouts.trainer import join_results, numbers_of
-from verl_like.batch.protocol import DataProto
-from verl_like.errors import BatchError
+from trainer.rollouts.trainer import join_results
+from verl_like import DataProto, Result
 
 
 def column(name: str, **meta_info: Any) -> DataProto:
@@ -17,16 +15,12 @@ def column(name: str, **meta_info: Any) -> DataProto:
 
 
 def test_columns_go_into_the_batch_and_the_numbers_of_ranks_are_reduced() -> None:
-    results = [column("values"), (column("ref_log_prob"), {"ref/x": [1.0, 3.0]})]
-    batch, metrics = join_results(column("responses"), results)
+    results = [column("values"), Result(column("ref_log_prob"), {"ref/x": [1.0, 3.0]})]
+    batch, metrics = join_results(column("responses"), [*results, {"actor/x": [1.0, 2.0]}])
     assert set(batch.batch.keys()) == {"responses", "values", "ref_log_prob"}
-    assert metrics == {"ref/x": 2.0}
-    assert numbers_of({"actor/x": [1.0, 2.0]}) == {"actor/x": 1.5}
-    assert numbers_of(None) == {}
+    assert metrics == {"ref/x": 2.0, "actor/x": 1.5}
 
 
-@pytest.mark.parametrize("beside", [(), ({"actor/x": [1.0]},)])
-def test_metrics_hidden_in_the_meta_info_of_a_batch_are_refused(beside: tuple[Any, ...]) -> None:
-    hidden = column("values", metrics={"critic/x": 1.0})
-    with pytest.raises(BatchError, match="nobody reads them"):
-        join_results(column("responses"), [(hidden, *beside) if beside else hidden])
+def test_metrics_are_found_where_workers_of_verl_put_them() -> None:
+    results = [column("values", metrics={"critic/x": [1.0, 2.0]}), (column("y"), {"actor/x": 3.0})]
+    assert join_results(column("responses"), results)[1] == {"critic/x": 1.5, "actor/x": 3.0}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.verl_like.calls.rows import GROUPS, assert_same, batch, worlds
-from verl_like import DataProto
+from verl_like import DataProto, Dispatch, Result, register
+from verl_like.calls.future import WorkerFuture
 from verl_like.errors import DispatchError
 
 
@@ -47,3 +48,20 @@ def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
         match=r"metrics_of_a_tensor on rank 0 returned metric 'lengths' as Tensor of shape \(2,\)",
     ):
         GROUPS[2].metrics_of_a_tensor(batch(4))
+
+
+def test_what_a_method_declares_is_held_against_what_it_returns() -> None:
+    result = GROUPS[2].with_metrics(batch(4))
+    assert isinstance(result, Result)
+    assert GROUPS[2].with_metrics.remote(batch(4)).batch().batch["x"].tolist() == [0, 1, 2, 3]
+    assert type(GROUPS[2].metrics_alone.remote(batch(4))) is WorkerFuture  # no batch to pass on
+
+    words = "on rank 0 returned metrics alone, and is declared to return a batch"
+    with pytest.raises(DispatchError, match=words):
+        GROUPS[2].breaks_its_promise(batch(4))
+
+    def counts(self: object, data: DataProto) -> int:
+        raise AssertionError("refused before it is called")
+
+    with pytest.raises(DispatchError, match="counts is declared to return int; a data-parallel"):
+        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(counts)

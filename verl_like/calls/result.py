@@ -1,0 +1,170 @@
+"""What a worker's method returns: a batch, metrics, or both as one `Result`.
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto: ...       # get() gives a DataProto
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> Metrics: ...          # get() gives lists by rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> Result: ...        # get() gives a Result
+
+The annotation is the declaration (`declared_form`), and each worker holds what the method returned
+against it (`take_apart`). Of a method without one, the first of the three forms that fits is taken,
+as drivers and workers that were written for verl expect. Metrics travel in the call's header, so a
+future that is passed on travels as its batch.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_origin
+
+import numpy as np
+import torch
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.tensordict_rows import rows_of
+from verl_like.calls.messages import Header
+from verl_like.errors import DispatchError
+
+Metrics = dict[str, Any]
+"""Names to numbers, strings, or lists of these; of a whole group, to the list over its ranks."""
+
+
+class Result(NamedTuple):
+    """A batch and the metrics beside it."""
+
+    batch: Any = None
+    metrics: Metrics = {}
+
+    @classmethod
+    def of(cls, value: Any) -> Result:
+        """What a future gave, in whatever form its method declares.
+
+        Metrics in `meta_info["metrics"]` of a batch, where verl's workers put them, count.
+        """
+        if isinstance(value, dict):
+            return cls(None, value)
+        batch, metrics = value if isinstance(value, tuple) else (value, {})
+        if isinstance(batch, DataProto):
+            metrics = batch.meta_info.get("metrics", {}) | metrics
+        return cls(batch, metrics)
+
+
+BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
+_FORM_OF = {DataProto: BATCH, TensorDict: BATCH, dict: METRICS, Result: BOTH, tuple: BOTH}
+_NO_RESULT = (int, float, str, bool, list, torch.Tensor, np.ndarray)
+
+
+def declared_form(method: Callable[..., Any]) -> str:
+    """The form that a method's annotation promises; "" where it has none that says so."""
+    annotation = getattr(method, "__annotations__", {}).get("return")
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, getattr(method, "__globals__", {}))
+        except Exception:  # noqa: BLE001 - a name of type checkers, or of a function
+            return ""
+    kind: Any = get_origin(annotation) or annotation
+    if kind in _NO_RESULT:
+        name = getattr(method, "__qualname__", method)
+        raise DispatchError(
+            f"{name} is declared to return {kind.__name__}; a data-parallel method must return a "
+            "DataProto (or a TensorDict), metrics (a dict), or both (verl_like.Result). To collect "
+            "one value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
+        )
+    return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
+
+
+def take_apart(value: Any, declared: str, where: str) -> tuple[Any, Metrics | None, str]:
+    """Payload, metrics and form of what a method returned; `where` names the method and rank."""
+    payload, metrics, form = rows_of(value), None, type(value).__name__
+    if isinstance(value, dict):
+        payload, metrics, form = None, value, METRICS
+    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        payload, metrics, form = rows_of(value[0]), value[1], BOTH
+    elif isinstance(payload, DataProto):
+        form = BATCH
+    if declared and form != declared and value is not None:
+        raise DispatchError(f"{where} returned {form}, and is declared to return {declared}.")
+    return payload, None if metrics is None else _plain_metrics(metrics, where), form
+
+
+def form_of(headers: Sequence[Header], where: str) -> str:
+    """The form in which these ranks returned; refuses what is none, and a mixture."""
+    forms = {header.rank: header.returned for header in headers}
+    alone = [rank for rank, form in forms.items() if form == METRICS]
+    if alone and len(alone) < len(forms):
+        others = [rank for rank in forms if rank not in alone]
+        raise DispatchError(
+            f"{where} returned metrics alone on rank(s) {alone}, and something else on rank(s) "
+            f"{others}. Return the same on every rank: a batch, (batch, metrics), or metrics."
+        )
+    for rank, form in forms.items():
+        if form not in (BATCH, METRICS, BOTH):
+            raise DispatchError(
+                f"{where} returned {form} on rank {rank}; a data-parallel method must return a "
+                "DataProto, (DataProto, metrics) or a dict of metrics (or a TensorDict for the "
+                "DataProto). To collect one value per rank, register it with "
+                "Dispatch.DP_COMPUTE_METRIC."
+            )
+    return BOTH if BOTH in forms.values() else METRICS if alone else BATCH
+
+
+def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:
+    """Name -> the values of these ranks, in their order.
+
+    A rank's own list is chained in. Ranks that held padding only are left out if others have some.
+    """
+    reporting = [header for header in headers if header.metrics is not None]
+    with_real_rows = [header for header in reporting if not header.only_padding]
+
+    collected: dict[str, list[Any]] = {}
+    for header in with_real_rows or reporting:
+        for name, value in (header.metrics or {}).items():
+            values = value if isinstance(value, list) else [value]
+            collected.setdefault(name, []).extend(values)
+    return collected
+
+
+def _plain_metrics(metrics: dict[Any, Any], where: str) -> Metrics:
+    """The same names, with values that a header can carry."""
+    plain: Metrics = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise DispatchError(
+                f"{where} returned metrics with the key {name!r}, a {type(name).__name__}: names "
+                "are strings."
+            )
+        if isinstance(value, list):
+            plain[name] = [_plain_value(entry, name, where) for entry in value]
+        else:
+            plain[name] = _plain_value(value, name, where)
+    return plain
+
+
+def _plain_value(value: Any, name: str, where: str) -> Any:
+    """A number or string of Python's own, of numpy's and torch's scalars too."""
+    if type(value) in (float, int, bool, str):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, np.generic | np.ndarray) and value.size == 1:
+        value = value.item()
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+
+    shape = getattr(value, "shape", None)
+    shown = f" of shape {tuple(shape)}" if shape is not None else ""
+    raise DispatchError(
+        f"{where} returned metric '{name}' as {type(value).__name__}{shown}: a metric is a number, "
+        "a string, or a list of these. Put other values into the batch or its meta_info."
+    )
