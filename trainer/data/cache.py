@@ -1,8 +1,9 @@
 """What is made of large files once, in entries on disk that later runs map into memory.
 
-    table = cached("prompts", depends_on, write, CachedPrompts)
+    table = cached_table("prompts", depends_on, {"row": pa.string(), ...}, blocks, facts)
 
-An entry is a folder, whose name is a hash of all that its content depends on.
+An entry is a folder, whose name is a hash of all that its content depends on: `rows.arrow` and
+`facts.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trainer.data.files import are_first_rows_enough
 
@@ -28,12 +32,35 @@ ROWS_PER_BLOCK = 1000
 """Of the files in an entry: no more rows than these are in memory while they are written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """An entry that no run has opened for so long is removed."""
-FORMAT = 1
-T = TypeVar("T")
+FORMAT = 2
+ROWS, FACTS = "rows.arrow", "facts.json"
 
 
 class NotPlainError(Exception):
     """A row has a value that an entry has no form for."""
+
+
+class Table:
+    """An entry: rows in an Arrow file that is mapped into memory, and facts about all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises where the entry is not whole."""
+        import pyarrow as pa
+
+        self.folder = folder
+        self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        file = pa.ipc.open_file(pa.memory_map(str(folder / ROWS)))
+        self.blocks = [file.get_batch(number) for number in range(file.num_record_batches)]
+        self._ends = np.cumsum([block.num_rows for block in self.blocks])
+
+    def cell(self, column: str, number: int) -> Any:
+        """An Arrow scalar."""
+        block = int(np.searchsorted(self._ends, number, side="right"))
+        return self.blocks[block].column(column)[number - self._ends[block]]
+
+    def as_array(self, take: Callable[[Any], NDArray[Any]]) -> NDArray[np.int32]:
+        """What `take` gives of every block, one after the other."""
+        return np.concatenate([np.zeros(0, np.int32), *map(take, self.blocks)]).astype(np.int32)
 
 
 def what_tokens_depend_on(names: Sequence[str], tokenizer: Any) -> dict[str, Any] | None:
@@ -48,28 +75,30 @@ def what_tokens_depend_on(names: Sequence[str], tokenizer: Any) -> dict[str, Any
     return {"format": FORMAT, "files": facts_of_files(paths), "tokenizer": facts}
 
 
-def cached(
+def cached_table(
     what: str,
     depends_on: dict[str, Any],
-    write: Callable[[Path], None],
-    open_entry: Callable[[Path], T],
-) -> T | None:
-    """The entry for all that it `depends_on`, made by `write` where there is none.
+    columns: dict[str, Any],
+    blocks: Callable[[], Iterable[Sequence[Sequence[Any]]]],
+    facts: Callable[[], dict[str, Any]],
+) -> Table | None:
+    """The table for all that it `depends_on`, made where there is none.
 
-    `open_entry` raises where a folder is no whole entry. None: rows like these cannot be kept, or
-    there is no place for a cache.
+    `columns` are names and Arrow types, `blocks` gives the columns' values some rows at a time,
+    and `facts`, asked after them, what is known of all rows. None: rows like these cannot be kept,
+    or there is no place for a cache.
     """
     key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
     cache = cache_folder(what)
     entry = cache / key
-    if (found := _opened(entry, open_entry)) is not None:
+    if (found := _opened(entry)) is not None:
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         _forget_old(cache)
         made = Path(tempfile.mkdtemp(dir=cache, prefix="being_made_"))
         try:
-            write(made)
+            _write(made, columns, blocks(), facts)
             shutil.rmtree(entry, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run was first
                 made.rename(entry)
@@ -81,7 +110,24 @@ def cached(
     except OSError as error:
         logger.warning("%s are tokenized at every start: no cache in %s (%s)", what, cache, error)
         return None
-    return _opened(entry, open_entry)
+    return _opened(entry)
+
+
+def _write(
+    folder: Path,
+    columns: dict[str, Any],
+    blocks: Iterable[Sequence[Sequence[Any]]],
+    facts: Callable[[], dict[str, Any]],
+) -> None:
+    """No more than one block is in memory."""
+    import pyarrow as pa
+
+    schema = pa.schema(list(columns.items()))
+    with pa.OSFile(str(folder / ROWS), "wb") as file, pa.ipc.new_file(file, schema) as out:
+        for block in blocks:
+            arrays = map(pa.array, block, columns.values())
+            out.write_batch(pa.record_batch(list(arrays), schema=schema))
+    (folder / FACTS).write_text(json.dumps(facts()), encoding="utf-8")
 
 
 def cache_folder(what: str) -> Path:
@@ -111,19 +157,19 @@ def facts_of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
     }
 
 
-def _opened(entry: Path, open_entry: Callable[[Path], T]) -> T | None:
+def _opened(entry: Path) -> Table | None:
     import pyarrow as pa
 
     if not entry.is_dir():
         return None
     try:
-        found = open_entry(entry)
+        table = Table(entry)
         with contextlib.suppress(OSError):  # of another user, who keeps it
             os.utime(entry)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowInvalid) as error:
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
         logger.warning("%s is damaged and made again (%s)", entry, error)
         return None
-    return found
+    return table
 
 
 def _forget_old(cache: Path) -> None:

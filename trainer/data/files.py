@@ -277,8 +277,18 @@ def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
     """Columns of plain values beside those of verl's schema; images and the like are none."""
     found: dict[str, bool] = {}
     for row in rows:
-        for name, value in row.items():
-            found[name] = found.get(name, True) and is_plain(value)
+        note_plain(row, found)
+    return plain_columns(found, prompt_key)
+
+
+def note_plain(row: Row, found: dict[str, bool]) -> None:
+    """Note for each column whether all of its values, so far, are plain."""
+    for name, value in row.items():
+        found[name] = found.get(name, True) and is_plain(value)
+
+
+def plain_columns(found: dict[str, bool], prompt_key: str) -> list[str]:
+    """Those of plain values that verl's schema does not have."""
     ours = (prompt_key, *RULE_COLUMNS, "extra_info")
     return sorted(name for name, plain in found.items() if plain and name not in ours)
 

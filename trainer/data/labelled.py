@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.encoded_rows import encode_rows, how_many
+from trainer.data.encoded_rows import RowKind, encode_rows, how_many
 from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, filled_columns, lm_batch
 from trainer.data.pairs import encode_pair, encode_reply
-from trainer.data.row_table import RowKind
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import write_columns

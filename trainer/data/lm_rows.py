@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.encoded_rows import encode_rows, how_many
+from trainer.data.encoded_rows import RowKind, encode_rows, how_many
 from trainer.data.files import Row
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
@@ -35,7 +35,6 @@ from trainer.data.prompt_tokens import (
     refuse_empty_messages,
 )
 from trainer.data.prompts import as_objects
-from trainer.data.row_table import RowKind
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

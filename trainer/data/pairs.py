@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.encoded_rows import encode_rows, how_many
+from trainer.data.encoded_rows import RowKind, encode_rows, how_many
 from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import as_objects
-from trainer.data.row_table import RowKind
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

@@ -67,7 +67,7 @@ class PromptSet:
         self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
         self.num_overlong = len(lengths) - len(self.rows)
         self.num_cut = len(self.rows) - int(fits.sum())
-        self.columns = self._table.columns(self.rows)
+        self.columns = self._table.columns
         longest = max(lengths, default=0)
         self.story = (
             f"data.{setting} holds {len(lengths)} prompts; {self.num_overlong} were dropped and "

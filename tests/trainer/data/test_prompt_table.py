@@ -19,10 +19,9 @@ from trainer.data import cache, prompt_table
 from trainer.data.cache import cache_folder, facts_of_files
 from trainer.data.config import DataConfig
 from trainer.data.prompt_table import (
-    CachedPrompts,
     Encoded,
-    PromptsInMemory,
     cached_prompts,
+    prompts_in_memory,
 )
 from trainer.data.prompts import PromptSet, load_tokenizer
 from verl_like.errors import ConfigError
@@ -72,7 +71,7 @@ def test_a_second_run_reads_what_the_first_has_made() -> None:
     runs = [cached_prompts(depends_on, files, "prompt") for _ in range(2)]
     assert files.num_reads == 1
     assert runs[0].remembered("digest", lambda: "1") == runs[1].remembered("digest", lambda: "2")
-    memory = PromptsInMemory(files(), "prompt")
+    memory = prompts_in_memory(files(), "prompt")
     everything, odd = np.arange(8), np.array([1, 5])
     for cached in runs:
         assert cached is not None
@@ -85,7 +84,7 @@ def test_a_second_run_reads_what_the_first_has_made() -> None:
         for kept in (everything, odd):
             assert cached.first_of_sources(kept) == memory.first_of_sources(kept)
         assert cached.first_of_sources(everything) == {"even": 0, "odd": 1}
-        assert cached.columns(odd) == memory.columns(odd) == ["level", "text"]
+        assert cached.columns == memory.columns == ["level", "text"]
 
 
 def test_what_an_entry_depends_on_makes_another_one(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_what_an_entry_depends_on_makes_another_one(tmp_path: Path) -> None:
     assert files.num_reads == 2
 
 
-@pytest.mark.parametrize("name", ["rows.arrow", "lengths.int32", "facts.json"])
+@pytest.mark.parametrize("name", ["rows.arrow", "facts.json"])
 def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
     cached_prompts({}, files, "prompt")
@@ -141,7 +140,9 @@ def test_an_entry_that_nobody_opens_is_forgotten() -> None:
     os.utime(old, (0, 0))
     cached_prompts({"run": 2}, Files(make_rows()), "prompt")
     assert not old.exists()
-    assert isinstance(cached_prompts({"run": 2}, Files([]), "prompt"), CachedPrompts)
+    again = cached_prompts({"run": 2}, Files([]), "prompt")
+    assert again is not None
+    assert len(again.lengths) == 8
 
 
 @pytest.mark.parametrize("lost", ["removed", "unwritable"])
@@ -183,7 +184,7 @@ def test_prompts_of_a_cache_are_those_in_memory(
     memory, _ = as_large_files(tmp_path, tokenizer, **settings)
     monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
     for cached in as_large_files(tmp_path, tokenizer, **settings):
-        assert isinstance(cached._table, CachedPrompts)
+        assert cached._table._table is not None, "read from the cache"
         assert (cached.story, cached.digest) == (memory.story, memory.digest)
         assert cached.first_of_each_source() == memory.first_of_each_source()
         for here, there in zip(cached.in_order(), memory.in_order(), strict=True):
