@@ -12,10 +12,17 @@ imports torch: schemas are read on the way to `--help`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from verl_like.registry import registry_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,78 @@ class When:
     holds: Callable[[Any, Any], bool]
     """(section that the key stands in, whole configuration) -> whether the key is read."""
     otherwise: str
-    """What is missing where it does not hold, as an error says it: "this run has no critic"."""
+    """What is missing where it does not hold, as an error says it: "this run has no critic".
+
+    `{section}` in it is the section's name and a dot.
+    """
+
+    def missing(self, section: str) -> str:
+        """`otherwise` of a key in that section."""
+        return self.otherwise.replace("{section}", f"{section}." if section else "")
+
+
+def when(name: str, *values: Any, otherwise: str = "") -> When:
+    """The key `name` has one of these values, or is true.
+
+    A name with dots is that of the whole configuration, another one stands in the same section.
+    """
+    values = values or (True,)
+    words = " or ".join(map(str, values))
+    says, lacks = {
+        "True": (f"`{name}`", "is false"),
+        "False": (f"not `{name}`", "is true"),
+        "None": (f"`{name}` is null", "is set"),
+    }.get(words, (f"`{name}` is {words}", f"is not {words}"))
+    return When(
+        says,
+        lambda section, run: _value(section, run, name) in values,
+        otherwise or f"{_full(name)} {lacks}",
+    )
+
+
+def unless(name: str, value: Any = None, otherwise: str = "") -> When:
+    """The key `name` has another value; without one, it is set. Names are those of `when`."""
+    is_unset = value in (None, "")
+    return When(
+        f"`{name}` is set" if is_unset else f"`{name}` is not {value}",
+        lambda section, run: _value(section, run, name) != value,
+        otherwise or f"{_full(name)} is {'not set' if is_unset else value}",
+    )
+
+
+def entry_takes(parameter: str, kind: str, name: str) -> When:
+    """What the key `name` names, in the registry of that kind, has a parameter of that name."""
+
+    def holds(section: Any, run: Any) -> bool:
+        entry = registry_of(kind).look_up(_value(section, run, name))
+        return parameter in inspect.signature(entry).parameters
+
+    return When(f"the {kind} takes `{parameter}`", holds, f"{_full(name)} does not take it")
+
+
+def _full(name: str) -> str:
+    return name if "." in name else f"{{section}}{name}"
+
+
+def _value(section: Any, run: Any, name: str) -> Any:
+    *sections, last = name.split(".")
+    return getattr(functools.reduce(getattr, sections, run) if sections else section, last)
+
+
+def unread(reason: str, *names: str) -> Callable[[type[T]], type[T]]:
+    """A decorator of a section: nothing reads these keys, which an ancestor declares."""
+
+    def declare(section: type[T]) -> type[T]:
+        fields: dict[str, Any] = section.__dataclass_fields__  # type: ignore[attr-defined]
+        never = When("never in this recipe", lambda *_: False, reason)
+        for name in names:
+            field = copy.copy(fields[name])
+            rules = dataclasses.replace(rules_of(field), read_when=(never,), required="")
+            field.metadata = {"rules": rules}
+            fields[name] = field
+        return section
+
+    return declare
 
 
 @dataclass(frozen=True)

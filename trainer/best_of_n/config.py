@@ -1,17 +1,16 @@
 """The whole configuration tree of best-of-n.
 
-Its sections are PPO's, so that a command's keys carry over; a key of theirs that only training or
-validation reads is declared anew here as one that is never read: to set it is an error.
+Its sections are PPO's, so that a command's keys carry over; to set a key of theirs that only
+training or validation reads is an error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
-from verl_like.config_key import When, key
+from verl_like.config_key import key, unread, when
 from workers.config import (
     ModelConfig,
     RewardConfig,
@@ -19,62 +18,39 @@ from workers.config import (
     RewardModelConfig,
     RolloutConfig,
     ScoringConfig,
-    ValidationSamplingConfig,
 )
 from workers.config.conditions import NO_REWARD_LIST
 
-IN_TRAINING = When("a recipe trains", lambda *_: False, "this recipe trains nothing")
-IN_ORDER = When(
-    "a recipe has epochs", lambda *_: False, "this recipe takes every prompt once, in order"
-)
-IN_VALIDATION = When("a recipe validates", lambda *_: False, "this recipe has no validations")
-WRITES_SFT = When(
-    "`write` is sft", lambda selection, _: selection.write == "sft", "a pair is one of each prompt"
-)
+NO_TRAINING = "this recipe trains nothing"
+NO_EPOCHS = "this recipe takes every prompt once, in order"
+NO_VALIDATION = "this recipe has no validations"
 
 
+@unread(NO_VALIDATION, "val_files")
+@unread(NO_EPOCHS, "shuffle", "sampler")
 @dataclass(kw_only=True)
 class PromptsConfig(DataConfig):
     """Prompts: files, sizes."""
 
-    val_files: Any = key("", allows="a file, or a list", read_when=IN_VALIDATION)
-    """The prompts of a validation."""
     train_batch_size: int = key(64, above=0)
     """Prompts per step; the last step may have fewer."""
-    shuffle: bool = key(True, read_when=IN_ORDER)
-    """A new order each epoch."""
-    sampler: str | None = key(None, allows="a dotted path", read_when=IN_ORDER)
-    """A function of one's own that orders the prompts of an epoch."""
 
 
+@unread(NO_TRAINING, "enable_gradient_checkpointing", "use_remove_padding", "use_fused_kernels")
+@unread(NO_TRAINING, "lora_rank")
 @dataclass(kw_only=True)
 class SampledModelConfig(ModelConfig):
     """The model that generates."""
 
-    enable_gradient_checkpointing: bool = key(False, read_when=IN_TRAINING)
-    """Recompute activations in the backward pass."""
-    use_remove_padding: bool = key(True, read_when=IN_TRAINING)
-    """Run rows end to end without their padding in a forward and backward pass."""
-    use_fused_kernels: bool = key(True, read_when=IN_TRAINING)
-    """Compute log-probs from hidden states in chunks."""
-    lora_rank: int = key(0, at_least=0, read_when=IN_TRAINING)
-    """Rank of LoRA adapters."""
 
-
+@unread(NO_TRAINING, "update_weights_bucket_megabytes", "log_prob_micro_batch_size_per_gpu")
+@unread(NO_VALIDATION, "val_kwargs")
 @dataclass(kw_only=True)
 class GenerationConfig(RolloutConfig):
     """Generation."""
 
     n: int = key(8, above=0)
     """Samples per prompt."""
-    update_weights_bucket_megabytes: float = key(16.0, above=0, read_when=IN_TRAINING)
-    """Size of the pieces in which weights travel to the rollout."""
-    log_prob_micro_batch_size_per_gpu: int = key(8, above=0, read_when=IN_TRAINING)
-    """Samples per forward pass of the old log-probs on one rank."""
-    val_kwargs: ValidationSamplingConfig = key(
-        factory=ValidationSamplingConfig, read_when=IN_VALIDATION
-    )
-    """Sampling in validation."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +71,9 @@ class SelectionConfig:
     """sft: the best samples of each prompt as rows that `verl-like sft` reads; pairs: each prompt's
     best as chosen and its worst as rejected.
     """
-    top_k: int = key(1, above=0, read_when=WRITES_SFT)
+    top_k: int = key(
+        1, above=0, read_when=when("write", "sft", otherwise="a pair is one of each prompt")
+    )
     """Samples kept of each prompt, at most; of equal scores the first, of equal texts one."""
     min_score: float | None = key(None, allows="a number")
     """Lowest score of a sample that is kept, or chosen; null keeps whatever is best."""
@@ -105,6 +83,9 @@ class SelectionConfig:
     """Where they go; empty: `selected.jsonl` in the run folder."""
 
 
+@unread(NO_TRAINING, "async_save")
+@unread(NO_EPOCHS, "total_epochs")
+@unread(NO_VALIDATION, "test_freq", "val_before_train")
 @dataclass(kw_only=True)
 class BestOfNTrainerConfig(TrainerConfig):
     """The run: length, devices, folder."""
@@ -112,16 +93,10 @@ class BestOfNTrainerConfig(TrainerConfig):
     cls: str = key("trainer.best_of_n.step.BestOfNTrainer", allows="a dotted path")
     """Dotted path of the trainer: BestOfNTrainer, or a subclass that overrides its step or hooks.
     """
-    total_epochs: int = key(1, above=0, read_when=IN_ORDER)
-    """Passes over the data."""
     total_training_steps: int | None = key(
         None, above=0, hint="or null for all prompts", may_change_on_resume=True
     )
     """Steps of the whole run, if it shall end before the last prompt."""
-    test_freq: int = key(-1, above=0, or_exactly=-1, read_when=IN_VALIDATION)
-    """Steps between validations."""
-    val_before_train: bool = key(True, read_when=IN_VALIDATION)
-    """Validate before the first step."""
     experiment_name: str = key("best_of_n", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
     save_freq: int = key(
@@ -132,8 +107,6 @@ class BestOfNTrainerConfig(TrainerConfig):
         1, at_least=1, hint="or null to keep all", may_change_on_resume=True
     )
     """Committed checkpoints that stay in the run folder; null keeps all."""
-    async_save: bool = key(True, read_when=IN_TRAINING)
-    """Steps go on while a large checkpoint is written."""
 
 
 @dataclass(kw_only=True)

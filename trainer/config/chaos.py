@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_like.config_key import When, key
+from verl_like.config_key import When, key, unless
 
 HAS_FAULTS = When(
     "`chaos.kill_worker` or `chaos.delay` is above 0",
     lambda _, run: run.chaos.has_faults,
     "chaos.kill_worker and chaos.delay are 0, so there are no faults",
-)
-DELAYS = When(
-    "`chaos.delay` is above 0", lambda _, run: run.chaos.delay > 0, "chaos.delay is 0: no delays"
 )
 
 
@@ -28,7 +25,7 @@ class ChaosConfig:
     """Chance that a step begins with the death of a worker process, of a random pool."""
     delay: float = key(0.0, at_least=0, at_most=1)
     """Chance that the calls of one role, which is drawn, wait `delay_s` in a step."""
-    delay_s: float = key(1.0, above=0, read_when=DELAYS)
+    delay_s: float = key(1.0, above=0, read_when=unless("delay", 0))
     """Seconds of a delay."""
     seed: int = key(1, allows="a number")
     """Decides which faults come when, and whom they strike."""

@@ -50,9 +50,10 @@ def _check_item(item: Any, prefix: str, config: RunConfig) -> None:
         _check_value(named, value)
         for condition in key.rules.read_when:
             if value != read(unset, key.name) and not condition.holds(item, config):
+                missing = condition.missing(named.name.rpartition(".")[0])
                 raise ConfigError(
-                    f"{named.name} is set, but nothing reads it: {condition.otherwise}. Drop it, "
-                    "or change that."
+                    f"{named.name} is set, but nothing reads it: {missing}. Drop it, or change "
+                    "that."
                 )
 
 

@@ -12,36 +12,20 @@ from typing import Any
 
 from trainer.config.chaos import HAS_FAULTS, ChaosConfig
 from verl_like.calls.waiting import Deadlines
-from verl_like.config_key import When, key
+from verl_like.config_key import When, key, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_method
 from workers.config.conditions import SAVE_EVERY_MINUTES, SAVES
 
-ON_RAY = When(
-    "`trainer.backend` is ray",
-    lambda _, run: run.trainer.backend == "ray",
-    "trainer.backend is not ray",
-)
+ON_RAY = when("trainer.backend", "ray")
 SEVERAL_POOLS = When(
     "there are several pools",
     lambda _, run: len(run.resource_pool_spec) > 1,
     "this run has one pool, which trainer.device and cpus_per_process describe",
 )
-JOINS_A_CLUSTER = When(
-    "`ray.address` is set",
-    lambda ray, _: ray.address is not None,
-    "ray.address is null: a cluster of the run's own has no other runs",
-)
-COUNTS_EPOCHS = When(
-    "`total_training_steps` is null",
-    lambda trainer, _: trainer.total_training_steps is None,
-    "trainer.total_training_steps is set",
-)
-RESUMES_FROM_PATH = When(
-    "`resume_mode` is resume_path",
-    lambda trainer, _: trainer.resume_mode == "resume_path",
-    "trainer.resume_mode is not resume_path",
+JOINS_A_CLUSTER = unless(
+    "address", otherwise="ray.address is null: a cluster of the run's own has no other runs"
 )
 
 
@@ -79,7 +63,9 @@ class TrainerConfig:
         "", allows="a dotted path", required="give the dotted path of the trainer's class"
     )
     """Dotted path of the trainer: the recipe's, or a subclass that overrides stages or hooks."""
-    total_epochs: int = key(1, above=0, read_when=COUNTS_EPOCHS, may_change_on_resume=True)
+    total_epochs: int = key(
+        1, above=0, read_when=when("total_training_steps", None), may_change_on_resume=True
+    )
     """Passes over the data."""
     total_training_steps: int | None = key(
         None, above=0, hint="or null for epochs x batches", may_change_on_resume=True
@@ -146,7 +132,10 @@ class TrainerConfig:
     )
     """auto goes on from the run folder's newest checkpoint, if there is one."""
     resume_from_path: str | None = key(
-        None, allows="a folder", read_when=RESUMES_FROM_PATH, may_change_on_resume=True
+        None,
+        allows="a folder",
+        read_when=when("resume_mode", "resume_path"),
+        may_change_on_resume=True,
     )
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     logger: list[str] = key(

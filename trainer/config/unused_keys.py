@@ -89,8 +89,9 @@ def without_keys(
 
 
 def _missing_for(config: RunConfig, key: Key) -> str | None:
-    section = read(config, key.name.rpartition(".")[0])
+    name = key.name.rpartition(".")[0]
+    section = read(config, name)
     for condition in key.rules.read_when:
         if not condition.holds(section, config):
-            return condition.otherwise
+            return condition.missing(name)
     return None

@@ -9,16 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import TrainerConfig
-from verl_like.config_key import When, key
+from verl_like.config_key import When, key, unless, when
 from workers.config import UserCodeConfig
 from workers.config.conditions import VALIDATES
 
-ORDERED_BY_SAMPLER = When(
-    "it is not null", lambda data, _: data.sampler is not None, "data.sampler is null"
-)
-SHUFFLES = When(
-    "`sampler` is null", lambda data, _: data.sampler is None, "data.sampler says the order"
-)
 VALIDATION_IS_ON = When(
     "`trainer.test_freq` or `trainer.val_before_train`",
     VALIDATES.holds,
@@ -34,9 +28,6 @@ CAN_VALIDATE_BEFORE = When(
     "there are `data.val_files`",
     lambda trainer, run: bool(run.data.val_files) or not trainer.val_before_train,
     NO_FILES,
-)
-COUNTS_PROMPTS = When(
-    "it is not null", lambda data, _: data.total_prompts is not None, "data.total_prompts is null"
 )
 
 
@@ -66,7 +57,7 @@ class DataConfig:
         None,
         above=0,
         hint="or null for a run of steps or epochs",
-        read_when=COUNTS_PROMPTS,
+        read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
     """Prompts of the whole run; its last step has those that are left, whole mini-batches."""
@@ -74,9 +65,11 @@ class DataConfig:
     """Tokens; every prompt is left-padded to it."""
     max_response_length: int = key(512, above=0)
     """Tokens; every response is right-padded to it."""
-    shuffle: bool = key(True, read_when=SHUFFLES)
+    shuffle: bool = key(
+        True, read_when=when("sampler", None, otherwise="data.sampler says the order")
+    )
     """A new order each epoch, from `trainer.seed`."""
-    sampler: str | None = key(None, allows="a dotted path", read_when=ORDERED_BY_SAMPLER)
+    sampler: str | None = key(None, allows="a dotted path", read_when=unless("sampler"))
     """A function of one's own that orders the prompts of an epoch; null shuffles, or does not."""
     filter_overlong_prompts: bool = key(False)
     """Drop (and count) prompts of more than `max_prompt_length` tokens."""

@@ -10,18 +10,14 @@ from trainer.detached.maker_settings import own_rollout
 from trainer.detached.topology import Topology, maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.config_key import When, key
+from verl_like.config_key import When, key, when
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
 
 OWN_TRAINER = "trainer.detached.step.DetachedTrainer"
 """The trainer of a detached run, or what a user's is a subclass of."""
-BY_NUMBERS = When(
-    "`topology` is null",
-    lambda detached, _: detached.topology is None,
-    "detached.topology gives the numbers",
-)
+BY_NUMBERS = when("topology", None, otherwise="detached.topology gives the numbers")
 HAS_WINDOW = When(
     "`sampler` is version_window or your own",
     lambda detached, _: detached.sampler == "version_window" or "." in detached.sampler,
@@ -119,6 +115,16 @@ class DetachedConfig(PPOConfig):
         """Makers' pools: they generate while the driver trains."""
         pools = expand_roles(self.role_mapping)
         return frozenset(pools[maker_role(maker)] for maker in range(self.detached.makers))
+
+    @property
+    def generates_beside_training(self) -> bool:
+        """Whether a rollout generates while the trainer trains."""
+        return True
+
+    @property
+    def takes_weights_at_once(self) -> bool:
+        """Whether new weights may arrive in the middle of a generation."""
+        return self.detached.new_weights == "at_once"
 
     @property
     def topology(self) -> Topology:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.best_of_n.config import (
-    IN_ORDER,
-    IN_TRAINING,
+    NO_EPOCHS,
+    NO_TRAINING,
     BestOfNTrainerConfig,
     GenerationConfig,
     PromptsConfig,
@@ -19,21 +19,15 @@ from trainer.best_of_n.config import (
     SamplingOnlyConfig,
 )
 from trainer.config.schema import NAME_A_FOLDER
-from verl_like.config_key import When, key
+from verl_like.config_key import key, unread
 from workers.config import ValidationSamplingConfig
 
-IN_STEPS = When("a recipe has steps", lambda *_: False, "an evaluation is one step")
-BY_VAL_KWARGS = When(
-    "a recipe trains", lambda *_: False, "an evaluation samples by rollout.val_kwargs"
-)
 
-
+@unread(NO_TRAINING, "train_files")
 @dataclass(kw_only=True)
 class EvaluationDataConfig(PromptsConfig):
     """Prompts: files, sizes."""
 
-    train_files: Any = key("", allows="a file, or a list", read_when=IN_TRAINING)
-    """The prompts of a training."""
     val_files: Any = key(
         "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
     )
@@ -42,20 +36,16 @@ class EvaluationDataConfig(PromptsConfig):
     """Prompts that are sampled at a time; no effect on the result."""
 
 
+@unread(
+    "an evaluation samples by rollout.val_kwargs",
+    *("n", "temperature", "top_k", "top_p", "do_sample"),
+)
 @dataclass(kw_only=True)
 class EvaluationRolloutConfig(GenerationConfig):
     """Generation."""
 
-    n: int = key(1, above=0, read_when=BY_VAL_KWARGS)
+    n: int = key(1, above=0)
     """Samples per prompt."""
-    temperature: float = key(1.0, above=0, read_when=BY_VAL_KWARGS)
-    """Divides the logits."""
-    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=BY_VAL_KWARGS)
-    """Sample among the k likeliest tokens."""
-    top_p: float = key(1.0, above=0, at_most=1, read_when=BY_VAL_KWARGS)
-    """Sample among the likeliest tokens of this total probability."""
-    do_sample: bool = key(True, read_when=BY_VAL_KWARGS)
-    """Whether training draws at all."""
     val_kwargs: ValidationSamplingConfig = key(factory=ValidationSamplingConfig)
     """Sampling."""
 
@@ -68,6 +58,8 @@ class EvaluatedPolicyConfig(SampledPolicyConfig):
     """Generation."""
 
 
+@unread("an evaluation is one step", "total_training_steps", "stop_at")
+@unread(NO_EPOCHS, "save_freq", "save_every_minutes")
 @dataclass(kw_only=True)
 class EvaluationTrainerConfig(BestOfNTrainerConfig):
     """The run: devices, folder."""
@@ -76,13 +68,9 @@ class EvaluationTrainerConfig(BestOfNTrainerConfig):
     """Dotted path of the trainer: Evaluation, or a subclass that overrides its step or hooks."""
     backend: str = key("local", choices=("ray", "local", "torchrun"))
     """local needs no cluster; torchrun runs in the processes that it started."""
-    total_training_steps: int | None = key(None, above=0, read_when=IN_STEPS)
-    """Steps of the whole run."""
-    stop_at: dict[str, float] = key(factory=dict, allows="metric: value", read_when=IN_STEPS)
-    """Metric -> value: the run ends with the first step in which one of them is reached."""
-    save_freq: int = key(-1, above=0, or_exactly=-1, read_when=IN_ORDER)
+    save_freq: int = key(-1, above=0, or_exactly=-1)
     """Steps between checkpoints."""
-    save_every_minutes: float | None = key(None, above=0, read_when=IN_ORDER)
+    save_every_minutes: float | None = key(None, above=0)
     """Minutes between checkpoints."""
     experiment_name: str = key("eval", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""

@@ -6,15 +6,12 @@ the prompts, the algorithm and what PPO adds to the section `trainer`.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config.chaos import ChaosConfig
 from trainer.config.schema import NAME_A_FOLDER, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
-from verl_like.config_key import When, key
-from verl_like.registry import registry_of
+from verl_like.config_key import When, entry_takes, key, when
 from workers.config import (
     KL_ESTIMATORS,
     RolloutCorrectionConfig,
@@ -25,38 +22,9 @@ from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 
 def estimator_takes(name: str) -> tuple[When, When]:
     """There is an advantage estimator, and it has a parameter of that name."""
-
-    def holds(algorithm: Any, _: Any) -> bool:
-        estimator = registry_of("advantage estimator").look_up(algorithm.adv_estimator)
-        return name in inspect.signature(estimator).parameters
-
-    says = f"the estimator takes `{name}`"
-    return REWARDS_TEACH, When(says, holds, "algorithm.adv_estimator does not take it")
+    return REWARDS_TEACH, entry_takes(name, "advantage estimator", "adv_estimator")
 
 
-KL_IN_REWARD = When(
-    "`use_kl_in_reward`",
-    lambda algorithm, _: algorithm.use_kl_in_reward,
-    "algorithm.use_kl_in_reward is false",
-)
-KL_ADAPTS = When(
-    "`type` is adaptive",
-    lambda kl_ctrl, _: kl_ctrl.type == "adaptive",
-    "kl_ctrl.type is not adaptive",
-)
-FILTERS_POLICY = When(
-    "`use_pf_ppo`", lambda _, run: run.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"
-)
-WEIGHS_BY_POWER = When(
-    "`reweight_method` is pow",
-    lambda pf_ppo, _: pf_ppo.reweight_method == "pow",
-    "pf_ppo.reweight_method is not pow",
-)
-FILTERS_GROUPS = When(
-    "`enable`",
-    lambda filter_groups, _: filter_groups.enable,
-    "algorithm.filter_groups.enable is false",
-)
 HAS_FAULTS = When(
     "one of `chaos.kill_worker`, `chaos.drop_bucket`, `chaos.delay` is above 0",
     lambda _, run: run.chaos.has_faults,
@@ -72,9 +40,9 @@ class KLControlConfig:
     """Whether the coefficient stays, or steers the KL to a target."""
     kl_coef: float = key(0.001, at_least=0)
     """Its (first) value."""
-    horizon: int = key(10000, above=0, read_when=KL_ADAPTS)
+    horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
     """Samples over which the adaptive controller reacts."""
-    target_kl: float = key(0.1, above=0, read_when=KL_ADAPTS)
+    target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
     """What the adaptive controller steers to."""
 
 
@@ -85,12 +53,12 @@ class FilterGroupsConfig:
     enable: bool = key(False)
     """Replace them."""
     metric: str = key(
-        "seq_reward", allows="seq_reward or a reward's own number", read_when=FILTERS_GROUPS
+        "seq_reward", allows="seq_reward or a reward's own number", read_when=when("enable")
     )
     """What must differ: seq_reward (the score), or a number that the reward function returns beside
     it, such as acc.
     """
-    max_num_gen_batches: int = key(10, above=0, read_when=FILTERS_GROUPS)
+    max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
     """Batches generated for one step at most; then groups of equal scores fill what is missing."""
 
 
@@ -102,7 +70,7 @@ class PolicyFiltrationConfig:
     """Chance of a sample: pow: its score's size to a power; max_min: the step's highest and lowest
     scores alone; max_random: the highest four times as likely as any other.
     """
-    weight_pow: float = key(2.0, at_least=0, read_when=WEIGHS_BY_POWER)
+    weight_pow: float = key(2.0, at_least=0, read_when=when("reweight_method", "pow"))
     """That power."""
 
 
@@ -138,7 +106,9 @@ class AlgorithmConfig:
     """
     use_pf_ppo: bool = key(False)
     """Draw the samples of an update anew by their scores."""
-    pf_ppo: PolicyFiltrationConfig = key(factory=PolicyFiltrationConfig, read_when=FILTERS_POLICY)
+    pf_ppo: PolicyFiltrationConfig = key(
+        factory=PolicyFiltrationConfig, read_when=when("use_pf_ppo")
+    )
     """How."""
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """Dynamic sampling."""
@@ -152,13 +122,15 @@ class AlgorithmConfig:
     """Weights and rejection of samples that another policy drew."""
     use_kl_in_reward: bool = key(False)
     """Subtract the KL to the reference from the reward; starts the reference role."""
-    kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=KL_IN_REWARD)
+    kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=when("use_kl_in_reward"))
     """Estimator of that KL."""
-    kl_penalty_per: str = key("token", choices=("token", "sequence"), read_when=KL_IN_REWARD)
+    kl_penalty_per: str = key(
+        "token", choices=("token", "sequence"), read_when=when("use_kl_in_reward")
+    )
     """token: each token's reward loses the token's KL; sequence: that of the last token loses the
     mean KL of the response.
     """
-    kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=KL_IN_REWARD)
+    kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
     """Its coefficient."""
 
 

@@ -11,14 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from verl_like.config_key import key
-from workers.config.conditions import (
-    HAS_CRITIC,
-    HAS_PTX,
-    HAS_TEACHER,
-    NO_REWARD_LIST,
-    has_no_reward,
-)
+from verl_like.config_key import key, unless
+from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from workers.config.distillation import DistillationConfig, TeacherModelConfig
 from workers.config.model import (
@@ -113,7 +107,7 @@ class WorkersConfig:
     """Scores."""
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures, and the sandbox of reward functions."""
-    ptx: PTXConfig = key(factory=PTXConfig, read_when=HAS_PTX)
+    ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """A teacher's log-probs as rewards of tokens."""

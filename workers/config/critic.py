@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from verl_like.config_key import key
-from workers.config.conditions import (
-    CRITIC_HAS_DIVISOR,
-    CUT_BY_SAMPLES,
-    CUT_BY_TOKENS,
-    VALUE_IS_CLIPPED,
-    VALUE_IS_HUBER,
-    WARMS_UP_BY_SHARE,
-)
+from verl_like.config_key import When, key, unless, when
+from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
 from workers.config.model import (
     STRATEGIES,
     STRATEGIES_ELSEWHERE,
+    WARMS_UP_BY_SHARE,
     CheckpointConfig,
     FSDPConfig,
 )
 from workers.config.policy import LOSS_AGG_MODES
+
+
+def _has_divisor(critic: Any, run: Any) -> bool:
+    mode = critic.loss_agg_mode or run.actor_rollout_ref.actor.loss_agg_mode
+    return bool(mode == "seq-mean-token-sum-norm")
+
+
+HAS_DIVISOR = When(
+    "the critic's aggregation is seq-mean-token-sum-norm",
+    _has_divisor,
+    "the critic's losses are not aggregated by seq-mean-token-sum-norm",
+)
+VALUE_IS_CLIPPED = unless("value_loss", "huber", "critic.value_loss=huber clips nothing")
 
 
 @dataclass(kw_only=True)
@@ -79,11 +87,11 @@ class CriticConfig:
     """The loss of a value: PPO's clipped square, or Huber's, linear in large errors."""
     cliprange_value: float = key(0.5, above=0, read_when=VALUE_IS_CLIPPED)
     """Largest move of a value away from the one before the update."""
-    huber_delta: float = key(1.0, above=0, read_when=VALUE_IS_HUBER)
+    huber_delta: float = key(1.0, above=0, read_when=when("value_loss", "huber"))
     """Error from which on Huber's loss is linear."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
     """How the values' losses become one number; null takes the actor's."""
-    loss_scale_factor: float | None = key(None, above=0, read_when=CRITIC_HAS_DIVISOR)
+    loss_scale_factor: float | None = key(None, above=0, read_when=HAS_DIVISOR)
     """Divisor of seq-mean-token-sum-norm; null takes the actor's, then the response's width."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""

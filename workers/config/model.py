@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import key
-from workers.config.conditions import (
-    HAS_LORA,
-    HAS_NO_WEIGHTS,
-    SAVES,
-    WARMS_UP_BY_SHARE,
-    optimizer_takes,
-    schedule_takes,
-)
+from verl_like.config_key import When, entry_takes, key, unless, when
+from workers.config.conditions import SAVES, is_bare_config
 
 STRATEGIES = (
     "single",
@@ -45,6 +38,25 @@ QUANTIZATIONS = ("int8",)
 """How a role that is not trained may hold its linear weights."""
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """What `checkpoint.save_contents` may name."""
+HAS_LORA = unless("lora_rank", 0)
+HAS_NO_WEIGHTS = When(
+    "the folder of `path` has no weights",
+    lambda model, _: is_bare_config(model.path),
+    "the folder of model.path has weights, or is not there",
+)
+WARMS_UP_BY_SHARE = when(
+    "lr_warmup_steps", -1, otherwise="lr_warmup_steps is not -1, and counts the calls itself"
+)
+
+
+def optimizer_takes(name: str) -> When:
+    """The optimizer's constructor has a parameter of that name."""
+    return entry_takes(name, "optimizer", "optimizer")
+
+
+def schedule_takes(name: str) -> When:
+    """The learning-rate schedule has a parameter of that name."""
+    return entry_takes(name, "learning-rate schedule", "lr_scheduler_type")
 
 
 @dataclass(kw_only=True)

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from verl_like.config_key import key
+from verl_like.config_key import When, key, unless, when
 from workers.config.conditions import (
-    BYPASSES,
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
-    HAS_ENTROPY_BONUS,
-    HAS_REFERENCE,
-    LOSS_CLIPS,
-    LOSS_CLIPS_TWICE,
-    LOSS_HAS_DIVISOR,
-    LOSS_IS_NAMED,
-    ONE_CLIP_RATIO,
-    REJECTS,
-    SEVERAL_PASSES,
-    SHUFFLES,
-    STEERS_ENTROPY,
-    UPDATES_REFERENCE,
-    USES_KL_LOSS,
     VALIDATES,
-    WEIGHS_ROLLOUT,
+    loss_reads,
+    policy_loss_of,
 )
 from workers.config.model import (
     QUANTIZATIONS,
@@ -48,6 +36,49 @@ LOSS_AGG_MODES = (
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """Estimators of a KL; with a trailing +, the value has k2's gradient."""
+
+
+def _has_several_passes(actor: Any, run: Any) -> bool:
+    return bool(max(actor.ppo_epochs, run.critic.ppo_epochs or 1) > 1)
+
+
+LOSS_IS_NAMED = When(
+    "no `bypass_mode` of loss_type reinforce",
+    lambda policy_loss, run: policy_loss_of(run) == policy_loss.loss_mode,
+    "algorithm.rollout_correction.loss_type=reinforce is the loss under bypass_mode",
+)
+WEIGHS_ROLLOUT = unless("rollout_is")
+SEVERAL_PASSES = When(
+    "`ppo_epochs` > 1, the actor's or the critic's",
+    _has_several_passes,
+    "an update passes over the batch once (ppo_epochs=1), so there is no later pass to reshuffle",
+)
+ONE_CLIP_RATIO = When(
+    "`clip_ratio_low` or `clip_ratio_high` is null",
+    lambda actor, _: actor.clip_ratio_low is None or actor.clip_ratio_high is None,
+    "clip_ratio_low and clip_ratio_high are both set and replace it",
+)
+LOSS_CLIPS = When(
+    "the policy loss clips a ratio",
+    loss_reads("clip_ratio"),
+    "the loss of policy_loss.loss_mode clips no ratio",
+)
+LOSS_CLIPS_TWICE = When(
+    "the policy loss has a dual clip",
+    loss_reads("clip_ratio_c"),
+    "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
+)
+HAS_ENTROPY_BONUS = unless(
+    "entropy_coeff",
+    0,
+    otherwise="actor.entropy_coeff is not above 0: it is the first weight of the bonus",
+)
+HAS_REFERENCE = When(
+    "there is a reference",
+    lambda _, run: run.algorithm.use_kl_in_reward or run.actor_rollout_ref.actor.use_kl_loss,
+    "this run has no reference: set algorithm.use_kl_in_reward or "
+    "actor_rollout_ref.actor.use_kl_loss",
+)
 
 
 @dataclass(kw_only=True)
@@ -84,7 +115,9 @@ class RolloutCorrectionConfig:
     What is rejected leaves the mask; unless bypassing, before the loss's denominators are counted.
     """
     rollout_rs_threshold: str | None = key(
-        None, allows="a number, or lower_upper for k1; one for all, or one each", read_when=REJECTS
+        None,
+        allows="a number, or lower_upper for k1; one for all, or one each",
+        read_when=unless("rollout_rs"),
     )
     """Bounds of the criteria: the largest k2 or k3; of k1 the least and largest ratio exp(k1)."""
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
@@ -94,7 +127,9 @@ class RolloutCorrectionConfig:
 
     Weights and criteria then compare the policy in training with the rollout, inside the update.
     """
-    loss_type: str = key("ppo_clip", choices=("ppo_clip", "reinforce"), read_when=BYPASSES)
+    loss_type: str = key(
+        "ppo_clip", choices=("ppo_clip", "reinforce"), read_when=when("bypass_mode")
+    )
     """ppo_clip is the loss of `policy_loss.loss_mode`; reinforce is REINFORCE with the weights."""
 
 
@@ -130,7 +165,7 @@ class ActorConfig:
     """Passes over the batch per update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
     """Mini-batches of other samples in every pass, the critic's too."""
-    data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, SHUFFLES))
+    data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, when("shuffle")))
     """What their orders are drawn from."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """PPO's clip range, both sides."""
@@ -144,19 +179,23 @@ class ActorConfig:
     """The loss itself."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
     """How token losses become one number, the critic's too unless it has its own."""
-    loss_scale_factor: float | None = key(None, above=0, read_when=LOSS_HAS_DIVISOR)
+    loss_scale_factor: float | None = key(
+        None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
+    )
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
     entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
     """Mean entropy of a token, in nats, that the weight is steered to; null leaves it."""
-    entropy_coeff_lr: float = key(0.1, above=0, read_when=(HAS_ENTROPY_BONUS, STEERS_ENTROPY))
+    entropy_coeff_lr: float = key(
+        0.1, above=0, read_when=(HAS_ENTROPY_BONUS, unless("target_entropy"))
+    )
     """How fast: the log of the weight moves by this, times the distance to the target, a step."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
-    kl_loss_coef: float = key(0.001, at_least=0, read_when=USES_KL_LOSS)
+    kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
     """Weight of that KL."""
-    kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
+    kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
     """Estimator of that KL."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES)
     """Validate with a moving average of the weights, of which this much stays at every update; null
@@ -186,7 +225,7 @@ class RefConfig:
     update_every: int | None = key(None, above=0)
     """Steps after which the actor's weights become the reference's; null leaves the initial ones.
     """
-    ema_decay: float = key(0.0, at_least=0, below=1, read_when=UPDATES_REFERENCE)
+    ema_decay: float = key(0.0, at_least=0, below=1, read_when=unless("update_every"))
     """What then stays of the reference's own weights: 0 takes the actor's whole, 0.99 one part in a
     hundred.
     """

@@ -6,8 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key
-from verl_like.errors import ConfigError
+from verl_like.config_key import When, entry_takes, key, unless
 from verl_like.registry import registry_of
 from workers.config.model import FrozenFSDPConfig
 from workers.config.rows import RowWorkerConfig
@@ -15,20 +14,13 @@ from workers.config.rows import RowWorkerConfig
 
 def loss_reads(run: Any, name: str) -> bool:
     """Whether the loss of this run has a parameter of that name."""
-    try:
-        loss = registry_of("preference loss").look_up(run.loss)
-    except ConfigError as error:
-        raise ConfigError(f"loss={run.loss}: {error}") from error
+    loss = registry_of("preference loss").look_up(run.loss)
     return name in inspect.signature(loss).parameters
 
 
 def takes(name: str) -> When:
     """The loss has a parameter of that name."""
-    return When(
-        f"the loss takes `{name}`",
-        lambda _, run: loss_reads(run, name),
-        f"the loss does not take {name}",
-    )
+    return entry_takes(name, "preference loss", "loss")
 
 
 LEARNS_PAIRS = When(
@@ -41,10 +33,9 @@ HAS_REFERENCE = When(
     lambda _, run: loss_reads(run, "ref_log_probs"),
     "the loss has no reference",
 )
-REFERENCE_IS_APART = When(
-    "`ref.model.path` is set",
-    lambda _, run: run.ref.model.path is not None,
-    "without ref.model.path the reference is the model itself, before training",
+REFERENCE_IS_APART = unless(
+    "ref.model.path",
+    otherwise="without ref.model.path the reference is the model itself, before training",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key
+from verl_like.config_key import key, unless, when
 from workers.config.model import QUANTIZATIONS
 
 REWARD_KINDS = ("function", "model", "remote")
@@ -14,26 +14,9 @@ ON_FAILURE = ("default", "skip", "fail")
 """What may become of a sample whose reward fails."""
 
 
-def _kind_is(kind: str) -> When:
-    return When(
-        f"`kind` is {kind}", lambda reward, _: reward.kind == kind, f"its kind is not {kind}"
-    )
-
-
-IS_FUNCTION, IS_MODEL, IS_REMOTE = map(_kind_is, REWARD_KINDS)
-MAY_FAIL = When(
-    "`kind` is not model", lambda reward, _: reward.kind != "model", "a model always gives a score"
-)
-HAS_DEFAULT = When(
-    "`on_failure` is default",
-    lambda reward, _: reward.on_failure == "default",
-    "its on_failure is not default",
-)
-IS_JUDGE = When(
-    "`protocol` is openai",
-    lambda reward, _: reward.protocol == "openai",
-    "its protocol is not openai",
-)
+IS_FUNCTION, IS_MODEL, IS_REMOTE = (when("kind", kind) for kind in REWARD_KINDS)
+MAY_FAIL = unless("kind", "model", otherwise="a model always gives a score")
+IS_JUDGE = when("protocol", "openai")
 
 
 @dataclass(kw_only=True)
@@ -52,7 +35,9 @@ class RewardConfig:
     """default scores the sample by `default_score`; skip leaves it out of the update; fail ends the
     run.
     """
-    default_score: float = key(0.0, allows="a number", read_when=(MAY_FAIL, HAS_DEFAULT))
+    default_score: float = key(
+        0.0, allows="a number", read_when=(MAY_FAIL, when("on_failure", "default"))
+    )
     """Score of a sample whose reward raises, gives no finite number, or passes its deadline."""
     timeout_s: float = key(10.0, above=0, read_when=MAY_FAIL)
     """Deadline of a function for one sample, of a server for one request; a batch gets twelve times

@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import key
-from workers.config.conditions import (
-    HAS_REWARD_MODEL,
-    NO_REWARD_LIST,
-    PUNISHES_LENGTH,
-    RULES_SCORE,
-    section_has,
-)
+from verl_like.config_key import When, key, unless, when
+from workers.config.conditions import NO_REWARD_LIST, has_no_reward
 from workers.config.model import QUANTIZATIONS
+
+
+def _rules_score(_: Any, run: Any) -> bool:
+    model_alone = run.reward_model.enable and run.reward_model.rule_weight == 0
+    is_wanted = bool(run.custom_reward_function.path) or not model_alone
+    return is_wanted and not has_no_reward(run)
+
+
+RULES_SCORE = When(
+    "a rule scores",
+    _rules_score,
+    "no rule scores: reward_model.rule_weight=0 leaves the score to the model, or a teacher alone "
+    "gives the advantages",
+)
 
 
 @dataclass(kw_only=True)
@@ -25,14 +33,14 @@ class OverlongBufferConfig:
     len: int = key(
         0,
         allows="1 to `data.max_response_length`",
-        read_when=PUNISHES_LENGTH,
+        read_when=when("enable"),
         verl="reward_model.reward_kwargs.overlong_buffer_cfg.len",
     )
     """Tokens before the limit over which the punishment grows from 0."""
     penalty_factor: float = key(
         1.0,
         at_least=0,
-        read_when=PUNISHES_LENGTH,
+        read_when=when("enable"),
         verl="reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
     )
     """The punishment at the limit."""
@@ -54,7 +62,7 @@ class UserCodeConfig:
 
     path: str = key("", allows="a .py file or a module")
     """A Python file, or a module as one imports it; empty: none."""
-    name: str = key("", allows="a name", read_when=section_has("path"))
+    name: str = key("", allows="a name", read_when=unless("path", ""))
     """What to take from it."""
 
 
@@ -62,10 +70,10 @@ class UserCodeConfig:
 class RewardFunctionConfig(UserCodeConfig):
     """A function (data_source, solution_str, ground_truth, extra_info) -> score, sync or async."""
 
-    name: str = key("compute_score", allows="a name", read_when=section_has("path"))
+    name: str = key("compute_score", allows="a name", read_when=unless("path", ""))
     """What to take from it."""
     reward_kwargs: dict[str, Any] = key(
-        factory=dict, allows="what the function takes", read_when=section_has("path")
+        factory=dict, allows="what the function takes", read_when=unless("path", "")
     )
     """Keyword arguments that every call gets besides."""
 
@@ -76,15 +84,15 @@ class RewardModelConfig:
 
     enable: bool = key(False, read_when=NO_REWARD_LIST)
     """Score with a model; starts the reward_model role."""
-    model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=HAS_REWARD_MODEL)
+    model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=when("enable"))
     """That model."""
     micro_batch_size_per_gpu: int | None = key(
-        None, above=0, read_when=HAS_REWARD_MODEL, may_change_on_resume=True
+        None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
     """Samples per forward pass of the model on one rank; null cuts passes as the actor's."""
     overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
     """Punishment of overlong responses."""
-    rule_weight: float = key(1.0, allows="a number", read_when=HAS_REWARD_MODEL)
+    rule_weight: float = key(1.0, allows="a number", read_when=when("enable"))
     """What the rule's score counts beside the model's; 0 leaves the score to the model."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score where the rule function raises, gives no finite number, or passes its deadline."""

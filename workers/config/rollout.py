@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import key
+from verl_like.config_key import When, key, unless, when
+from verl_like.placement.roles import expand_roles
 from verl_like.registry import Registry
-from workers.config.conditions import (
-    CUT_BY_SAMPLES,
-    ENGINE_IS_NOT_HF,
-    ENGINE_IS_NOT_VLLM,
-    ENGINE_IS_VLLM,
-    ROLLOUT_IS_APART,
-    ROLLOUT_SAMPLES,
-    SAMPLES_BESIDE,
-    VALIDATES,
-    VALIDATION_SAMPLES,
-    WEIGHTS_COME_AT_ONCE,
-)
+from workers.config.conditions import CUT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
 ENGINES: Registry[Any] = Registry("rollout engine")
@@ -29,6 +19,33 @@ SYNCS = ("full", "changed")
 """What a weight sync sends."""
 
 
+def _is_apart(_: Any, run: Any) -> bool:
+    pools = expand_roles(run.role_mapping)
+    return "actor" in pools and pools["actor"] != pools["rollout"]
+
+
+ROLLOUT_IS_APART = When(
+    "actor and rollout are on two pools",
+    _is_apart,
+    "actor and rollout share their processes: weights do not travel in pieces",
+)
+GENERATES_BESIDE = When(
+    "samples are made beside the training",
+    lambda _, run: getattr(run, "generates_beside_training", False),
+    "samples are made before they are trained on, and not beside the training",
+)
+TAKES_WEIGHTS_AT_ONCE = When(
+    "new weights may arrive in the middle of a generation",
+    lambda _, run: getattr(run, "takes_weights_at_once", False),
+    "weights arrive between two generations",
+)
+ENGINE_IS_VLLM = when("name", "vllm")
+ENGINE_IS_NOT_HF = unless("name", "hf")
+ENGINE_IS_NOT_VLLM = unless(
+    "name", "vllm", "rollout.name=vllm quantises by rollout.engine_kwargs.quantization"
+)
+
+
 @dataclass(kw_only=True)
 class ValidationSamplingConfig:
     """How validation samples; greedy by default, and never as training does."""
@@ -37,11 +54,11 @@ class ValidationSamplingConfig:
     """Samples per prompt."""
     do_sample: bool = key(False)
     """False decodes greedily."""
-    temperature: float = key(1.0, allows="a number", read_when=VALIDATION_SAMPLES)
+    temperature: float = key(1.0, allows="a number", read_when=when("do_sample"))
     """Divides the logits."""
-    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=VALIDATION_SAMPLES)
+    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample among the k likeliest tokens; -1 takes all."""
-    top_p: float = key(1.0, above=0, at_most=1, read_when=VALIDATION_SAMPLES)
+    top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
     """Sample among the likeliest tokens of this total probability; 1 takes all."""
 
 
@@ -59,9 +76,9 @@ class RolloutConfig:
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
     """Divides the logits, here and in every log-prob pass."""
-    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=ROLLOUT_SAMPLES)
+    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample among the k likeliest tokens; -1 takes all."""
-    top_p: float = key(1.0, above=0, at_most=1, read_when=ROLLOUT_SAMPLES)
+    top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
     """Sample among the likeliest tokens of this total probability; 1 takes all."""
     do_sample: bool = key(True)
     """False decodes greedily."""
@@ -69,10 +86,10 @@ class RolloutConfig:
     """Samples decoded together on one rank."""
     kv_cache_gb: float = key(4.0, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
-    keep_kv: bool = key(False, read_when=WEIGHTS_COME_AT_ONCE)
+    keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache of what is in flight when new weights arrive; false computes it again."""
     max_new_tokens_per_call: int | None = key(
-        None, above=0, hint="or null for whole responses", read_when=SAMPLES_BESIDE
+        None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
     """Tokens of a response that one call draws; what is unfinished then goes on in a later one."""
     sampling_kwargs: dict[str, Any] = key(
@@ -86,7 +103,7 @@ class RolloutConfig:
     """Weights travel to the rollout in pieces of about this size."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
     """What travels to the rollout: all weights, or those that have changed, LoRA as its factors."""
-    double_buffer: bool = key(False, read_when=SAMPLES_BESIDE, may_change_on_resume=True)
+    double_buffer: bool = key(False, read_when=GENERATES_BESIDE, may_change_on_resume=True)
     """Receive new weights while generating with the old ones: one more copy, in host memory."""
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="what vLLM's LLM takes", read_when=ENGINE_IS_VLLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key
+from verl_like.config_key import When, key, when
 from workers.config.model import (
     STRATEGIES,
     STRATEGIES_ELSEWHERE,
@@ -15,13 +15,10 @@ from workers.config.model import (
     OptimConfig,
 )
 
-CUT_BY_TOKENS = When(
-    "`use_dynamic_bsz`", lambda data, _: data.use_dynamic_bsz, "data.use_dynamic_bsz is false"
-)
-CUT_BY_ROWS = When(
-    "not `use_dynamic_bsz`",
-    lambda data, _: not data.use_dynamic_bsz,
-    "data.use_dynamic_bsz cuts batches by data.max_token_len_per_gpu",
+CUT_BY_ROWS = when(
+    "use_dynamic_bsz",
+    False,
+    otherwise="data.use_dynamic_bsz cuts batches by data.max_token_len_per_gpu",
 )
 HAS_VALIDATION = When(
     "the run validates",
@@ -55,7 +52,10 @@ class RowDataConfig:
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
     """Cut passes by tokens, not by rows."""
     max_token_len_per_gpu: int = key(
-        16384, allows="max_length, or more", read_when=CUT_BY_TOKENS, may_change_on_resume=True
+        16384,
+        allows="max_length, or more",
+        read_when=when("use_dynamic_bsz"),
+        may_change_on_resume=True,
     )
     """Real tokens per forward and backward pass on one rank."""
     micro_batch_size_per_gpu: int = key(
