@@ -64,7 +64,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("config", "hooks", "report"),
         ("alarms", "data", "groups", "memory", "run_folder", "sample_ledger"),
-        ("chaos", "replicas", "restarts"),
+        ("chaos", "restarts"),
         ("recovery",),
         ("loop",),
         ("command_errors", "dry_run"),
@@ -168,7 +168,7 @@ def string_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
 
 ROOT = {
     *("alarms", "chaos", "config", "dry_run", "groups", "hooks", "launch", "loop", "memory"),
-    *("recovery", "replicas", "restarts", "run_folder", "sample_ledger"),
+    *("recovery", "restarts", "run_folder", "sample_ledger"),
 }
 """The rooms of `trainer` that every recipe stands on."""
 KNOWS_PPO = {

@@ -24,7 +24,7 @@ from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Trainer
-from trainer.recovery import BroughtBack, bring_back
+from trainer.recovery import bring_back
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts
 from trainer.run_folder.checkpoint import Checkpoints
@@ -34,7 +34,6 @@ from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.starts import note_start
-from trainer.run_folder.step_start import StepStart
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.placement.plan import Placement
@@ -90,7 +89,7 @@ def run(
                         ended = True
                     except LOSSES as error:
                         of_attempt.close()
-                        attempts.go_on_after(error, of_attempt)
+                        attempts.go_on_after(error)
                         inputs = trainer_cls.prepare(attempts.config, of_attempt)
             chaos.close()
         finally:
@@ -116,7 +115,6 @@ class Attempts:
         self._step = 0
         """The last one that failed; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None
-        self._brought_back: BroughtBack | None = None
         self._trainer: Trainer | None = None
         self._failed_at = 0.0
 
@@ -133,10 +131,7 @@ class Attempts:
         self._trainer = trainer = self._trainer_cls(self.config, self._groups, *inputs)
         trainer.callbacks, trainer.stop = self._callbacks, self._stop
         trainer.chaos, trainer.restarts = self._chaos, self._restarts
-        trainer.alarms, trainer.brought_back = self._alarms, self._brought_back
-        if self._brought_back and self._brought_back.step_start:
-            trainer.step_start = self._brought_back.step_start
-            trainer.checkpoints.go_on_from(trainer.step_start)
+        trainer.alarms = self._alarms
         try:
             trainer.fit()
         finally:
@@ -146,35 +141,18 @@ class Attempts:
         code = self._trainer_cls.worker_code(self.config)
         return WorkerGroups(self.config, code)
 
-    def go_on_after(self, error: VerlLikeError, of_attempt: ExitStack) -> None:
-        """Wait for another attempt, with the groups that can be kept; raise where there is none.
-
-        Where the run can go on from what lives, a signal that comes until then lets it save that.
-        """
-        start = None if self._trainer is None else self._trainer.step_start
-        where = f"in step {self._step}, which lost a worker"
-        if start is None:
-            self._stop.end(where)
-        else:
-            of_attempt.enter_context(self._stop.held())
+    def go_on_after(self, error: VerlLikeError) -> None:
+        """Wait for another attempt, with the groups that can be kept; raise where there is none."""
+        self._stop.end(f"in step {self._step}, which lost a worker")
         self._restarts.wait_for_next(error, self._step)
         self.config = self._restarts.resuming(self.config)
-        self._brought_back = self._bring_back(start)
-        if self._brought_back is None or self._brought_back.step_start is None:
-            self._stop.end(where)  # what could be saved is in the last checkpoint
-            of_attempt.close()
-
-    def _bring_back(self, start: StepStart | None) -> BroughtBack | None:
-        """The groups that are kept, with the lost ones started anew; None: all have been ended."""
         if self._groups is None or self._trainer is None:
-            return None
-        found = None
-        if not self._has_lost_its_cluster():
-            roles = self._trainer.replaceable_roles()
-            found = bring_back(self._groups, roles, start, self._restarts, self._failed_at)
-        if found is None:
+            return
+        roles = self._trainer.replaceable_roles()
+        if self._has_lost_its_cluster() or not bring_back(
+            self._groups, roles, self._restarts, self._failed_at
+        ):
             self.close()
-        return found
 
     def _has_lost_its_cluster(self) -> bool:
         if self.config.trainer.backend != "ray":

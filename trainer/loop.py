@@ -24,12 +24,11 @@ from trainer.chaos import Chaos, Fault
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
-from trainer.recovery import BroughtBack, ReplaceableRoles, replace_within_step
+from trainer.recovery import replace_within_step
 from trainer.restarts import Restarts
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.finished import IS_LAST
 from trainer.run_folder.signals import StopSignals
-from trainer.run_folder.step_start import StepStart
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
@@ -72,10 +71,6 @@ class Trainer(Hooks, ABC):
         """Faults on purpose; of `trainer.launch`, whose attempts share one."""
         self.restarts = Restarts(config)
         """Of the run; of `trainer.launch`, whose attempts share one."""
-        self.brought_back: BroughtBack | None = None
-        """What the attempt before this one left; of `trainer.launch`."""
-        self.step_start: StepStart | None = None
-        """What the step can be made again from, in a run that has roles to replace."""
         self.global_step = 0
         self.timing: Metrics = {}
         self.calls: list[dict[str, Any]] = []
@@ -133,9 +128,9 @@ class Trainer(Hooks, ABC):
         """Arguments of the role's `init_model`."""
         return {}
 
-    def replaceable_roles(self) -> ReplaceableRoles:
-        """Roles that can be started anew in the middle of a run, without a checkpoint."""
-        return ReplaceableRoles()
+    def replaceable_roles(self) -> frozenset[str]:
+        """Roles that go on when they are started anew, without a checkpoint."""
+        return frozenset()
 
     def own_faults(self) -> list[Fault]:
         """Faults on purpose that other recipes cannot have (`trainer.chaos`)."""
@@ -194,9 +189,8 @@ class Trainer(Hooks, ABC):
         """Models, a resume, and the validation before the first step."""
         with self.clock("init"):
             self.init_models()
-        if self.brought_back is not None:
-            self.brought_back.log(self.global_step)
-        self.restarts.begin(self.global_step, self._source_of_state())
+        start = self.checkpoints.start
+        self.restarts.begin(self.global_step, "the beginning" if start is None else start.name)
         self.chaos.begin_attempt(self.global_step)
         self.call_hook("on_init_end")
 
@@ -204,12 +198,6 @@ class Trainer(Hooks, ABC):
         if self.global_step == 0 and (scores := self.validate()):
             tracking.log(scores, 0)
         timeline.add(self.take_calls())  # or the first step's times would begin with these
-
-    def _source_of_state(self) -> str:
-        """What an attempt that goes on has the roles' state from, in words."""
-        if self.step_start is not None:
-            return self.step_start.source
-        return self.checkpoints.start.name if self.checkpoints.start else "the beginning"
 
     def _steps(self, tracking: Tracking, timeline: Timeline) -> str:
         """Step after step; gives the goal that one has reached, if that ends the run.
@@ -238,7 +226,6 @@ class Trainer(Hooks, ABC):
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
         """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
-        self.remember_start()
         self.global_step += 1
         metrics = self.timed_step()
         self.alarms.check(metrics, self.global_step)
@@ -263,13 +250,6 @@ class Trainer(Hooks, ABC):
         self.checkpoints.finish()
         self._commit()
 
-    def remember_start(self) -> None:
-        """Keep what the step that begins can be made again from, if there are roles to replace."""
-        roles = self.replaceable_roles()
-        if self.config.trainer.max_restarts and (roles.roles or roles.replicas):
-            self.groups.forget_changes()
-            self.step_start = StepStart.after(self.global_step, self.state_dict())
-
     def can_replace(self, role: str) -> bool:
         """Whether this role's group can be replaced in the middle of a step, if it is lost now."""
         is_replaceable = self.groups[role].transport.is_replaceable
@@ -292,14 +272,14 @@ class Trainer(Hooks, ABC):
 
         The new roles have the models of their folders.
         """
-        roles = self.replaceable_roles().roles
+        roles = self.replaceable_roles()
         replace_within_step(self.groups, roles, self.restarts, error, self.global_step)
         self.init_new_roles()
 
     def init_models(self) -> None:
         """Build the models of roles that have none; go on from a checkpoint if there is one."""
         if self.config.trainer.max_restarts:
-            self.groups.may_be_replaced(self.replaceable_roles().roles)
+            self.groups.may_be_replaced(self.replaceable_roles())
         self.init_new_roles()
         self.resume()
 

@@ -56,6 +56,7 @@ class Restarts:
         self._stop = stop or StopSignals()
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
+        self._failed_at = 0.0
         self._last_failed = self._furthest = self._in_a_row = 0
         """The step that failed last, the furthest of them, and the restarts in which the run got no
         further.
@@ -68,7 +69,10 @@ class Restarts:
         """
         if self._made:
             again = max(self._last_failed - 1 - step, 0)
-            logger.warning("the state comes from %s: %s.", source, lost_in_words(again))
+            logger.warning(
+                "the run is back after %.1f s: it goes on after step %d with the state of %s, %s.",
+                *(time.monotonic() - self._failed_at, step, source, lost_in_words(again)),
+            )
             self._write(self._last_failed, state_from=source, finished_steps_made_again=again)
         elif step == 0:
             self._record.unlink(missing_ok=True)
@@ -79,6 +83,7 @@ class Restarts:
         `step` is the one that failed; 0: the run had not begun.
         """
         self._failures[step] += 1
+        self._failed_at = time.monotonic()
         reason = self._why_not(step, self._failures[step])
         if reason is not None:
             if reason:

@@ -23,7 +23,6 @@ from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.waiting import wait_until_ended
 from trainer import PPOTrainer, launch, load_config, restarts, run
-from trainer.recovery import ReplaceableRoles
 from verl_like.errors import NoRoomError
 
 PPO_POOLS = (
@@ -88,8 +87,8 @@ class LosesRole(RegressionTrainer):
     role: ClassVar[str]
     pids: ClassVar[list[dict[str, int]]] = []
 
-    def replaceable_roles(self) -> ReplaceableRoles:
-        return ReplaceableRoles(frozenset({"teacher"}))
+    def replaceable_roles(self) -> frozenset[str]:
+        return frozenset({"teacher"})
 
     def step(self) -> dict[str, float]:
         self.pids.append(pids(self))

@@ -1,51 +1,27 @@
-"""What a run that has lost groups goes on from: the step's beginning where every state is known."""
+"""What a run that has lost groups keeps of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer import recovery
-from trainer.recovery import ReplaceableRoles, bring_back
-from trainer.run_folder.step_start import SavedReplicas, StepStart
-from verl_like.errors import PlacementError, WorkerDiedError
+from trainer.recovery import bring_back
+from verl_like.errors import PlacementError
 
-START = StepStart.after(4, {"global_step": 4})
-ROLES = ReplaceableRoles(
-    roles=frozenset({"rollout"}),
-    replicas={"actor": [[0], [1]]},
-    generating=frozenset({"rollout"}),
-)
+ROLLOUT = frozenset({"rollout"})
 
 
-class Rollout:
-    """A group that notes that it was told to stop."""
+class Groups:
+    """Instead of a run's groups: actor, critic and rollout apart, or as `pools` says."""
 
-    def __init__(self, notes: list[str]) -> None:
-        self.notes, self.abort = notes, self
-
-    def remote(self) -> Rollout:
-        self.notes.append("abort")
-        return self
-
-    def get(self, timeout: float | None = None) -> None:
-        raise WorkerDiedError("one of its ranks is gone, too")
-
-
-class Groups(dict[str, Any]):
-    """Instead of a run's groups: actor and rollout apart, perhaps a verifier with the actor."""
-
-    def __init__(self, lost: list[str], changed: set[str], *beside: str) -> None:
+    def __init__(self, lost: list[str], **pools: list[str]) -> None:
         self.notes: list[str] = []
-        super().__init__(rollout=Rollout(self.notes))
-        self.lost, self.changed = lost, changed
-        self.pools = {"train_pool": ["actor", *beside], "rollout_pool": ["rollout"]}
+        self.lost = lost
+        self.pools = pools or {"actor": ["actor"], "critic": ["critic"], "rollout": ["rollout"]}
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
-        self.notes.append("lost?")
         return dict.fromkeys(self.lost, "gone")
 
     def roles_of_pools(self) -> dict[str, list[str]]:
@@ -53,9 +29,6 @@ class Groups(dict[str, Any]):
 
     def pools_by_processes(self) -> list[list[str]]:
         return [[pool] for pool in self.pools]
-
-    def changed_roles(self) -> set[str]:
-        return self.changed
 
     def restart(self, pool: str) -> None:
         self.notes.append(f"restart {pool}")
@@ -72,51 +45,42 @@ class Unstartable(Groups):
 
 
 class AtOnce:
-    """Instead of a run's restarts: there is room, or there never is."""
+    """Instead of a run's restarts: there is room."""
 
     def when_there_is_room(self, start: Callable[[], None], since: float) -> None:
         start()
 
 
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedReplicas:
-    """What ranks that live write, whoever asks them."""
-    found = SavedReplicas(tmp_path / "replicas", {"actor": [1]})
-    found.folder.mkdir()
-    monkeypatch.setattr(recovery, "save_replicas", lambda *_: found)
-    return found
-
-
-def brought_back(groups: Any) -> Any:
-    return bring_back(groups, ROLES, START, AtOnce(), 0.0)
-
-
-@pytest.mark.parametrize("lost", [["train_pool"], ["train_pool", "rollout_pool"]])
-def test_the_step_begins_anew_with_what_living_ranks_hold(
-    saved: SavedReplicas, lost: list[str]
-) -> None:
-    groups = Groups(lost, {"rollout"})
-    start = brought_back(groups).step_start
-    assert (start.last_step, start.replicas) == (4, saved)
-    assert groups.notes == ["abort", "lost?", *(f"restart {pool}" for pool in lost)]
-
-
-def test_a_lost_rollout_needs_no_other_ranks_state(saved: SavedReplicas) -> None:
-    assert brought_back(Groups(["rollout_pool"], {"rollout"})).step_start == START
+def brought_back(groups: Any) -> bool:
+    return bring_back(groups, ROLLOUT, AtOnce(), 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("changed", "beside"),
-    [({"actor"}, ()), (set(), ("verifier",))],
-    ids=["it has begun to learn", "no other rank holds what the verifier does"],
+    ("lost", "made"),
+    [
+        (["actor"], ["restart actor", "construct critic"]),
+        (["actor", "critic"], ["restart actor", "restart critic"]),
+        (["rollout"], ["restart rollout", "construct actor", "construct critic"]),
+    ],
 )
-def test_otherwise_all_that_learn_go_back_to_the_checkpoint(
-    saved: SavedReplicas, changed: set[str], beside: tuple[str, ...]
+def test_roles_without_a_state_of_their_own_stay_and_others_are_made_empty(
+    lost: list[str], made: list[str]
 ) -> None:
-    assert brought_back(Groups(["train_pool"], changed, *beside)).step_start is None
-    assert brought_back(Groups(["train_pool", "rollout_pool"], changed, *beside)) is None
+    groups = Groups(lost)
+    assert brought_back(groups)
+    assert groups.notes == made
 
 
-def test_what_was_written_goes_where_no_process_comes_to_load_it(saved: SavedReplicas) -> None:
-    assert brought_back(Unstartable(["train_pool"], set())) is None
-    assert not saved.folder.exists()
+def test_a_rollout_beside_an_actor_goes_with_its_process() -> None:
+    groups = Groups(["critic"], train=["actor", "rollout"], critic=["critic"])
+    assert brought_back(groups)
+    assert groups.notes == ["restart critic", "restart train"]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [Groups([]), Groups(["actor", "critic", "rollout"]), Unstartable(["actor"])],
+    ids=["nothing is lost", "all are lost", "what is lost cannot be started"],
+)
+def test_otherwise_none_is_kept(groups: Groups) -> None:
+    assert not brought_back(groups)

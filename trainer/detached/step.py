@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,6 @@ from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.step import PPOTrainer
-from trainer.recovery import ReplaceableRoles
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
@@ -309,9 +307,9 @@ class DetachedTrainer(PPOTrainer):
         if self.config.detached.on_resume == "restore":
             self.source.write_samples(folder / SAMPLES)
 
-    def replaceable_roles(self) -> ReplaceableRoles:
+    def replaceable_roles(self) -> frozenset[str]:
         """None: makers are looked after by `detached.on_maker_loss`, beside the steps."""
-        return replace(super().replaceable_roles(), roles=frozenset(), replicas={})
+        return frozenset()
 
     def init_models(self) -> None:
         """As PPO does; from then on a trainer that is lost is noticed."""

@@ -129,7 +129,6 @@ class WorkerGroups:
             group.transport.finished.extend(before.transport.take_finished())
             self._groups.update(group.spawn(self._roles(pool)))
             self._new_roles.update(self._roles(pool))
-            group.transport.changed_roles.update(self._roles(pool))
             self._watch_each_other()
             self.may_be_replaced(self._replaceable)
 
@@ -152,10 +151,8 @@ class WorkerGroups:
 
     def construct_again(self, pool: str) -> None:
         """Construct the roles of a pool anew, in the processes that it has: they hold nothing."""
-        transport = self._fused[pool].transport
-        transport.construct_again()
+        self._fused[pool].transport.construct_again()
         self._new_roles.update(self._roles(pool))
-        transport.changed_roles.update(self._roles(pool))
 
     def take_new_roles(self) -> set[str]:
         """The roles that were constructed since the last time, and have no model yet."""
@@ -179,18 +176,6 @@ class WorkerGroups:
         for pool, group in self._fused.items():
             found.setdefault(group.transport.process_key, []).append(pool)
         return list(found.values())
-
-    def forget_changes(self) -> None:
-        """From now on `changed_roles` begins anew."""
-        for group in self._fused.values():
-            group.transport.changed_roles.clear()
-
-    def changed_roles(self) -> set[str]:
-        """Roles that were constructed anew, or had a call which may have changed their state
-        (`@register(keeps_state=)`).
-        """
-        found = [group.transport.changed_roles for group in self._fused.values()]
-        return set().union(*found)
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
         """Pools with a process that is gone, or does not answer in its turn in time; and why.

@@ -12,7 +12,6 @@ from typing import Any
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
-from trainer.recovery import ReplaceableRoles
 from trainer.rollouts.headline import headline
 from trainer.rollouts.replaceable import replaceable_roles
 from trainer.rollouts.samples import write_samples
@@ -107,7 +106,7 @@ class SamplingTrainer(Trainer):
         """The columns that the role's class says the method reads; all, if it says nothing."""
         return select_reads(batch, self.groups[role].roles[role], method)
 
-    def replaceable_roles(self) -> ReplaceableRoles:
+    def replaceable_roles(self) -> frozenset[str]:
         """Rollout, reward models, and other readers of what does not move."""
         return replaceable_roles(self.config, self.groups)
 

@@ -42,7 +42,6 @@ from trainer.run_folder.inputs import digests_of_inputs
 from trainer.run_folder.marker import committed, named, read_marker, refuse_damaged, write_marker
 from trainer.run_folder.retention import drop_old
 from trainer.run_folder.starts import installed_versions
-from trainer.run_folder.step_start import StepStart
 from verl_like.calls.future import gather
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import CheckpointError, DamagedCheckpointError, WorkerError
@@ -71,7 +70,6 @@ class Checkpoints:
         """Newer checkpoints of the folder that cannot be gone on from, and why."""
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
-        self._step_start: StepStart | None = None
         self._written: int | None = None
         self._unwritten: dict[str, Any] = {}
         """Groups by role, whose workers have copied what they have to write."""
@@ -86,18 +84,9 @@ class Checkpoints:
         """Digests of the files that this run computes from."""
         return digests_of_inputs(self.schema, self.config)
 
-    def go_on_from(self, step_start: StepStart) -> None:
-        """Not from a checkpoint: the roles have their state, and this is the driver's."""
-        self._step_start, self.start_step = step_start, step_start.last_step
-
     @property
     def goes_on_here(self) -> bool:
-        """Whether the run goes on from a checkpoint of its own folder, or within it.
-
-        The folder's earlier lines then stay.
-        """
-        if self._step_start is not None:
-            return self.start_step > 0
+        """Whether the run goes on from a checkpoint of its own folder: its earlier lines stay."""
         return self.start is not None and self.start.parent == self.folder
 
     def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
@@ -209,8 +198,6 @@ class Checkpoints:
 
         One that turns out damaged when it is read makes room for the newest before it.
         """
-        if self._step_start is not None:
-            return self._step_start.restore(groups)
         while self.start is not None:
             try:
                 return self._load(self.start, groups)

@@ -12,7 +12,6 @@
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   chaos.jsonl        faults on purpose, if there are any    (trainer.chaos)
   restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)
-  replicas/          state of a group that is replaced      (trainer.replicas, meanwhile)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
@@ -22,7 +21,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
 from trainer.run_folder.lock import FolderLock
-from trainer.run_folder.step_start import REPLICAS
 from verl_like.errors import ConfigError
 from verl_like.files import make_private, write_whole
 from verl_like.masking import masked
@@ -63,7 +60,6 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     try:
         make_private(folder)
         lock.take()
-        shutil.rmtree(folder / REPLICAS, ignore_errors=True)  # of a driver that was killed
         tree = in_yaml(masked(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:

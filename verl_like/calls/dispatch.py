@@ -133,7 +133,6 @@ class Registration:
     materialize_futures: bool = True
     readonly: bool = False
     past_queue: bool = False
-    keeps_state: bool = False
     returns: str = ""
     """The form that the method's annotation declares (`verl_like.calls.result`)."""
 
@@ -335,7 +334,6 @@ def register(
     materialize_futures: bool = True,
     readonly: bool = False,
     past_queue: bool = False,
-    keeps_state: bool = False,
 ) -> Callable[[F], F]:
     """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
@@ -354,8 +352,6 @@ def register(
         past_queue: the method runs at once, in a thread of its own, beside the call that is running
             and before those that wait: to stop a generation, say. It takes small values only, and
             must mind the other thread.
-        keeps_state: the method promises to leave the role as it was, random state included: made
-            again, the call gives the same. A step of such calls alone can be made again in place.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")
@@ -366,9 +362,10 @@ def register(
 
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
-        promises = readonly, past_queue, keeps_state
         returns = declared_form(method) if mode_of(mode, "@register").form == "batch" else ""
-        mark_of = Registration(mode, execute, blocking, materialize_futures, *promises, returns)
+        mark_of = Registration(
+            mode, execute, blocking, materialize_futures, readonly, past_queue, returns
+        )
         setattr(method, ATTRIBUTE, mark_of)
         return method
 

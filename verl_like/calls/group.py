@@ -78,8 +78,6 @@ class BoundMethod:
         """Run it and return a future at once."""
         group = self.group
         group.refuse_after_shutdown(self.site)
-        if not self.mark.keeps_state:
-            group.transport.changed_roles.add(self.call.role)
         target = _FirstRank(group, self.site) if self.first_rank_only else _Target(group, self.site)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])

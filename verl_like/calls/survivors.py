@@ -5,16 +5,12 @@
         return future.get()
     except WorkerDiedError:
         pieces = surviving_pieces(future)    # waits for the others; None is a piece that is lost
-        answers = surviving_answers(future)  # the same where the result is no batch, by rank
 
 That is for methods whose ranks do not wait for each other. Ranks that get the same piece, those of
 a tensor-parallel engine, do: the piece is lost with any of them, unless its result is there.
 """
 
 from __future__ import annotations
-
-import time
-from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.answers import wait_for_calls
@@ -54,25 +50,6 @@ def surviving_pieces(future: WorkerFuture) -> list[DataProto | None]:
                 raise
             lost = more
     return [_fetch(future, pending, n in lost) for n, pending in enumerate(future.pieces)]
-
-
-def surviving_answers(future: WorkerFuture, seconds: float | None = None) -> dict[int, Any]:
-    """What every rank that lives has returned, by rank; waits at most so long for them.
-
-    What else fails is raised.
-    """
-    began, lost = time.monotonic(), set[int]()
-    call = future.transport, future.name
-    while True:
-        others = [each for each in future.pending if each.rank not in lost]
-        try:
-            wait_for_calls(*call, others, seconds, since=began, known=future.known)
-            return {each.rank: future.fetch_payload(each) for each in others}
-        except WorkerDiedError:
-            more = _lost_ranks(future)
-            if more == lost:  # of another group, which this one cannot do without
-                raise
-            lost = more
 
 
 def _lost_ranks(future: WorkerFuture) -> set[int]:

@@ -46,15 +46,13 @@ class Transport(ABC):
     """Headers of the last finished calls, oldest first, for `take_finished`."""
     abandoned: deque[tuple[str, list[Any]]]
     """Name and header references of every call whose future nobody read."""
-    changed_roles: set[str]
-    """Roles that had a call which may have changed their state, since this was cleared."""
 
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         """Nothing is started yet."""
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
         self.started, self.finished, self.abandoned = [], deque(maxlen=FINISHED_KEPT), deque()
-        self.call_times, self.changed_roles = CallTimes(), set()
+        self.call_times = CallTimes()
         self.companions: Sequence[Transport] = ()
         """Those of other pools without which a run cannot go on."""
         self.is_replaceable = False

@@ -40,11 +40,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def save_random_state(path: Path) -> None:
     """Write the present state, as JSON: that of a role while one of its methods runs."""
-    write_whole(path, random_state_text(), to_disk=False)
-
-
-def random_state_text() -> str:
-    """The present state as JSON: equal texts are equal states."""
     state = get_random_state()
     kind, keys, *rest = state["numpy"]
     text = {
@@ -52,7 +47,7 @@ def random_state_text() -> str:
         "numpy": [kind, keys.tolist(), *rest],
         **{name: _as_text(state[name]) for name in OF_TORCH if name in state},
     }
-    return json.dumps(text)
+    write_whole(path, json.dumps(text), to_disk=False)
 
 
 def load_random_state(path: Path) -> None:

@@ -272,7 +272,7 @@ class Worker:
     def ping(self) -> None:
         """Answer, beside whatever is being computed: the process is there."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, keeps_state=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def answer_in_turn(self) -> None:
         """Answer once everything that was asked before is done."""
 

@@ -87,9 +87,3 @@ def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
             f"valid: -1 (all), {valid}."
         )
     return {"replicate": world_size // size, "shard": size}
-
-
-def replicas(world_size: int, sharding: Sharding) -> list[list[int]]:
-    """Ranks that hold a role's whole state together, one list for each time that it is held."""
-    size = data_axes(world_size, sharding)["shard"]
-    return [list(range(first, first + size)) for first in range(0, world_size, size)]

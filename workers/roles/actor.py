@@ -26,10 +26,10 @@ from workers.losses.registry import get_policy_loss, token_chooser
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
 from workers.training.average import WeightAverage
+from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Columns, MiniBatch, pass_budget
-from workers.training.replica import SavesReplica
 from workers.training.router_loss import BalancedEngine
 from workers.weights.delivery import WeightPublisher
 
@@ -42,7 +42,7 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-class ActorWorker(SavesReplica, WeightPublisher, Worker):
+class ActorWorker(Checkpointed, WeightPublisher, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
@@ -82,9 +82,8 @@ class ActorWorker(SavesReplica, WeightPublisher, Worker):
         self.sends_changed = self.policy.rollout.sync == "changed"
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
-        self.note_random_state()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True, keeps_state=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_log_prob(self, data: DataProto) -> Result:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
 

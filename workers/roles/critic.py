@@ -15,10 +15,10 @@ from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.models.precision import precision_of
+from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch, pass_budget
-from workers.training.replica import SavesReplica
 from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def value_budget(config: WorkersConfig) -> Budget:
     return pass_budget(config, own.ppo_micro_batch_size_per_gpu, own.ppo_max_token_len_per_gpu)
 
 
-class CriticWorker(SavesReplica, WeightPublisher, Worker):
+class CriticWorker(Checkpointed, WeightPublisher, Worker):
     """Predicts, before each response token, the return that will follow."""
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -65,9 +65,8 @@ class CriticWorker(SavesReplica, WeightPublisher, Worker):
         self.engine.build(self, total_steps)
         # a frozen copy holds the type that passes compute in
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
-        self.note_random_state()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True, keeps_state=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`: entry j is read at the position before response token j.
 

@@ -141,7 +141,7 @@ class RolloutWorker(WeightReceiver, Worker):
         """Let it go on."""
         self.engine.control.resume()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True, keeps_state=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def abort(self) -> None:
         """End the generation in flight: it returns what it has.
 

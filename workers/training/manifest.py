@@ -1,34 +1,23 @@
 """`manifest.json` of a role's part of a checkpoint: read, checked, and compared with the files.
 
 Whatever the file holds, what comes back is of the form that `workers.training.checkpoint` writes,
-or the error says what is wrong with it. The driver writes one itself where ranks have written their
-files each alone (`workers.training.replica`).
+or the error says what is wrong with it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl_like.errors import DamagedCheckpointError
-from verl_like.files import file_fault, read_json_object, refuse_other_facts, write_whole
+from verl_like.files import file_fault, read_json_object, refuse_other_facts
 
 MANIFEST = "manifest.json"
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps")
 NEWER_NUMBERS = ("skipped_in_a_row",)
 """Numbers that checkpoints of earlier versions do not have."""
-
-
-def write_manifest(folder: Path, parts: Sequence[dict[str, Any]]) -> None:
-    """Write the manifest of files that ranks have written, of what each has said of its own."""
-    files: dict[str, Any] = {}
-    for part in parts:
-        files |= part["files"]
-    write_whole(folder / MANIFEST, json.dumps(parts[0] | {"files": files}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class WeightSender:
     _num_channels = 0
     _next_sync: Address | None = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, keeps_state=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
         """Rank 0 returns the address of the next sync (`workers.weights.address`)."""
         if self.rank != 0:
@@ -209,7 +209,7 @@ class WeightSender:
         self._weight_store = self._weight_store or open_weight_store()
         return self._weight_store
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, keeps_state=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
         self, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:

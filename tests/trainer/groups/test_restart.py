@@ -127,19 +127,6 @@ def test_roles_are_constructed_anew_in_their_processes(groups: WorkerGroups) -> 
     assert pids(groups, "rollout_1") == before
 
 
-def test_roles_whose_state_a_call_may_have_changed_are_known(groups: WorkerGroups) -> None:
-    groups.forget_changes()
-    groups["rollout"].answer_in_turn()
-    assert groups.changed_roles() == set()
-    groups["actor"].who()
-    assert groups.changed_roles() == {"actor"}
-
-    groups.forget_changes()
-    groups.construct_again("maker_1_pool")
-    groups.restart("maker_0_pool")
-    assert groups.changed_roles() == {"rollout", "rollout_1"}, "they hold nothing any more"
-
-
 def test_what_has_no_process_of_its_own_is_not_restarted(tmp_path: Path) -> None:
     config = reporting(tmp_path, {"actor": "trainer_pool"}, trainer_pool=1)
     with WorkerGroups(config) as groups:

@@ -35,12 +35,6 @@ def opened(config: PPOConfig) -> Path:
         return open_run_folder(config, lock)
 
 
-def test_what_a_killed_driver_left_of_a_lost_group_goes(config: PPOConfig) -> None:
-    left = opened(config) / "replicas" / "actor"
-    left.mkdir(parents=True)
-    assert not (opened(config) / "replicas").exists()
-
-
 def test_nobody_else_enters_a_new_run_folder_and_one_that_is_there_keeps_its_mode(
     config: PPOConfig,
 ) -> None:

@@ -20,10 +20,9 @@ from verl_like.calls import answers
 from verl_like.calls.survivors import (
     has_lost_ranks,
     pieces_there,
-    surviving_answers,
     surviving_pieces,
 )
-from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError
+from verl_like.errors import DispatchError, WorkerDiedError
 
 
 class Adder(Worker):
@@ -134,19 +133,6 @@ def test_the_loss_of_another_group_is_no_loss_of_this_ones() -> None:
     assert not has_lost_ranks(future)
     with pytest.raises(WorkerDiedError, match=r"idle during role.add"):
         surviving_pieces(future)
-
-
-def test_answers_that_are_no_batch_are_given_by_rank() -> None:
-    group = group_of(4)
-    group.transport.dead, group.transport.slow = {1: 0, 2: 6}, {3: 8}
-    assert surviving_answers(group.own_rank.remote()) == {0: 0, 3: 3}
-
-
-def test_answers_are_waited_for_as_long_as_is_said() -> None:
-    group = group_of(2)
-    group.transport.dead, group.transport.slow = {0: 0}, {1: NEVER}
-    with pytest.raises(WaitTimeoutError, match="did not finish within 0.1 s"):
-        surviving_answers(group.own_rank.remote(), 0.1)
 
 
 def test_calls_that_return_no_batch_have_no_pieces() -> None:
