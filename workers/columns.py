@@ -1,8 +1,9 @@
 """The batch's columns as data: name, shape, dtype, who writes it, which method reads it.
 
-Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. Prompts
-are padded on the left, responses on the right; masks come from lengths, never from comparing ids
-with the pad id.
+Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. These
+are widths of rectangles: columns of tokens are ragged, and hold no padding. In verl's layout
+prompts are padded on the left, responses on the right. A response mask is 1 at the tokens that the
+policy drew; it may have holes, and what lies in them is real, but read by no loss.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from verl_like.batch.ragged import Column as TensorColumn
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import MissingColumnError, nearest
 
 if TYPE_CHECKING:
@@ -137,15 +140,16 @@ def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto
     names = reads_of(worker_class, method)
     if names is None:
         return batch
-    tensors = [name for name in names if batch.batch is not None and name in batch.batch.keys()]
-    return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
+    columns = batch.columns
+    return batch.select(
+        [name for name in names if name in columns],
+        [name for name in names if name in batch.non_tensor_batch],
+    )
 
 
 def require(batch: DataProto, *names: str) -> None:
     """Refuse a batch that lacks one of the columns, naming who writes it."""
-    present = set(batch.non_tensor_batch)
-    if batch.batch is not None:
-        present |= {str(key) for key in batch.batch.keys()}
+    present = {*batch.columns, *batch.non_tensor_batch}
     for name in names:
         if name not in present:
             raise MissingColumnError(_missing(name, present))
@@ -165,11 +169,16 @@ def _missing(name: str, present: set[str]) -> str:
     return text
 
 
+def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
+    """A rectangle [rows, R] as the batch holds its responses: ragged, or as it is."""
+    responses = batch.column("response_mask")
+    return responses.like(rectangle) if isinstance(responses, Ragged) else rectangle
+
+
 def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """These columns; a missing one is an error that says who writes it."""
+    """These columns as rectangles; a missing one is an error that says who writes it."""
     require(batch, *names)
-    tensors: Any = batch.batch
-    return {name: tensors[name] for name in names}
+    return {name: batch.padded(name) for name in names}
 
 
 def rm_column(role: str) -> str:
@@ -179,7 +188,7 @@ def rm_column(role: str) -> str:
 
 def has_column(batch: DataProto, name: str) -> bool:
     """Whether the batch has this tensor column."""
-    return batch.batch is not None and name in batch.batch.keys()
+    return name in batch.columns
 
 
 def drawn_from(columns: Any) -> str:
@@ -189,7 +198,15 @@ def drawn_from(columns: Any) -> str:
 
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
-    """The same batch, with these columns added or replaced."""
-    assert batch.batch is not None, "columns are written beside those they were computed from"
-    batch.batch.update(columns)
-    return batch
+    """The same batch, with these columns added or replaced.
+
+    Those of the shape of its responses are held as these are.
+    """
+    responses = batch.columns.get("response_mask")
+    shape = None if responses is None else responses.shape
+    return batch.set_columns(
+        {
+            name: as_responses(batch, column) if column.shape == shape else column
+            for name, column in columns.items()
+        }
+    )

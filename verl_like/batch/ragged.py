@@ -97,9 +97,20 @@ class Ragged:
         return rectangle.view(self.shape)
 
     def rows(self) -> tuple[Tensor, ...]:
-        """The values of every span, in the column's memory."""
-        spans: tuple[Tensor, ...] = self.values.split(self.lengths.flatten().tolist())
-        return spans
+        """The values of every row, in the column's memory."""
+        rows: tuple[Tensor, ...] = self.values.split(self._row_sizes().tolist())
+        return rows
+
+    def row_of_values(self) -> Tensor:
+        """[values]: the number of each one's span."""
+        return torch.arange(self.lengths.numel()).repeat_interleave(self.lengths.flatten())
+
+    def sums(self) -> Tensor:
+        """The sum over each span, like `lengths`; of booleans their number."""
+        values = self.values.long() if self.dtype == torch.bool else self.values
+        zeros = values.new_zeros(self.lengths.numel(), *values.shape[1:])
+        rows = self.row_of_values().to(values.device)
+        return zeros.index_add(0, rows, values).view(*self.lengths.shape, *values.shape[1:])
 
     def flatten(self) -> Ragged:
         """Every span a row of its own."""
@@ -107,9 +118,10 @@ class Ragged:
             self.values, self.lengths.flatten(), self.width, self.starts.flatten(), self.fill
         )
 
-    def unflatten(self, sizes: Sequence[int]) -> Ragged:
-        """Several rows as one, with the same spans: `lengths` get these sizes."""
-        lengths, starts = self.lengths.view(*sizes), self.starts.view(*sizes)
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Ragged:
+        """Several rows as one, with the same spans; `dim` is 0, as a tensor's would be."""
+        assert dim == 0, "only rows are put together"
+        lengths, starts = self.lengths.unflatten(0, sizes), self.starts.unflatten(0, sizes)
         return Ragged(self.values, lengths, self.width, starts, self.fill)
 
     def __len__(self) -> int:
@@ -162,8 +174,8 @@ class Ragged:
     def index_select(self, dim: int, index: Tensor) -> Ragged:
         """These rows, copied; `dim` is 0, as a tensor's would be."""
         assert dim == 0, "only rows are picked"
-        parts = self.values.split(self._row_sizes().tolist())
-        picked = [parts[row] for row in index.tolist()]
+        rows = self.rows()
+        picked = [rows[row] for row in index.tolist()]
         values = join_rows(picked) if picked else self.values[:0]
         return self._with_spans(values, index.cpu())
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
@@ -99,7 +98,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
                 want_sum_pi_squared=wants_squares,
             )
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
-        return Result(DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu)
+        return Result(DataProto.from_dict(columns), mfu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
@@ -118,8 +117,8 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         if on_policy:
             self.require_one_step(data)
         without_old = on_policy or self.bypasses
-        measures = without_old and "rollout_log_probs" in data.batch.keys()
-        self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
+        measures = without_old and "rollout_log_probs" in data.columns
+        self.gauge = MismatchGauge(data.column("responses").shape[1]) if measures else None
         self.correction_gauge = self.correction.gauge()
 
         epochs = self.config.ppo_epochs
@@ -155,7 +154,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         if self.gauge is not None:
             names.append("rollout_log_probs")
         if self.bypasses:
-            names.append(drawn_from(data.batch))
+            names.append(drawn_from(data.columns))
         elif self.correction.weighs:
             names.append("rollout_is_weights")
         if not (on_policy or self.bypasses):

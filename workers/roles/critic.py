@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
 from verl_like.process.worker import Worker
@@ -73,7 +72,7 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
         They are zero outside the response mask.
         """
         columns = self.engine.forward_rows(data, self.budget)
-        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+        return DataProto.from_dict(columns)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_critic(self, data: DataProto) -> Metrics:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
@@ -57,7 +56,7 @@ class CriticCopyWorker(WeightReceiver, Worker):
             )
         columns = self.engine.forward_rows(data, self.budget)
         columns["value_version"] = torch.full((len(data),), version)
-        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+        return DataProto.from_dict(columns)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

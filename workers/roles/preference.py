@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config.preference import PreferenceWorkerConfig, loss_reads
@@ -110,8 +110,9 @@ class PreferenceReferenceWorker(Worker):
 
 def response_log_probs(engine: TrainEngine, data: DataProto, budget: Budget) -> DataProto:
     """The log-prob of every response of the batch under the engine's model."""
-    sums = of_responses(engine.forward_rows(data, budget)["log_probs"])
-    return DataProto(batch=TensorDict({"response_log_probs": sums}, batch_size=[len(data)]))
+    log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
+    sums = of_responses(log_probs)
+    return DataProto.from_dict({"response_log_probs": sums})
 
 
 def of_responses(log_probs: Tensor) -> Tensor:

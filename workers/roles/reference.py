@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
@@ -67,9 +66,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
         """`ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):
             outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)
-        return DataProto(
-            batch=TensorDict({"ref_log_prob": outputs["log_probs"]}, batch_size=[len(data)])
-        )
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

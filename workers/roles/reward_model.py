@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
+from workers.columns import as_responses
 from workers.config import FSDPConfig, ModelConfig, model_rewards
 from workers.models.tokenizers import check_same_tokenizer
 from workers.training.microbatch import Budget, budget_of_actor
@@ -57,11 +57,9 @@ class RewardModelWorker(Worker):
         An empty response has zeros alone.
         """
         scores = self.engine.score_rows(data, self.budget)
-        mask = data.batch["response_mask"] != 0
+        mask = data.padded("response_mask") != 0
         last = mask & (torch.arange(mask.shape[1]) == last_places(mask)[:, None])
-        return DataProto(
-            batch=TensorDict({"rm_scores": scores[:, None] * last}, batch_size=[len(data)])
-        )
+        return DataProto.from_dict({"rm_scores": as_responses(data, scores[:, None] * last)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

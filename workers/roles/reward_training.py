@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config.reward_training import RewardTrainingConfig
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
@@ -41,7 +40,7 @@ class RewardTrainingWorker(RowWorker):
     def compute_scores(self, data: DataProto) -> DataProto:
         """`scores` [pairs, 2]."""
         scores = self.engine.score_rows(data, self.budget)
-        return DataProto(batch=TensorDict({"scores": scores}, batch_size=[len(data)]))
+        return DataProto.from_dict({"scores": scores})
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch

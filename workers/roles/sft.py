@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from workers.losses.lm import compute_lm_loss
 from workers.roles.rows import RowWorker
@@ -19,7 +18,7 @@ class SFTWorker(RowWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`log_probs` of the tokens in the loss, zero elsewhere."""
         columns = self.engine.forward_rows(data, self.budget)
-        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+        return DataProto.from_dict(columns)
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch

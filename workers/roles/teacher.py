@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import teacher_model
@@ -42,9 +41,7 @@ class TeacherWorker(Worker):
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """`teacher_log_prob` of the responses."""
         outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)
-        return DataProto(
-            batch=TensorDict({"teacher_log_prob": outputs["log_probs"]}, batch_size=[len(data)])
-        )
+        return DataProto.from_dict({"teacher_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from workers.models.attention import say_once
 from workers.models.causal_lm import Head, empty_model, to_training
 from workers.models.load import load_weights
@@ -58,6 +59,7 @@ from workers.training.microbatch import (
     Budget,
     Columns,
     MiniBatch,
+    RowColumns,
     Rows,
     all_reduce,
     count_mini_batches,
@@ -176,14 +178,14 @@ class TrainEngine:
         temperature: float = 1.0,
         want_entropy: bool = False,
         want_sum_pi_squared: bool = False,
-    ) -> Columns:
+    ) -> RowColumns:
         """For every row `log_probs` (and `entropys`, `sum_pi_squared`), or `values`.
 
-        Each is [rows, R], zero outside the response mask.
+        Each is [rows, R], zero outside the response mask, and ragged where that is.
         """
         rows = self._take(data, self.forward_inputs)
         cuts = self._cut(rows.columns, budget)
-        pieces: dict[str, list[Tensor]] = {}
+        pieces: dict[str, list[Column]] = {}
         self.module.eval()
         with torch.no_grad(), self.running(), computing_in(self.module, self.cast):
             for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
@@ -283,8 +285,10 @@ class TrainEngine:
                 begin_pass(self.module, self.is_one_unit, last, self.sharding.strategy)
             with computing_in(self.module, self.cast):
                 outputs = self.outputs(columns, temperature, want_entropy)
-                moved = {name: c.to(self.device, non_blocking=True) for name, c in columns.items()}
-                loss, shares = loss_fn(outputs, moved, batch)
+                # losses are formulas of rectangles
+                said = {name: rectangle_of(column) for name, column in outputs.items()}
+                asked = {name: self._for_loss(column) for name, column in columns.items()}
+                loss, shares = loss_fn(said, asked, batch)
                 loss.backward()
 
             for name, share in shares.items():
@@ -297,22 +301,23 @@ class TrainEngine:
 
     def outputs(
         self,
-        columns: Columns,
+        columns: RowColumns,
         temperature: float = 1.0,
         want_entropy: bool = False,
         want_sum_pi_squared: bool = False,
-    ) -> Columns:
+    ) -> RowColumns:
         """One forward pass: [rows, R] columns for the response positions.
 
         They are zero where the response mask is.
         """
-        inside = columns["response_mask"] != 0
+        mask = columns["response_mask"]
+        inside = mask.values != 0
         feed = self.feed(columns)
         if self.head == "token":
             found = token_columns(
                 self.module,
                 feed,
-                columns["responses"][inside].to(self.device),
+                columns["responses"].values[inside].to(self.device),
                 temperature=temperature,
                 want_entropy=want_entropy,
                 want_sum_pi_squared=want_sum_pi_squared,
@@ -322,25 +327,31 @@ class TrainEngine:
             found = {"values": read(self.module, feed)[:, 0].float()}
 
         inside = inside.to(self.device)
-        zeros = next(iter(found.values())).new_zeros(inside.shape)
-        return {name: zeros.masked_scatter(inside, column) for name, column in found.items()}
+        zeros = next(iter(found.values())).new_zeros(len(inside))
+        return {
+            name: mask.with_values(zeros.masked_scatter(inside, column))
+            for name, column in found.items()
+        }
 
-    def reads(self, columns: Columns) -> Tensor:
-        """[rows, T]: the positions that get a head."""
+    def _for_loss(self, column: Column) -> Tensor:
+        return rectangle_of(column.to(self.device, non_blocking=True))
+
+    def reads(self, columns: RowColumns) -> Ragged:
+        """For every token, whether it gets a head."""
         return response_reads(columns)
 
-    def feed(self, columns: Columns) -> Feed:
+    def feed(self, columns: RowColumns) -> Feed:
         """The arguments of one pass over these rows."""
         return self.row_passes.feed(columns, self.reads(columns), self.device)
 
     def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
         rows = Rows.take(data, names, self.world_size)
-        check_rows(self.module, rows.columns, rows.names)
+        check_rows(self.module, rows.columns["input_ids"])
         return rows
 
-    def _cut(self, columns: Columns, budget: Budget) -> list[list[int]]:
+    def _cut(self, columns: RowColumns, budget: Budget) -> list[list[int]]:
         """The rows of every pass."""
-        return self.row_passes.cut(columns, self.reads(columns), budget)
+        return self.row_passes.cut(self.reads(columns), budget)
 
     @contextmanager
     def running(

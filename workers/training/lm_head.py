@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl_like.batch.ragged import Ragged
 from workers.models.causal_lm import body_of
 from workers.models.stand_in import MODEL_ERRORS, VOCABULARY, ConfigByContent, stand_in
 from workers.training.microbatch import Columns
@@ -304,14 +305,12 @@ def _error_of_chunks(model: Any) -> float:
     """The largest relative error of values and gradients, beside logits that stand whole."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ValueError("its head computes every position")
-    tokens = 3 + torch.arange(24).view(2, 12) * 7 % (VOCABULARY - 3)
-    columns = {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "position_ids": torch.arange(12).expand(2, 12),
-    }
-    feed = padded_feed(columns, torch.arange(12).expand(2, 12) > 2, torch.device("cpu"))
-    labels = tokens.roll(-1, dims=1)[feed.reads]
+    positions = Ragged.of_rows([torch.arange(12)] * 2, 12)
+    tokens = 3 + torch.arange(24) * 7 % (VOCABULARY - 3)
+    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
+    reads = positions.with_values(positions.values > 2)
+    feed = padded_feed(columns, reads, torch.device("cpu"))
+    labels = tokens.view(2, 12).roll(-1, dims=1)[feed.reads]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
     compute = functools.partial(columns_of_logits, temperature=0.7, want_entropy=True)

@@ -24,7 +24,7 @@ from torch import nn
 
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.microbatch import Rows, all_reduce
-from workers.training.packing import needed_tokens
+from workers.training.packing import needed_lengths
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -92,9 +92,8 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
     names = ("input_ids", "attention_mask", "response_mask")
     taken = Rows.take(data, names, engine.world_size).columns
-    columns = {name: column.flatten(0, -2) for name, column in taken.items()}  # pairs are two rows
-    reads = engine.reads(columns)
-    lengths = needed_tokens(columns, reads).sum(dim=1).double()
+    reads = engine.reads(taken)
+    lengths = needed_lengths(reads).double()
 
     body, head = body_of(engine.module), _head(engine.module)
     config = body.config.get_text_config()
@@ -107,7 +106,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     per_pair = (12 if trains else 4) * config.num_hidden_layers * heads * width
 
     pairs = lengths.square().sum()
-    return float(per_token * lengths.sum() + per_read * reads.sum() + per_pair * pairs)
+    return float(per_token * lengths.sum() + per_read * reads.values.sum() + per_pair * pairs)
 
 
 def _multiplied_weights(body: Any) -> list[tuple[str, nn.Parameter]]:

@@ -1,7 +1,7 @@
 """Cutting a rank's piece of a batch into mini- and micro-batches so that the cut never shows.
 
-- The real rows of the piece are kept, pad rows of the dispatch are dropped (`Rows.take`), results
-  are put back in place with zeros for the pad rows (`Rows.restore`).
+- The real rows of the piece are kept without their padding, pad rows of the dispatch are dropped
+  (`Rows.take`), results are put back in place with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of
   ranks (`mini_batch`); `workers.training.shuffle` gives the rows other places.
 - Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has
@@ -14,14 +14,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_like.batch.ragged import Column, Ragged, join_ragged, rectangle_of
 from verl_like.errors import BatchError, ConfigError
 from workers.columns import require
 from workers.config.passes import LARGEST_PASS, tokens_per_pass
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from workers.losses.aggregate import Denominators
 
 Columns = dict[str, Tensor]
+"""What losses read: rectangles."""
+RowColumns = dict[str, Any]
+"""Columns of rows: a `Ragged` of those of tokens, a tensor of the others."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,12 @@ def budget_of_actor(config: WorkersConfig) -> Budget:
 class Rows:
     """The real rows of one rank's piece, on the CPU, and their place in the whole batch."""
 
-    columns: Columns
+    columns: RowColumns
     start: int
     total: int
-    padded: int
     names: list[str]
+    given: Column
+    """The response mask (or else the first column) as it came, pad rows included."""
     places: Tensor | None = None
     """What says each row's mini-batch; None is its place in the whole batch."""
 
@@ -90,30 +95,101 @@ class Rows:
             )
 
         real = data.num_real_rows
-        columns = {name: data.batch[name][:real].cpu() for name in names}
+        given = {name: data.column(name) for name in names}
         start, total = (0, real) if data.shard is None else (data.shard.start, data.shard.total)
-        return cls(columns, start, total, len(data), sample_names(data, start)[:real])
+        called = sample_names(data, start)[:real]
+        columns = without_padding({name: c[:real].cpu() for name, c in given.items()}, called)
+        mask = given.get("response_mask", given[names[0]])
+        return cls(columns, start, total, called, mask)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def restore(self, pieces: Sequence[Tensor], order: Sequence[Sequence[int]]) -> Tensor:
+    def restore(self, pieces: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
         """Results of the micro-batches `order` as one float32 CPU column of the piece.
 
-        Rows that are in no micro-batch are zero.
+        It is ragged where the piece's response mask is. Rows that are in no micro-batch are zero.
         """
-        result = torch.zeros((self.padded, *pieces[0].shape[1:]), dtype=torch.float32)
+        first, num_padded = pieces[0], len(self.given) - len(self)
+        if isinstance(first, Tensor):
+            result = torch.zeros((len(self.given), *first.shape[1:]), dtype=torch.float32)
+            for piece, numbers in zip(pieces, order, strict=False):
+                assert isinstance(piece, Tensor), "all passes give one kind of column"
+                result[list(numbers)] = piece.float().cpu()
+            return result
+
+        rows = list(self.columns["response_mask"].rows())
+        rows = [row.new_zeros(len(row), dtype=torch.float32) for row in rows]
         for piece, numbers in zip(pieces, order, strict=False):
-            result[list(numbers)] = piece.float().cpu()
-        return result
+            assert isinstance(piece, Ragged), "all passes give one kind of column"
+            for number, row in zip(numbers, piece.cpu().rows(), strict=False):
+                rows[number] = row.float()
+        values = torch.cat(rows) if rows else torch.zeros(0)
+        own = self.columns["response_mask"].with_values(values)
+        if not isinstance(self.given, Ragged):
+            return torch.cat([own.padded(), torch.zeros(num_padded, *own.shape[1:])])
+        padding = self.given[len(self) :]
+        return join_ragged([own, padding.with_values(torch.zeros(len(padding.values)))])
+
+
+def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowColumns:
+    """The columns of tokens as ragged ones, of rows called `names`.
+
+    Those as wide as `attention_mask` keep what it says is real, and those as wide as
+    `response_mask` the part of it that lies in the last columns.
+    """
+    mask = columns.get("attention_mask")
+    if mask is None:
+        return dict(columns)
+    if not (isinstance(mask, Ragged) and bool((mask.values != 0).all())):
+        columns = {name: rectangle_of(column) for name, column in columns.items()}
+        mask = _real_tokens(rectangle_of(mask) != 0, names)
+
+    spans = {mask.shape: mask}
+    responses = columns.get("response_mask")
+    if isinstance(responses, Ragged):
+        spans[responses.shape] = responses
+    elif responses is not None:
+        begin = mask.width - responses.shape[-1]  # the column where responses begin
+        starts = (mask.starts - begin).clamp(min=0)
+        lengths = (mask.starts + mask.lengths - begin).clamp(min=0) - starts
+        spans[responses.shape] = Ragged.of_rectangle(responses, lengths, starts)
+
+    found: RowColumns = {}
+    for name, column in columns.items():
+        span = spans.get(column.shape)
+        is_kept = isinstance(column, Ragged) and (
+            span is None or torch.equal(column.lengths, span.lengths)
+        )
+        found[name] = column if span is None or is_kept else span.like(rectangle_of(column))
+    return found
+
+
+def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
+    """The spans of a mask [..., T]; a row with a gap is refused by its name."""
+    flat = mask.flatten(0, -2)
+    begins = flat & ~flat.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
+    gaps = (begins.sum(dim=1) > 1).nonzero()
+    if len(gaps):
+        row = int(gaps[0])
+        first, second = begins[row].nonzero().squeeze(1)[:2].tolist()
+        raise ConfigError(
+            f"{names[row * len(mask) // len(flat)]} has a gap: its attention_mask is 1 from column "
+            f"{first}, then 0, and 1 again from column {second}. The log-prob of the first token "
+            "after the gap would be read at a pad token; pad prompts on the left and responses on "
+            "the right (tokenizer.padding_side='left')."
+        )
+    starts, lengths = begins.int().argmax(dim=1), flat.sum(dim=1)
+    shape = mask.shape[:-1]
+    return Ragged.of_rectangle(mask, lengths.view(shape), starts.view(shape))
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
     """What messages call the rows: uid and sample index if the batch has them, or a number."""
-    uids, index = data.non_tensor_batch.get("uid"), data.batch.get("sample_index")
+    uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
     if uids is None:
         return [f"row {start + row}" for row in range(len(data))]
-    if index is None:
+    if not isinstance(index, Tensor):
         return [str(uid) for uid in uids]
     return [f"{uid} sample {int(index[row])}" for row, uid in enumerate(uids)]
 
@@ -122,7 +198,7 @@ def sample_names(data: DataProto, start: int) -> list[str]:
 class MiniBatch:
     """This rank's rows of one optimizer step, and the counts of the step over all ranks."""
 
-    columns: Columns
+    columns: RowColumns
     num_rows: int
     num_tokens: int
     names: list[str]
@@ -164,10 +240,11 @@ def mini_batch(
     if places is None:
         places = torch.arange(rows.start, rows.start + len(rows))
     mine = (places % count == index).nonzero().squeeze(1)
-    columns = {name: column[mine] for name, column in rows.columns.items()}
+    columns = {name: column.index_select(0, mine) for name, column in rows.columns.items()}
 
-    mask = columns["response_mask"] != 0
-    own_counts = torch.stack([mask.any(dim=-1).sum(), mask.sum()])
+    in_loss = columns["response_mask"]
+    per_row = in_loss.with_values(in_loss.values != 0).sums()
+    own_counts = torch.stack([per_row.count_nonzero(), per_row.sum()])
     num_rows, num_tokens = all_reduce(own_counts.to(device), group).tolist()
     return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
 
@@ -226,16 +303,15 @@ def _fill(
 
 
 def passes(
-    columns: Columns,
+    columns: RowColumns,
     cuts: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Iterator[tuple[Columns, int, bool]]:
+) -> Iterator[tuple[RowColumns, int, bool]]:
     """(columns, number of real rows, is the last) for every micro-batch, and for dummies after.
 
     Every rank runs as many passes as the one with the most, and one at least. Collective over
-    `group`, by way of `device`. A dummy is one row of one token, which no loss counts: its response
-    mask is zero.
+    `group`, by way of `device`. A dummy is one row without tokens, which no loss counts.
     """
     count = max(1, len(cuts))
     if group is not None:
@@ -243,13 +319,18 @@ def passes(
         count = int(all_reduce(own_count, group, dist.ReduceOp.MAX))
     for number, rows in enumerate(cuts, 1):
         index = torch.tensor(rows)
-        picked = {name: column[index] for name, column in columns.items()}
+        picked = {name: column.index_select(0, index) for name, column in columns.items()}
         yield picked, len(rows), number == count
 
     for number in range(len(cuts) + 1, count + 1):
-        dummy = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
-        dummy["attention_mask"][..., 0] = 1
-        yield dummy, 0, number == count
+        yield {name: _dummy(column) for name, column in columns.items()}, 0, number == count
+
+
+def _dummy(column: Column) -> Column:
+    if isinstance(column, Ragged):
+        lengths = torch.zeros((1, *column.lengths.shape[1:]), dtype=torch.int64)
+        return Ragged(column.values[:0], lengths, column.width)
+    return column.new_zeros((1, *column.shape[1:]))
 
 
 def all_reduce(

@@ -5,9 +5,9 @@
     numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
 Position t of a row says something about token t + 1. Only positions that a loss reads get a head,
-and a row ends at the last of them: what comes after it cannot change it. Left or right padding is
-all the same: in a rectangle every row starts at the first column, so padding comes after all that
-is real, where neither a state nor a count of places can pick it up.
+and a row ends at the last of them: what comes after it cannot change it. In a rectangle every row
+starts at the first column, so padding comes after all that is real, where neither a state nor a
+count of places can pick it up.
 
 Which of the two a model takes is proven in `workers.training.row_proof`.
 """
@@ -15,44 +15,72 @@ Which of the two a model takes is proven in `workers.training.row_proof`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_like.errors import ConfigError
-from verl_like.tensor_ops.masked import last_places
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.attention import RowLayout
-from workers.training.microbatch import Columns
+from workers.training.microbatch import RowColumns
 
 
-def response_reads(columns: Columns) -> Tensor:
-    """[rows, T]: the position before each response token inside the mask."""
-    mask = columns["response_mask"] != 0
-    reads = torch.zeros(columns["input_ids"].shape, dtype=torch.bool, device=mask.device)
-    start = reads.shape[1] - mask.shape[1] - 1
-    reads[:, start : start + mask.shape[1]] = mask
-    return reads
+def response_reads(columns: RowColumns) -> Ragged:
+    """For every token, whether the next one is a response token inside the mask."""
+    ids, mask = columns["input_ids"], columns["response_mask"]
+    ends = ids.lengths.flatten().cumsum(0)
+    shifts = ends - mask.lengths.flatten().cumsum(0) - 1  # responses are the end of their rows
+    places = torch.arange(len(mask.values)) + shifts.repeat_interleave(mask.lengths.flatten())
+    inside = mask.values != 0
+    first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
+    if len(first):
+        _check_first_tokens(mask, inside, first)
+    reads = torch.zeros(len(ids.values), dtype=torch.bool)
+    reads[places[inside]] = True
+    found: Ragged = ids.with_values(reads)
+    return found
 
 
-def last_token_reads(columns: Columns) -> Tensor:
-    """[rows, T]: the last real token of each row; none in a row without tokens."""
-    mask = columns["attention_mask"] != 0
-    return mask & (torch.arange(mask.shape[1]) == last_places(mask)[:, None])
+def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
+    """Refuse rows without a prompt whose first token is in the loss: nothing speaks of it."""
+    lengths = mask.lengths.flatten()
+    begins = (lengths.cumsum(0) - lengths)[rows]
+    begins = begins[lengths[rows] > 0]
+    if inside[begins].any():
+        raise BatchError(
+            "a row's first token is inside its response_mask; its log-prob would be read at the "
+            "token before it, and there is none. Rows need a prompt of a token at least."
+        )
 
 
-def needed_tokens(columns: Columns, reads: Tensor, *, whole: bool = False) -> Tensor:
-    """[rows, T]: real tokens up to the last position that is read, none in a row without reads.
+def last_token_reads(columns: RowColumns) -> Ragged:
+    """For every token, whether it is the last one of its row."""
+    ids: Ragged = columns["input_ids"]
+    reads = torch.zeros(len(ids.values), dtype=torch.bool)
+    lengths = ids.lengths.flatten()
+    reads[(lengths.cumsum(0) - 1)[lengths > 0]] = True
+    return ids.with_values(reads)
+
+
+def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
+    """[rows]: each one's tokens up to the last that is read, 0 without reads.
 
     `whole` rows keep what comes after it.
     """
+    lengths, rows = reads.lengths.flatten(), reads.row_of_values()
     if whole:
-        return ((columns["attention_mask"] != 0) & reads.any(dim=1, keepdim=True)) | reads
-    ahead = reads.flip(1).cumsum(dim=1).flip(1) > 0
-    return ((columns["attention_mask"] != 0) & ahead) | reads
+        return lengths * (reads.sums().flatten() > 0)
+    up_to = _places_in_rows(reads) + 1
+    zeros = torch.zeros(len(lengths), dtype=torch.int64)
+    return zeros.scatter_reduce(0, rows, up_to * reads.values, "amax")
+
+
+def _places_in_rows(column: Ragged) -> Tensor:
+    lengths = column.lengths.flatten()
+    return torch.arange(len(column.values)) - (lengths.cumsum(0) - lengths)[column.row_of_values()]
 
 
 @dataclass(frozen=True)
@@ -68,41 +96,47 @@ class Feed:
 
 
 def packed_feed(
-    columns: Columns, reads: Tensor, device: torch.device, *, whole: bool = False
+    columns: RowColumns, reads: Ragged, device: torch.device, *, whole: bool = False
 ) -> Feed:
     """All needed tokens of all rows end to end, in the order of the rows."""
-    needed = needed_tokens(columns, reads, whole=whole)
-    if not needed.any():  # a dummy: one token, nothing read
-        needed[:, 0] = True
-    lengths = [length for length in needed.sum(dim=1).tolist() if length]
+    tokens, lengths = _needed(columns, reads, whole)
     inputs = {
-        "input_ids": columns["input_ids"][needed][None].to(device),
-        "position_ids": columns["position_ids"][needed][None].to(device),
-        "row_layout": RowLayout(lengths, device),
+        "input_ids": tokens["input_ids"][None].to(device),
+        "position_ids": tokens["position_ids"][None].to(device),
+        "row_layout": RowLayout([length for length in lengths.tolist() if length], device),
     }
-    return Feed(inputs, reads[needed].nonzero().squeeze(1).to(device))
+    return Feed(inputs, tokens["reads"].nonzero().squeeze(1).to(device))
 
 
 def padded_feed(
-    columns: Columns, reads: Tensor, device: torch.device, *, whole: bool = False
+    columns: RowColumns, reads: Ragged, device: torch.device, *, whole: bool = False
 ) -> Feed:
     """The needed tokens of each row from the first column on, zeros after them."""
-    needed = needed_tokens(columns, reads, whole=whole)
-    if not needed.any():
-        needed[:, 0] = True
-    width = int(needed.sum(dim=1).max())
-    places = needed.int().argsort(dim=1, descending=True, stable=True)[:, :width]
-    real = needed.gather(1, places)
-    inputs = {
-        name: (columns[name].gather(1, places) * real).to(device)
-        for name in ("input_ids", "position_ids")
-    }
-    inputs["attention_mask"] = real.long().to(device)
+    tokens, lengths = _needed(columns, reads, whole)
+    width = int(lengths.max())
+    padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
+    mask = padded.pop("reads")
+    inputs = {name: column.to(device) for name, column in padded.items()}
+    inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long().to(device)
 
-    mask = reads.gather(1, places) & real
     read_columns = mask.any(dim=0).nonzero()
     first = int(read_columns[0]) if len(read_columns) else width - 1
     return Feed(inputs, mask.to(device), first, packed=False)
+
+
+def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """The needed tokens of all rows, their positions and reads, and how many each row has.
+
+    Rows of which nothing is read are a dummy together: one token, of which nothing is read either.
+    """
+    lengths = needed_lengths(reads, whole=whole)
+    kept = _places_in_rows(reads) < lengths[reads.row_of_values()]
+    tokens = {name: columns[name].values[kept] for name in ("input_ids", "position_ids")}
+    tokens["reads"] = reads.values[kept]
+    if not lengths.any():
+        tokens = {name: values.new_zeros(1) for name, values in tokens.items()}
+        lengths = torch.ones(1, dtype=torch.int64)
+    return tokens, lengths
 
 
 def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
@@ -141,27 +175,14 @@ def picked(output: Tensor, feed: Feed) -> Tensor:
     return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
 
 
-def check_rows(module: Any, columns: Columns, names: Sequence[str]) -> None:
-    """Refuse rows with a gap, or longer than the model's positions, and unknown tokens."""
+def check_rows(module: Any, ids: Ragged) -> None:
+    """Refuse rows longer than the model's positions, and unknown tokens."""
     config = body_of(module).config.get_text_config()
-    if not columns["input_ids"].numel():
+    if not len(ids.values):
         return
 
-    real = columns["attention_mask"] != 0
-    begins = real & ~real.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
-    gaps = (begins.sum(dim=1) > 1).nonzero()
-    if len(gaps):
-        row = int(gaps[0])
-        first, second = begins[row].nonzero().squeeze(1)[:2].tolist()
-        raise ConfigError(
-            f"{names[row]} has a gap: its attention_mask is 1 from column {first}, then 0, and 1 "
-            f"again from column {second}. The log-prob of the first token after the gap would be "
-            "read at a pad token; pad prompts on the left and responses on the right "
-            "(tokenizer.padding_side='left')."
-        )
-
     limit = getattr(config, "max_position_embeddings", None)
-    longest = int(real.sum(dim=1).max())
+    longest = int(ids.lengths.max())
     if limit is not None and longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens is longer than the model's {limit} positions; "
@@ -169,7 +190,7 @@ def check_rows(module: Any, columns: Columns, names: Sequence[str]) -> None:
         )
 
     vocabulary = config.vocab_size
-    highest = int((columns["input_ids"] * real).max())
+    highest = int(ids.values.max())
     if highest >= vocabulary:
         raise ConfigError(
             f"token id {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer "

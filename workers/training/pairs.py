@@ -6,18 +6,15 @@ columns are [pairs, 2, T]; the engine runs [2 * pairs, T], and what it gives is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from verl_like.batch.ragged import Column, Ragged, join_ragged
 from workers.training.engine import TrainEngine
-from workers.training.microbatch import Budget, Columns, Rows, cut
-from workers.training.packing import check_rows
+from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.score_engine import ScoreEngine
-
-if TYPE_CHECKING:
-    from verl_like.batch.protocol import DataProto
 
 SIDES = ("chosen", "rejected")
 """What stands at 0 and 1 of a pair's second axis."""
@@ -26,34 +23,33 @@ SIDES = ("chosen", "rejected")
 class PairedRows(TrainEngine):
     """What an engine does otherwise where the rows of its batches are pairs."""
 
-    def outputs(self, columns: Columns, *args: Any, **wanted: Any) -> Columns:
+    def outputs(self, columns: RowColumns, *args: Any, **wanted: Any) -> RowColumns:
         """One forward pass over both sides: [pairs, 2, ...] columns.
 
         Where rows may not share a pass (`RowPasses.apart`), each side has one.
         """
         sides = rows_of_pairs(columns)
-        parts = [sides]
-        if self.row_passes.apart:
-            parts = [{name: column[side::2] for name, column in sides.items()} for side in (0, 1)]
-
         run = super().outputs
-        found = [run(part, *args, **wanted) for part in parts]
-        if len(found) == 1:
-            return {name: column.unflatten(0, (-1, 2)) for name, column in found[0].items()}
+        if not self.row_passes.apart:
+            both = run(sides, *args, **wanted)
+            return {name: column.unflatten(0, (-1, 2)) for name, column in both.items()}
+
+        num_sides = len(sides["input_ids"])
+        found = []
+        for side in (0, 1):
+            rows = torch.arange(side, num_sides, 2)
+            part = {name: column.index_select(0, rows) for name, column in sides.items()}
+            found.append(run(part, *args, **wanted))
         chosen, rejected = found
-        return {name: torch.stack([chosen[name], rejected[name]], dim=1) for name in chosen}
+        return {name: _paired(chosen[name], rejected[name]) for name in chosen}
 
-    def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
-        rows = Rows.take(data, names, self.world_size)
-        sides = [f"{name} ({side})" for name in rows.names for side in SIDES]
-        check_rows(self.module, rows_of_pairs(rows.columns), sides)
-        return rows
+    def reads(self, columns: RowColumns) -> Ragged:
+        """As of rows, of which a pair is two."""
+        return super().reads(rows_of_pairs(columns))
 
-    def _cut(self, columns: Columns, budget: Budget) -> list[list[int]]:
+    def _cut(self, columns: RowColumns, budget: Budget) -> list[list[int]]:
         """The pairs of every pass."""
-        sides = rows_of_pairs(columns)
-        lengths = self.row_passes.lengths(sides, self.reads(sides))
-        of_pairs = torch.tensor(lengths).view(-1, 2)
+        of_pairs = torch.tensor(self.row_passes.lengths(self.reads(columns))).view(-1, 2)
         are_padded = self.row_passes.kind == "padded"
         # padded, a pair takes as much as two of its longer side
         tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
@@ -68,6 +64,16 @@ class PairScoreEngine(PairedRows, ScoreEngine):
     """Scores of both sides: [pairs, 2]."""
 
 
-def rows_of_pairs(columns: Columns) -> Columns:
+def rows_of_pairs(columns: RowColumns) -> RowColumns:
     """[pairs, 2, T] columns as [2 * pairs, T], chosen and rejected in turn; others stay away."""
-    return {name: column.flatten(0, 1) for name, column in columns.items() if column.dim() == 3}
+    return {name: c.flatten() for name, c in columns.items() if isinstance(c, Ragged)}
+
+
+def _paired(chosen: Column, rejected: Column) -> Column:
+    """[pairs, ...] columns as one [pairs, 2, ...]."""
+    if isinstance(chosen, Tensor) and isinstance(rejected, Tensor):
+        return torch.stack([chosen, rejected], dim=1)
+    assert isinstance(chosen, Ragged), "both sides give one kind of column"
+    assert isinstance(rejected, Ragged), "both sides give one kind of column"
+    in_turn = torch.arange(2 * len(chosen)).view(2, -1).T.flatten()
+    return join_ragged([chosen, rejected]).index_select(0, in_turn).unflatten(0, (-1, 2))

@@ -22,7 +22,7 @@ from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 from workers.models.precision import computing_in
 from workers.training.engine import LossFn, TrainEngine
-from workers.training.microbatch import Budget, Columns, MiniBatch, all_reduce, passes
+from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce, passes
 from workers.training.packing import Feed
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class BalancedEngine(TrainEngine):
 
         return note
 
-    def outputs(self, columns: Columns, *args: Any, **wanted: Any) -> Columns:
+    def outputs(self, columns: RowColumns, *args: Any, **wanted: Any) -> RowColumns:
         """One forward pass, whose router logits are kept, those of real tokens alone."""
         self.router_logits.clear()
         found = super().outputs(columns, *args, **wanted)
@@ -64,7 +64,7 @@ class BalancedEngine(TrainEngine):
             self.router_logits = [logits[self.is_real] for logits in self.router_logits]
         return found
 
-    def feed(self, columns: Columns) -> Feed:
+    def feed(self, columns: RowColumns) -> Feed:
         """The arguments of one pass, of which is noted which tokens are padding."""
         feed = super().feed(columns)
         self.is_real = None if feed.packed else feed.inputs["attention_mask"].flatten() != 0

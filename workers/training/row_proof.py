@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.quantize import is_quantized
@@ -33,8 +34,8 @@ from workers.models.stand_in import (
     stand_in,
 )
 from workers.training.attention import packed_rows, takes_layout
-from workers.training.microbatch import Budget, Columns, cut
-from workers.training.packing import Feed, needed_tokens, packed_feed, padded_feed, read
+from workers.training.microbatch import Budget, RowColumns, cut
+from workers.training.packing import Feed, needed_lengths, packed_feed, padded_feed, read
 from workers.training.varlen import VarlenKernel
 
 logger = logging.getLogger(__name__)
@@ -67,15 +68,14 @@ class RowPasses:
         """Whether rows of any lengths may not share a pass."""
         return self.kind == "single" or self.border is not None
 
-    def lengths(self, columns: Columns, reads: Tensor) -> list[int]:
+    def lengths(self, reads: Ragged) -> list[int]:
         """The tokens of every row that its pass computes."""
-        needed = needed_tokens(columns, reads, whole=self.border is not None)
-        lengths: list[int] = needed.sum(dim=1).tolist()
+        lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
         return lengths
 
-    def cut(self, columns: Columns, reads: Tensor, budget: Budget) -> list[list[int]]:
+    def cut(self, reads: Ragged, budget: Budget) -> list[list[int]]:
         """Row numbers of every micro-batch."""
-        lengths = self.lengths(columns, reads)
+        lengths = self.lengths(reads)
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
             budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
@@ -87,7 +87,7 @@ class RowPasses:
             single=self.kind == "single",
         )
 
-    def feed(self, columns: Columns, reads: Tensor, device: torch.device) -> Feed:
+    def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
         """The arguments of one pass over these rows."""
         feed = packed_feed if self.kind == "packed" else padded_feed
         return feed(columns, reads, device, whole=self.border is not None)
@@ -168,26 +168,22 @@ def _proven(
     return None, reasons
 
 
-def probe_rows() -> tuple[Columns, Tensor]:
-    """Rows in the middle of their columns, and what is read of them: not their last tokens."""
-    lengths = torch.tensor(LENGTHS)[:, None]
-    places = torch.arange(POSITIONS) - (POSITIONS - lengths) // 2
-    mask = (places >= 0) & (places < lengths)
-    tokens = 3 + torch.arange(mask.numel()).view(mask.shape) * 7 % (VOCABULARY - 3)
-    columns = {
-        "input_ids": tokens * mask,
-        "attention_mask": mask.long(),
-        "position_ids": places * mask,
-    }
-    return columns, (places >= lengths // 3) & (places < lengths - 2)
+def probe_rows() -> tuple[RowColumns, Ragged]:
+    """Some rows, and what is read of them: not their last tokens."""
+    rows = [torch.arange(length) for length in LENGTHS]
+    positions = Ragged.of_rows(rows, POSITIONS)
+    tokens = 3 + torch.arange(len(positions.values)) * 7 % (VOCABULARY - 3)
+    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
+    reads = [(row >= len(row) // 3) & (row < len(row) - 2) for row in rows]
+    return columns, Ragged.of_rows(reads, POSITIONS)
 
 
 @torch.no_grad()
 def _rows_alone(model: Any) -> list[Tensor]:
     """What transformers says about each row by itself."""
     columns, reads = probe_rows()
-    rows = zip(columns["input_ids"], columns["attention_mask"] != 0, reads, strict=True)
-    numbers = [model(tokens[m][None], use_cache=False).logits[0, r[m]] for tokens, m, r in rows]
+    rows = zip(columns["input_ids"].rows(), reads.rows(), strict=True)
+    numbers = [model(tokens[None], use_cache=False).logits[0, inside] for tokens, inside in rows]
     if not all(row.isfinite().all() for row in numbers):
         raise ValueError("its numbers are not finite")
     return numbers
@@ -199,10 +195,11 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
     columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():
-        for rows in way.cut(columns, reads, Budget(rows=len(LENGTHS))):
-            picked = {name: column[rows] for name, column in columns.items()}
+        for rows in way.cut(reads, Budget(rows=len(LENGTHS))):
+            index = torch.tensor(rows)
+            picked = {name: column.index_select(0, index) for name, column in columns.items()}
             try:
-                found = read(model, way.feed(picked, reads[rows], cpu))
+                found = read(model, way.feed(picked, reads.index_select(0, index), cpu))
             except MODEL_ERRORS as error:
                 return f"it refuses them: {type(error).__name__}: {error}"
             for row, own in zip(rows, found.split([len(expected[r]) for r in rows]), strict=True):
@@ -217,17 +214,15 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
 
 def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | None) -> str:
     """What is wrong with two short packed rows on the model's own weights."""
-    mask = torch.tensor([[1] * 7, [0, 0] + [1] * 5])
     vocabulary = body_of(module).get_input_embeddings().num_embeddings
-    columns = {
-        "input_ids": torch.arange(14).view(2, 7) * 7 % max(vocabulary, 1) * mask,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-    }
+    positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
+    tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
+    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
+    reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
     try:
         with packed_rows(module, kernel):
-            packed = _before_scalar_head(module, packed_feed(columns, mask != 0, device))
-        padded = _before_scalar_head(module, padded_feed(columns, mask != 0, device))
+            packed = _before_scalar_head(module, packed_feed(columns, reads, device))
+        padded = _before_scalar_head(module, padded_feed(columns, reads, device))
     except MODEL_ERRORS as error:
         return f"it refuses a packed row: {error}"
 

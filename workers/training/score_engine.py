@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.config.reward_training import SCORE_AT
 from workers.training.engine import TOKENS, TrainEngine
 from workers.training.last_layer import compute_reads_only, only_reads_needed, read_few
-from workers.training.microbatch import Budget, Columns
+from workers.training.microbatch import Budget, RowColumns
 from workers.training.packing import last_token_reads, read
 
 if TYPE_CHECKING:
@@ -58,19 +59,22 @@ class ScoreEngine(TrainEngine):
 
     def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
         """[rows]; zero for a row without tokens."""
-        return self.forward_rows(data, budget)["scores"]
+        scores: Tensor = self.forward_rows(data, budget)["scores"]
+        return scores
 
-    def reads(self, columns: Columns) -> Tensor:
-        """[rows, T]: the positions that the score is of."""
+    def reads(self, columns: RowColumns) -> Ragged:
+        """For every token, whether the score is of it."""
         if self.score_at == "legacy_mean":
-            return columns["attention_mask"] != 0
+            ids = columns["input_ids"]
+            every: Ragged = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
+            return every
         return last_token_reads(columns)
 
-    def outputs(self, columns: Columns, *_: Any, **__: Any) -> Columns:
+    def outputs(self, columns: RowColumns, *_: Any, **__: Any) -> RowColumns:
         """One forward pass: `scores` [rows]."""
         reads = self.reads(columns)
         feed = self.row_passes.feed(columns, reads, self.device)
         numbers = self.read(self.module, feed)[:, 0].float()
-        rows = reads.nonzero()[:, 0].to(self.device)
+        rows = reads.row_of_values()[reads.values].to(self.device)
         sums = torch.zeros(len(reads), device=self.device).index_add(0, rows, numbers)
-        return {"scores": sums / reads.sum(dim=1).clamp(min=1).to(self.device)}
+        return {"scores": sums / reads.sums().clamp(min=1).to(self.device)}
