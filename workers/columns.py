@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from verl_like.batch.ragged import Column as TensorColumn
@@ -179,6 +180,34 @@ def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
     """These columns as rectangles; a missing one is an error that says who writes it."""
     require(batch, *names)
     return {name: batch.padded(name) for name in names}
+
+
+def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
+    """The rows of each of these columns: without padding if all are ragged, else with it."""
+    require(batch, *names)
+    columns = [batch.column(name) for name in names]
+    ragged = [column for column in columns if isinstance(column, Ragged)]
+    if len(ragged) < len(columns):
+        return [list(batch.padded(name).numpy()) for name in names]
+    return [np.split(c.values.numpy(), c.lengths.cumsum(0)[:-1].numpy()) for c in ragged]
+
+
+def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """(prompt tokens, response tokens) of every row: what it attends to, in the loss or not."""
+    require(batch, "attention_mask", "responses")
+    whole, responses = batch.column("attention_mask"), batch.column("responses")
+    if isinstance(whole, Ragged) and isinstance(responses, Ragged):
+        return whole.lengths - responses.lengths, responses.lengths
+    inside = batch.padded("attention_mask").bool()
+    width = inside.shape[-1] - responses.shape[-1]
+    return inside[:, :width].sum(dim=-1), inside[:, width:].sum(dim=-1)
+
+
+def count_ones(batch: DataProto, name: str) -> Tensor:
+    """[rows]: the sum of each row of a mask."""
+    require(batch, name)
+    column = batch.column(name)
+    return column.sums() if isinstance(column, Ragged) else column.sum(dim=-1)
 
 
 def rm_column(role: str) -> str:

@@ -152,6 +152,6 @@ def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
 def labelled_batch(
     rows: Sequence[LabelledRow], uids: Sequence[str], pad_token_id: int
 ) -> DataProto:
-    """Responses padded on the right, and which of them are `desirable`."""
+    """Responses, and which of them are `desirable`."""
     batch = lm_batch([row.response for row in rows], uids, pad_token_id)
     return write_columns(batch, desirable=torch.tensor([row.desirable for row in rows]))

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trainer.data.encoded_rows import RowKind, encode_rows, how_many
 from trainer.data.files import Row
@@ -36,6 +35,7 @@ from trainer.data.prompt_tokens import (
 )
 from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -233,30 +233,26 @@ ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
 
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-    """Rows padded on the right, with the columns that `TrainEngine.update` reads."""
+    """Rows with the columns that `TrainEngine.update` reads."""
     return DataProto.from_dict(
         tensors=lm_columns(rows, pad_token_id), non_tensors={"uid": as_objects(uids)}
     )
 
 
-def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Tensor]:
+def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
     """These columns.
 
     Every token but the first of a row is a response; the mask says which are in the loss.
     """
-    width = max(len(row.ids) for row in rows)
-    padded = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    filled, trained = np.zeros_like(padded), np.zeros_like(padded)
-    for slot, row in enumerate(rows):
-        length = len(row.ids)
-        padded[slot, :length] = row.ids
-        filled[slot, :length] = 1
-        trained[slot, :length] = row.in_loss
-    ids, mask, in_loss = map(torch.from_numpy, (padded, filled, trained))
+    tokens = [torch.tensor(row.ids, dtype=torch.int64) for row in rows]
+    in_loss = [torch.tensor(row.in_loss, dtype=torch.int64) for row in rows]
+    width = max(map(len, tokens))
+    ids = Ragged.of_rows(tokens, width, fill=pad_token_id)
+    positions = torch.cat([torch.arange(len(row)) for row in tokens])
     return {
         "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1) * mask,
-        "responses": ids[:, 1:].clone(),
-        "response_mask": in_loss[:, 1:].clone(),
+        "attention_mask": ids.with_values(torch.ones_like(positions)),
+        "position_ids": ids.with_values(positions),
+        "responses": Ragged.of_rows([row[1:] for row in tokens], width - 1, fill=pad_token_id),
+        "response_mask": Ragged.of_rows([row[1:] for row in in_loss], width - 1),
     }

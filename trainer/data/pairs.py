@@ -28,6 +28,7 @@ from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_column
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Column
 from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -164,9 +165,11 @@ def _margin(row: Row) -> float:
 
 
 def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-    """[pairs, 2, T] columns of both sides, padded on the right, and each pair's `margin`."""
+    """[pairs, 2, T] columns of both sides, and each pair's `margin`."""
     sides = [side for row in rows for side in (row.chosen, row.rejected)]
     columns = lm_columns(sides, pad_token_id)
-    tensors = {name: column.unflatten(0, (-1, 2)) for name, column in columns.items()}
+    tensors: dict[str, Column] = {
+        name: column.unflatten(0, (-1, 2)) for name, column in columns.items()
+    }
     tensors["margin"] = torch.tensor([row.margin for row in rows])
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": as_objects(uids)})

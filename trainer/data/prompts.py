@@ -26,6 +26,7 @@ from trainer.data.order import epoch_order
 from trainer.data.prompt_table import read_prompts
 from trainer.data.row_digest import OTHER_ROWS, digest_of_rows
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
 
@@ -127,24 +128,19 @@ class PromptSet:
             yield self.batch(self.rows[start : start + size].tolist(), epoch=0)
 
     def batch(self, chosen: list[int], epoch: int) -> DataProto:
-        """These rows, left-padded, with uids of that epoch."""
-        width = self._config.max_prompt_length
-        input_ids = np.full((len(chosen), width), self._tokenizer.pad_token_id, dtype=np.int64)
-        attention_mask = np.zeros_like(input_ids)
-        for slot, row in enumerate(chosen):
-            ids = self._tokens(row)
-            input_ids[slot, width - len(ids) :] = ids
-            attention_mask[slot, width - len(ids) :] = 1
-
-        position_ids = (attention_mask.cumsum(-1) - 1).clip(min=0)
+        """These rows, with uids of that epoch."""
+        tokens = [torch.tensor(self._tokens(row), dtype=torch.int64) for row in chosen]
+        width, pad = self._config.max_prompt_length, self._tokenizer.pad_token_id
+        input_ids = Ragged.of_rows(tokens, width, at_end=True, fill=pad)
+        positions = torch.cat([torch.arange(len(row)) for row in tokens])
         rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]
 
         return DataProto.from_dict(
             tensors={
-                "input_ids": torch.from_numpy(input_ids),
-                "attention_mask": torch.from_numpy(attention_mask),
-                "position_ids": torch.from_numpy(position_ids),
+                "input_ids": input_ids,
+                "attention_mask": input_ids.with_values(torch.ones_like(positions)),
+                "position_ids": input_ids.with_values(positions),
             },
             non_tensors={
                 "uid": as_objects([f"{row}-{epoch}" for row in chosen]),

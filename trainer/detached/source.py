@@ -25,7 +25,7 @@ from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
-from workers.columns import read_columns
+from workers.columns import count_ones
 
 Metrics = dict[str, float]
 PAUSE_S = 600.0
@@ -230,7 +230,7 @@ class DetachedSource(SampleSource):
         rows = [experience.fetch() for experience in experiences]
         self._read += [experience.metrics for experience in experiences]
         drawn = concat_rows(rows)
-        self._num_tokens += int(read_columns(drawn, "response_mask")["response_mask"].sum())
+        self._num_tokens += int(count_ones(drawn, "response_mask").sum())
         return drawn
 
     def _take(

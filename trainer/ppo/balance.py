@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl_like.tensor_ops import get_seqlen_balanced_partitions
-from workers.columns import read_columns
+from workers.columns import count_ones
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -26,7 +26,7 @@ def balance_ranks(
     The batch stays as it is where the rows do not come out even over ranks and mini-batches, and
     where nothing is gained.
     """
-    lengths = read_columns(batch, "attention_mask")["attention_mask"].sum(dim=-1).numpy()
+    lengths = count_ones(batch, "attention_mask").numpy()
     before = after = _tokens_of_ranks(lengths, num_ranks)
     if num_ranks > 1 and len(batch) % (num_ranks * num_mini_batches) == 0:
         order = balanced_order(lengths, num_ranks, num_mini_batches)

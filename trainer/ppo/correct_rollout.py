@@ -42,8 +42,7 @@ def correct_rollout(
     if not columns_of_correction(config):
         return batch, {}
     correction = RolloutCorrection.of(config)
-    assert batch.batch is not None, "samples have columns"
-    behaviour = drawn_from(batch.batch)
+    behaviour = drawn_from(batch.columns)
     columns = read_columns(batch, "old_log_probs", behaviour, "response_mask")
     mask = columns["response_mask"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.columns import has_column, read_columns
+from workers.columns import has_column, read_columns, token_counts
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -30,7 +30,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     names = ("response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
     columns = read_columns(batch, *names, *(("values",) if use_critic else ()))
     inside = columns["response_mask"].bool()
-    prompt_length, response_length = _lengths(batch)
+    prompt_length, response_length = token_counts(batch)
     answered = response_length > 0
     returns = columns["returns"][inside].double()
 
@@ -62,7 +62,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
     The tokens are the responses' for gen, and all for the others.
     """
-    prompt_length, response_length = _lengths(batch)
+    prompt_length, response_length = token_counts(batch)
     num_response_tokens = int(response_length.sum())
     num_tokens = {name: num_response_tokens for name in _RESPONSE_PHASES}
     num_tokens |= {
@@ -79,7 +79,7 @@ def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, float]:
     """Prompt and response tokens of the step, its seconds, and tokens per second and device."""
-    num_tokens = sum(int(lengths.sum()) for lengths in _lengths(batch))
+    num_tokens = sum(int(lengths.sum()) for lengths in token_counts(batch))
     seconds = timing_raw["step"]
     return {
         "perf/total_num_tokens": num_tokens,
@@ -90,16 +90,8 @@ def compute_throughout_metrics(
 
 def _widths(batch: DataProto) -> tuple[int, int]:
     """(widest possible prompt, widest possible response)."""
-    columns = read_columns(batch, "attention_mask", "responses")
-    max_response_length = columns["responses"].shape[-1]
-    return columns["attention_mask"].shape[-1] - max_response_length, max_response_length
-
-
-def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """(prompt tokens, response tokens) of every row."""
-    inside = read_columns(batch, "attention_mask")["attention_mask"].bool()
-    max_prompt_length, _ = _widths(batch)
-    return inside[:, :max_prompt_length].sum(dim=-1), inside[:, max_prompt_length:].sum(dim=-1)
+    max_response_length = batch.column("responses").shape[-1]
+    return batch.column("attention_mask").shape[-1] - max_response_length, max_response_length
 
 
 def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:

@@ -56,14 +56,13 @@ def samples_of_update(
         metrics |= drawn
 
     bypasses = algorithm.rollout_correction.bypass_mode
-    assert batch.batch is not None, "samples have columns"
     return choose_tokens(
         batch,
         policy.actor.policy_loss.loss_mode,
         policy.actor.ppo_mini_batch_size * policy.rollout.n,
         config.trainer.seed,
         step,
-        old_log_probs=drawn_from(batch.batch) if bypasses else "old_log_probs",
+        old_log_probs=drawn_from(batch.columns) if bypasses else "old_log_probs",
     ), metrics
 
 
@@ -132,10 +131,7 @@ def without_skipped(batch: DataProto) -> DataProto:
 
 def _without(batch: DataProto, left_out: Tensor) -> DataProto:
     mask = read_columns(batch, "response_mask")["response_mask"]
-    kept = batch.select()
-    assert kept.batch is not None, "the mask was read from it"
-    kept.batch["response_mask"] = mask.masked_fill(left_out[:, None], 0)
-    return kept
+    return write_columns(batch.select(), response_mask=mask.masked_fill(left_out[:, None], 0))
 
 
 def resample_by_score(

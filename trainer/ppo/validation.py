@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.rollouts.samples import EXTRA, concat_rows, repeat_prompts
 from verl_like.batch.protocol import DataProto
-from workers.columns import read_columns
+from workers.columns import count_ones, read_columns
 from workers.rewards.outcome import VOTE
 
 BEST_KNOWN = ("mean", "maj", "best")
@@ -53,7 +53,7 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
         metrics |= _source_metrics(samples, source, sources == source)
-    lengths = read_columns(samples, "response_mask")["response_mask"].sum(-1).double()
+    lengths = count_ones(samples, "response_mask").double()
     return metrics | {"val-aux/response_length/mean": lengths.mean().item()}
 
 

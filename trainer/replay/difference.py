@@ -46,7 +46,7 @@ def differing_columns(was: Path, now: Path) -> list[str]:
 
 
 def _columns(batch: DataProto) -> dict[str, Any]:
-    tensors = {} if batch.batch is None else dict(batch.batch.items())
+    tensors = {name: batch.padded(name) for name in batch.columns}
     return {**tensors, **batch.non_tensor_batch}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import read_columns
+from workers.columns import read_columns, token_rows
 from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses
 
@@ -79,13 +79,13 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
     """Every row's prompt; the samples of one uid have one, which is decoded once."""
-    read = read_columns(batch, "prompts", "attention_mask")
-    rows = read["prompts"].numpy()
-    mask = read["attention_mask"][:, : rows.shape[-1]].bool().numpy()
+    rows, masks = token_rows(batch, "prompts", "attention_mask")
     uids = batch.non_tensor_batch["uid"]
     row_of = {uid: row for row, uid in enumerate(uids)}
 
-    prompts = [rows[row][mask[row]].tolist() for row in row_of.values()]
+    prompts = []
+    for row in row_of.values():
+        prompts.append(rows[row][masks[row][: len(rows[row])] != 0].tolist())
     decoded = decode_rows(tokenizer, prompts)
     texts = dict(zip(row_of, decoded, strict=True))
     return [texts[uid] for uid in uids]

@@ -25,7 +25,7 @@ from trainer.rows.models import RowModel, longest_row
 from trainer.rows.preflight import preflight
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
-from workers.columns import read_columns
+from workers.columns import count_ones
 from workers.models.causal_lm import Head
 from workers.parallel.sharding import settle
 
@@ -193,4 +193,4 @@ def step_sizes(config: RowConfig) -> str:
 
 def num_tokens_in_loss(batch: DataProto) -> float:
     """Tokens whose prediction is trained."""
-    return float(read_columns(batch, "response_mask")["response_mask"].sum())
+    return float(count_ones(batch, "response_mask").sum())

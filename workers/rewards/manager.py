@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
-from workers.columns import read_columns
+from workers.columns import count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
 from workers.rewards.decoding import decode_rows
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
@@ -212,7 +212,7 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
         "extra_info": columns["extra_info"],
         "raw_prompt": columns.get("raw_prompt", [""] * len(batch)),
         "uid": columns.get("uid", rows),
-        "num_tokens": read_columns(batch, "response_mask")["response_mask"].sum(-1).tolist(),
+        "num_tokens": count_ones(batch, "response_mask").tolist(),
     }
     others = columns.get("row_columns", [{}] * len(batch))
     values = zip(*fields.values(), strict=True)
@@ -226,10 +226,9 @@ def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
     """The text of every response, up to its end: decoded once, and then a column of the batch."""
     if RESPONSE_TEXT in batch.non_tensor_batch:
         return list(batch.non_tensor_batch[RESPONSE_TEXT])
-    columns = read_columns(batch, "responses", "response_mask")
-    # Rows of arrays: rows of tensors would take 8 times as long.
-    rows, mask = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
-    responses = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
+    # rows of arrays: rows of tensors would take 8 times as long
+    rows, masks = token_rows(batch, "responses", "response_mask")
+    responses = [row[mask != 0].tolist() for row, mask in zip(rows, masks, strict=True)]
     texts = decode_rows(tokenizer, responses)
     column = np.empty(len(texts), dtype=object)
     column[:] = texts

@@ -23,7 +23,7 @@ from workers.losses.pairwise import PAIRWISE_LOSSES
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.reward_training import RewardTrainingWorker
-from workers.training.pairs import rows_of_pairs
+from workers.training.engine import INPUTS
 
 PAIRS = 5
 Settings = Mapping[str, Any]
@@ -143,7 +143,7 @@ def scored_in_ppo(one_layer_dir: Path, path: Path) -> torch.Tensor:
     """[pairs, 2]: what PPO's reward model says of both sides as samples."""
     config = tiny_config(one_layer_dir)
     config.reward_model = RewardModelConfig(enable=True, model=ScoringModelConfig(path=str(path)))
-    samples = DataProto.from_dict(rows_of_pairs(dict(pairs().batch.items())))
+    samples = DataProto.from_dict({name: pairs().padded(name).flatten(0, 1) for name in INPUTS})
     scored = started(RewardModelWorker, config).compute_rm_score(samples)
     return scored.batch["rm_scores"].sum(dim=1).view(-1, 2)
 

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from tests.workers.samples import make_batch
+from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
 from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError, MissingColumnError
+from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, Rows, count_mini_batches, cut, mini_batch, passes
+from workers.training.packing import packed_feed, padded_feed, response_reads
 
 CPU = torch.device("cpu")
 NAMES = ("responses", "response_mask", "attention_mask")
@@ -26,16 +30,40 @@ def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_
         rows = Rows.take(piece, NAMES, world_size)
         for index in range(3):
             chosen = mini_batch(rows, index, 3, None)
-            seen[index] += chosen.columns["responses"][:, 0].tolist()
+            seen[index] += chosen.columns["responses"].padded()[:, 0].tolist()
     assert seen == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def test_pad_rows_are_dropped_and_come_back_as_zeros() -> None:
     last = split_rows(numbered(7), 3)[2]
     rows = Rows.take(last, NAMES, 3)
-    assert rows.columns["responses"][:, 0].tolist() == [6]
+    assert rows.columns["responses"].padded()[:, 0].tolist() == [6]
     assert (rows.start, rows.total) == (6, 7)
     assert rows.restore([torch.ones(1, 4)], [[0]]).sum(dim=1).tolist() == [4.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_columns_with_padding_and_without_are_the_same_rows(holes: bool) -> None:
+    dense = make_batch(6).select(INPUTS)
+    spans = Rows.take(dense, INPUTS).columns
+    if holes:
+        dense.batch["response_mask"][:, 1:3] = 0
+    ragged = DataProto.from_dict(
+        {name: spans[name].like(column) for name, column in dense.columns.items()}
+    )
+    for ours, theirs in ((ragged, dense), (split_rows(ragged, 4)[2], split_rows(dense, 4)[2])):
+        own, other = (Rows.take(data, INPUTS, 2 if data.shard else 1) for data in (ours, theirs))
+        assert same_value(own.columns, other.columns)
+
+        mask = own.columns["response_mask"]
+        ones = mask[1:].with_values(torch.ones(len(mask[1:].values)))
+        order = [list(range(1, len(own)))]
+        restored, rectangle = (rows.restore([ones], order) for rows in (own, other))
+        assert isinstance(restored, Ragged)
+        assert isinstance(rectangle, torch.Tensor)
+        assert torch.equal(restored.padded(), rectangle)
+        assert rectangle.shape == ours.column("responses").shape
+        assert rectangle.sum() == ones.values.sum()
 
 
 def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
@@ -47,11 +75,14 @@ def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
 
 
 def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts() -> None:
-    columns = {name: column[:0] for name, column in Rows.take(make_batch(3), NAMES).columns.items()}
+    columns = Rows.take(make_batch(3), INPUTS).columns
     ((dummy, real, last),) = passes(columns, [], None, CPU)
     assert (real, last) == (0, True)
-    assert dummy["response_mask"].sum() == 0
-    assert dummy["attention_mask"].sum() == 1
+    assert dummy["response_mask"].padded().sum() == 0
+    for feed in (packed_feed, padded_feed):
+        made = feed(dummy, response_reads(dummy), CPU)
+        assert made.inputs["input_ids"].shape == (1, 1)
+        assert made.reads.sum() == 0
 
 
 def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() -> None:

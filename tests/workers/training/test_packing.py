@@ -16,8 +16,9 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import attention
 from workers.training.attention import LocalMask, RowLayout, packed_attention
-from workers.training.microbatch import Budget
-from workers.training.packing import last_token_reads, needed_tokens, response_reads
+from workers.training.engine import INPUTS
+from workers.training.microbatch import Budget, Rows
+from workers.training.packing import last_token_reads, needed_lengths, response_reads
 from workers.training.row_proof import prove_rows
 
 CPU = torch.device("cpu")
@@ -109,11 +110,11 @@ def test_the_side_of_the_padding_does_not_matter(one_layer_dir: Path) -> None:
 
 
 def test_what_a_pack_holds_follows_the_real_tokens(one_layer_dir: Path) -> None:
-    batch = odd_batch().batch
-    needed = needed_tokens(batch, response_reads(batch)).sum(dim=1)
+    columns = Rows.take(odd_batch(), INPUTS).columns
+    needed = needed_lengths(response_reads(columns))
     assert needed[0] == 0
-    assert (needed <= batch["attention_mask"].sum(dim=1)).all()
-    assert last_token_reads(batch).sum(dim=1).tolist() == [1] * 8
+    assert (needed <= columns["attention_mask"].lengths).all()
+    assert last_token_reads(columns).sums().tolist() == [1] * 8
 
 
 def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(

@@ -15,6 +15,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import own_piece, random_row, started
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import rectangle_of
 from workers.config import OptimConfig
 from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
@@ -104,7 +105,7 @@ def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, one_layer_d
     role = worker_of(LikelierWorker, one_layer_dir)
     if apart:  # as for models whose rows may not share a pass
         role.engine.row_passes = RowPasses("single")
-    found = role.engine.forward_rows(batch, role.budget)["log_probs"]
+    found = rectangle_of(role.engine.forward_rows(batch, role.budget)["log_probs"])
     assert found.shape == batch.batch["responses"].shape
 
     model = load_model(role.config.model, "token")

@@ -238,7 +238,7 @@ def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
 ) -> None:
     folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
     engine = started(ActorWorker, tiny_config(folder), 1).engine
-    cuts = engine._cut(dict(data.batch.items()), Budget(tokens=10_000))
+    cuts = engine._cut(Rows.take(data, INPUTS).columns, Budget(tokens=10_000))
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
@@ -249,8 +249,8 @@ def test_passes_whose_attention_grows_with_their_square_are_short(
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.model.attn_implementation = "eager"
     engine = started(ActorWorker, config, 1).engine
-    columns = dict(make_batch(9).batch.items())
-    tokens = engine.row_passes.lengths(columns, engine.reads(columns))
+    columns = Rows.take(make_batch(9), INPUTS).columns
+    tokens = engine.row_passes.lengths(engine.reads(columns))
     cuts = engine._cut(columns, Budget(tokens=10_000))
     assert engine.packs
     assert len(cuts) > 1
@@ -296,7 +296,7 @@ def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     row_proof._proven.cache_clear()
     data = make_batch(4)
-    cuts = engine._cut(dict(data.batch.items()), Budget(rows=4))
+    cuts = engine._cut(Rows.take(data, INPUTS).columns, Budget(rows=4))
     assert engine.row_passes.kind == "single"
     assert sorted(cuts) == [[0], [1], [2], [3]]
 

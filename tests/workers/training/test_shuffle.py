@@ -18,7 +18,7 @@ from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Rows, mini_batch
 from workers.training.shuffle import SAMPLE_NUMBER, passes_over
 
-NAMES = ("responses", "response_mask", SAMPLE_NUMBER)
+NAMES = ("responses", "response_mask", "attention_mask", SAMPLE_NUMBER)
 ROWS = 12
 
 
