@@ -25,7 +25,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.faults import CHAOS_FILE, FATES, LEDGER
+from trainer.report.disturbances import CHAOS_FILE, FATES, LEDGER
 from trainer.sample_ledger import SampleLedger
 from verl_like.errors import LedgerError, WorkerDiedError
 from verl_like.files import json_line, json_objects

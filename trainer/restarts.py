@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
-from trainer.report.restarts import RESTARTS_FILE, lost_in_words
+from trainer.report.disturbances import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.waiting import Deadlines, WaitClock

@@ -18,7 +18,7 @@ from trainer.chaos import Chaos
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.report.faults import faults_in_words
+from trainer.report.disturbances import faults_in_words
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.compare.page import PAGE, write_comparison
 from trainer.compare.runs import read_runs
-from trainer.compare.text import comparison_text
+from trainer.compare.tables import comparison_text
 from verl_like.terminal import terminal_width
 
 

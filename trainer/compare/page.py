@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.compare import tables
-from trainer.compare.results import metrics_shown
 from trainer.compare.runs import ComparedRun
-from trainer.compare.text import END, SAME
 from trainer.report import figures
 from trainer.report.figures import COLOURS, Panel
-from trainer.report.read import RunData
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
@@ -41,16 +38,16 @@ def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """What the template shows."""
     from markupsafe import Markup
 
-    drawn = {metric: curves_of(runs, metric) for metric in metrics_shown(runs)}
+    drawn = {metric: curves_of(runs, metric) for metric in tables.metrics_shown(runs)}
     return {
         "names": [run.name for run in runs],
         "num_drawn": min(len(runs), len(COLOURS)),
         "curves": {metric: Markup(svg) for metric, svg in drawn.items() if svg},
         "overview": tables.overview(runs),
         "differences": tables.differences(runs),
-        "same": SAME,
+        "same": tables.SAME,
         "results": tables.results(runs),
-        "end": END,
+        "end": tables.END,
         "phases": tables.phases(runs),
         "placements": tables.placements(runs),
     }
@@ -66,14 +63,4 @@ def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
     if not lines:
         return ""
     # to the report's figure each run is a metric of one run
-    data = RunData(
-        folder=Path(),
-        metrics=lines,
-        calls=(),
-        stages=(),
-        placement=(),
-        samples=(),
-        failure="",
-        notes=(),
-    )
-    return figures.curves(data, Panel(metric, "", tuple(glob.escape(run.name) for run in shown)))
+    return figures.curves(lines, Panel(metric, "", tuple(glob.escape(run.name) for run in shown)))

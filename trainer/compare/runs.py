@@ -38,11 +38,6 @@ class ComparedRun:
         last_line = self.data.failure.strip().splitlines()[-1]
         return f"failed: {last_line}"
 
-    @property
-    def seconds(self) -> float:
-        """Of all steps."""
-        return sum(self.data.series("timing_s/step")[1])
-
 
 def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
     """The runs, in the order given; fewer than two are refused."""

@@ -1,20 +1,56 @@
 """The tables of a comparison, as rows of text: a heading, then a row for each thing compared.
 
-The terminal and the page show the same ones.
+The terminal (`comparison_text`) and the page show the same ones.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.compare.results import best_of, end_of, metrics_shown
 from trainer.compare.runs import ABSENT, ComparedRun, differing_keys, groups_by_seed
+from trainer.report.figures import panels_of
 from trainer.report.read import phase_shares
+from trainer.rollouts.headline import KL_NAMES
+from verl_like.terminal import draw_table, fit
 
 Rows = list[list[str]]
 BEST = "best"
+SAME = "The configurations are the same."
+END = "Ends are means of the last tenth of a metric's values; ± is the deviation over the seeds."
+END_SHARE = 0.1
+LOWER_IS_BETTER = ("*/loss", "loss", "timing_s/step")
+"""Metrics whose lowest value is the best; a policy's loss (`actor/pg_loss`) is none of them."""
+HIGHER_IS_BETTER = (
+    "val-core/*",
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "*accuracy",
+    "perf/throughput",
+)
+"""Metrics whose highest value is the best, where they are not in `LOWER_IS_BETTER`."""
+
+
+def comparison_text(runs: Sequence[ComparedRun], width: int | None) -> str:
+    """Every table under its title, no wider than `width`."""
+
+    def drawn(rows: Rows, num_titles: int = 1) -> list[str]:
+        return draw_table(rows, width, num_titles, flush_right=True) if rows else []
+
+    sections = {
+        "Runs": draw_table(overview(runs), width),
+        "What is set differently": drawn(differences(runs)) or [SAME],
+        "What came out": [*drawn(results(runs)), END],
+        "Where the time of a step went": drawn(phases(runs)),
+    }
+    for names, rows in placements(runs):
+        sections[f"Placement of {names}"] = drawn(rows, num_titles=len(rows[0]))
+    blocks = ["\n".join([title, "-" * len(title), *ls]) for title, ls in sections.items() if ls]
+    return fit("\n\n".join(blocks), width)
 
 
 def overview(runs: Sequence[ComparedRun]) -> Rows:
@@ -22,19 +58,24 @@ def overview(runs: Sequence[ComparedRun]) -> Rows:
     rows = [["run", "steps", "seconds", "outcome"]]
     for run in runs:
         steps = max((int(line["step"]) for line in run.data.metrics), default=0)
-        rows.append([run.name, str(steps), f"{run.seconds:.1f}", run.outcome])
+        seconds = sum(run.data.series("timing_s/step")[1])
+        rows.append([run.name, str(steps), f"{seconds:.1f}", run.outcome])
     return rows
 
 
 def differences(runs: Sequence[ComparedRun]) -> Rows:
     """The keys in which the runs differ, with the value of each run; no rows where none does."""
     keys = differing_keys(runs)
-    if not keys:
-        return []
     rows = [["key", *(run.name for run in runs)]]
     for key in keys:
         rows.append([key, *(_value(run.config.get(key, ABSENT)) for run in runs)])
-    return rows
+    return rows if keys else []
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value or "empty"
+    return json.dumps(value)
 
 
 def results(runs: Sequence[ComparedRun]) -> Rows:
@@ -44,34 +85,71 @@ def results(runs: Sequence[ComparedRun]) -> Rows:
     for name, members in groups.items():
         several = f" ({len(members)} seeds)" if len(members) > 1 else ""
         heading += [f"{name}{several}", BEST]
-
     rows = [heading]
     for metric in metrics_shown(runs):
         row = [metric]
         for members in groups.values():
-            end, best = end_of(members, metric), best_of(members, metric)
-            row += [ABSENT if end is None else str(end), ABSENT if best is None else str(best)]
+            row += [mean_and_deviation(each(members, metric)) for each in (ends_of, bests_of)]
         rows.append(row)
     return rows
 
 
+def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
+    """The metrics that the report of any of the runs draws, and the time of a step."""
+    found: dict[str, None] = {}
+    for run in runs:
+        known = dict.fromkeys(name for line in run.data.metrics for name in line)
+        patterns = [name for panel in panels_of(run.data) for name in panel.names]
+        for pattern in [*patterns, "timing_s/step"]:
+            found |= dict.fromkeys(name for name in known if fnmatchcase(name, pattern))
+    return [name for name in found if name not in KL_NAMES or _is_ever_set(runs, name)]
+
+
+def _is_ever_set(runs: Sequence[ComparedRun], metric: str) -> bool:
+    """Whether it is not 0 throughout, as is the KL of a policy to itself."""
+    return any(value for run in runs for value in run.data.series(metric)[1])
+
+
+def ends_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
+    """The mean of the metric's last tenth of values, of each run that has it."""
+    return [
+        statistics.fmean(values[-max(1, round(END_SHARE * len(values))) :])
+        for values in _finite_values(runs, metric)
+    ]
+
+
+def bests_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
+    """The best value of each run that has the metric; none where no end is the better."""
+    if any(fnmatchcase(metric, pattern) for pattern in LOWER_IS_BETTER):
+        return list(map(min, _finite_values(runs, metric)))
+    if any(fnmatchcase(metric, pattern) for pattern in HIGHER_IS_BETTER):
+        return list(map(max, _finite_values(runs, metric)))
+    return []
+
+
+def _finite_values(runs: Sequence[ComparedRun], metric: str) -> list[list[float]]:
+    series = [list(filter(math.isfinite, run.data.series(metric)[1])) for run in runs]
+    return [values for values in series if values]
+
+
+def mean_and_deviation(numbers: Sequence[float]) -> str:
+    """Four digits, and of several numbers two of their standard deviation."""
+    if not numbers:
+        return ABSENT
+    mean = f"{statistics.fmean(numbers):.4g}"
+    return f"{mean} ± {statistics.stdev(numbers):.2g}" if len(numbers) > 1 else mean
+
+
 def phases(runs: Sequence[ComparedRun]) -> Rows:
     """Seconds a step that each phase took, and its share."""
-    shares: list[Mapping[str, tuple[float, float]]] = []
+    shares: list[Mapping[str, str]] = []
     for run in runs:
         found = phase_shares(run.data.metrics, run.data.stages)
-        shares.append({name: (seconds, share) for name, seconds, share in found})
-
+        shares.append({name: f"{spent:.3f} s, {share:.1f} %" for name, spent, share in found})
     names = dict.fromkeys(name for found in shares for name in found)
-    if not names:
-        return []
     rows = [["phase", *(run.name for run in runs)]]
-    for name in names:
-        cells = [found.get(name) for found in shares]
-        rows.append(
-            [name, *(f"{c[0]:.3f} s, {c[1]:.1f} %" if c is not None else ABSENT for c in cells)]
-        )
-    return rows
+    rows += [[name, *(found.get(name, ABSENT) for found in shares)] for name in names]
+    return rows if names else []
 
 
 def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
@@ -82,9 +160,3 @@ def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
         if rows:
             found.setdefault(json.dumps(rows), ([], rows))[0].append(run.name)
     return [(", ".join(names), rows) for names, rows in found.values()]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, str):
-        return value or "empty"
-    return json.dumps(value)

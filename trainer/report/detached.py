@@ -18,6 +18,8 @@ STATES = ("busy", "waiting", "syncing")
 ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
 """Columns of the books: what became of a maker's samples."""
 PREFIX = "detached/"
+Seconds = Mapping[str, Mapping[str, float]]
+"""Role -> state -> seconds."""
 
 
 class Interval(NamedTuple):
@@ -33,8 +35,7 @@ class Interval(NamedTuple):
 class DetachedRun:
     """What the report shows of makers and trainers."""
 
-    seconds: Mapping[str, Mapping[str, float]]
-    """Role -> state -> seconds."""
+    seconds: Seconds
     intervals: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Versions between draw and update -> trained samples."""
@@ -47,24 +48,36 @@ class DetachedRun:
 def read_detached(
     folder: Path, metrics: Sequence[Mapping[str, float]], notes: list[str]
 ) -> DetachedRun | None:
-    """The makers and trainers of a run; None if it has none. What is not ours is left out."""
+    """The makers and trainers of a run; None if it has none."""
+    of_steps = DetachedRun(_seconds_of_steps(metrics), staleness=_staleness_of_steps(metrics))
     path = folder / "detached.json"
-    facts: Any = {}
     if path.is_file():
         try:
-            facts = parse_json(path.read_bytes())
-        except ValueError:
-            notes.append(f"{path.name} is half written and left out.")
-    if not facts and not any(name.startswith(PREFIX) for line in metrics for name in line):
-        return None
+            return _of_whole_run(parse_json(path.read_bytes()), of_steps)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            notes.append(f"{path.name} is half written, or not a run's, and left out.")
+    has_any = any(name.startswith(PREFIX) for line in metrics for name in line)
+    return of_steps if has_any else None
 
-    ledger = _mapping(_mapping(facts).get("ledger"))
+
+def _of_whole_run(facts: Any, of_steps: DetachedRun) -> DetachedRun:
+    ledger = facts.get("ledger", {})
+    seconds = {
+        role: {state: float(states[state]) for state in STATES}
+        for role, states in facts.get("activity", {}).items()
+    }
+    intervals = {
+        role: [Interval(*row) for row in rows]
+        for role, rows in facts.get("intervals", {}).items()
+        if rows
+    }
     return DetachedRun(
-        seconds=_seconds(_mapping(facts).get("activity")) or _seconds_of_steps(metrics),
-        intervals=_intervals(_mapping(facts).get("intervals")),
-        staleness=_counts(ledger.get("staleness")) or _staleness_of_steps(metrics),
-        versions=_counts(ledger.get("versions")),
-        books=_books(_mapping(ledger.get("makers"))),
+        seconds={role: spent for role, spent in seconds.items() if sum(spent.values()) > 0}
+        or of_steps.seconds,
+        intervals=intervals,
+        staleness=_by_number(ledger.get("staleness", {})) or of_steps.staleness,
+        versions=_by_number(ledger.get("versions", {})),
+        books=_books(ledger.get("makers", {})),
     )
 
 
@@ -107,67 +120,28 @@ def _seconds_of_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, dict[
 
 def _staleness_of_steps(metrics: Sequence[Mapping[str, float]]) -> dict[int, int]:
     """The sums of `detached/staleness/<versions>`."""
-    found: Counter[int] = Counter()
+    found: Counter[str] = Counter()
     for line in metrics:
         for name, value in line.items():
-            versions = name.removeprefix(f"{PREFIX}staleness/")
-            if name.startswith(PREFIX) and versions.isdecimal():
-                found[int(versions)] += round(value)
-    return dict(sorted(found.items()))
+            if name.startswith(f"{PREFIX}staleness/"):
+                found[name.removeprefix(f"{PREFIX}staleness/")] += round(value)
+    return _by_number({name: count for name, count in found.items() if name.isdecimal()})
 
 
-def _seconds(value: Any) -> dict[str, dict[str, float]]:
-    found = {}
-    for role, states in _mapping(value).items():
-        seconds = {state: _number(_mapping(states).get(state)) for state in STATES}
-        if sum(seconds.values()) > 0:
-            found[role] = seconds
-    return found
+def _by_number(counts: Mapping[str, int]) -> dict[int, int]:
+    numbered = {int(name): count for name, count in counts.items() if count > 0}
+    return dict(sorted(numbered.items()))
 
 
-def _intervals(value: Any) -> dict[str, list[Interval]]:
-    found = {}
-    for role, rows in _mapping(value).items():
-        intervals = []
-        for row in rows if isinstance(rows, list) else []:
-            if isinstance(row, list) and len(row) == len(Interval._fields) and row[2] in STATES:
-                intervals.append(Interval(_number(row[0]), _number(row[1]), row[2], str(row[3])))
-        if intervals:
-            found[role] = intervals
-    return found
-
-
-def _counts(value: Any) -> dict[int, int]:
-    """Numbers as keys and values, in the order of the keys."""
-    found = {}
-    for name, count in _mapping(value).items():
-        if name.isdecimal() and _number(count) > 0:
-            found[int(name)] = round(_number(count))
-    return dict(sorted(found.items()))
-
-
-def _books(makers: Mapping[str, Any]) -> list[list[str]]:
+def _books(makers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A row a maker, and one for all."""
     rows = []
     total: Counter[str] = Counter()
     for maker, account in makers.items():
-        counts = dict(_mapping(account))
-        counts["dropped"] = sum(map(_number, _mapping(counts.get("dropped")).values()))
-        numbers = {name: round(_number(counts.get(name))) for name in ACCOUNT}
-        total.update(numbers)
-        rows.append([f"maker {maker}", *(str(numbers[name]) for name in ACCOUNT)])
-    if not rows:
-        return []
+        counts = {**account, "dropped": sum(account["dropped"].values())}
+        total.update({name: counts[name] for name in ACCOUNT})
+        rows.append([f"maker {maker}", *(str(counts[name]) for name in ACCOUNT)])
     if len(rows) > 1:
         rows.append(["all", *(str(total[name]) for name in ACCOUNT)])
-    return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *rows]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float:
-    """A finite number that is not below 0; 0 for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < float("inf") else 0.0
+    heading = ["samples", *(name.replace("_", " ") for name in ACCOUNT)]
+    return [heading, *rows] if rows else []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
-from trainer.report.detached import STATES, DetachedRun, speeds
-from trainer.report.figures import Panel, as_svg, colour_legend, curves, new_figure, styled
+from trainer.report.detached import STATES, DetachedRun, Seconds, speeds
+from trainer.report.figures import Bar, Panel, as_svg, bars, curves, new_figure, styled
 from trainer.report.read import RunData, spread
 
 STATE_COLOURS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
@@ -37,8 +36,6 @@ class Drawing(NamedTuple):
 
 def drawings(data: RunData, run: DetachedRun) -> list[Drawing]:
     """All figures that the run has numbers for."""
-    rates = replace(data, metrics=speeds(data.metrics))
-
     drawn = [
         Drawing(
             "Activity",
@@ -62,39 +59,37 @@ def drawings(data: RunData, run: DetachedRun) -> list[Drawing]:
             "Trained samples by the version of the weights that drew them.",
             histogram(run.versions, "version of the weights"),
         ),
-        Drawing(QUEUE.title, QUEUE.about, curves(data, QUEUE)),
-        Drawing(SPEED.title, SPEED.about, curves(rates, SPEED)),
+        Drawing(QUEUE.title, QUEUE.about, curves(data.metrics, QUEUE)),
+        Drawing(SPEED.title, SPEED.about, curves(speeds(data.metrics), SPEED)),
     ]
 
     return [drawing for drawing in drawn if drawing.svg]
 
 
-@styled
-def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
+def activity(seconds: Seconds) -> str:
     """A bar of 100 per cent for each role."""
     roles = spread(list(seconds), MOST_ROLES)
     if not roles:
         return ""
-    figure = new_figure(9.5, 0.9 + 0.35 * len(roles))
-    axes = figure.add_subplot()
+    drawn = []
     for row, role in enumerate(roles):
         left, whole = 0.0, sum(seconds[role].values())
         for state in STATES:
             share = 100 * seconds[role][state] / whole if whole else 0.0
-            axes.barh(row, share, left=left, height=0.7, color=STATE_COLOURS[state])
-            if share >= 5:
-                axes.text(left + share / 2, row, f"{share:.0f} %", ha="center", va="center")
+            text = f"{share:.0f} %" if share >= 5 else ""
+            drawn.append(Bar(row, left, share, STATE_COLOURS[state], text=text))
             left += share
-    axes.set_yticks(range(len(roles)), roles)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("per cent of the wall time")
-    axes.grid(axis="y", visible=False)
-    colour_legend(axes, STATE_COLOURS)
-    return as_svg(figure, "Share of the time in which each role was busy, waiting, syncing")
+    return bars(
+        drawn,
+        dict(enumerate(roles)),
+        0.9 + 0.35 * len(roles),
+        "per cent of the wall time",
+        STATE_COLOURS,
+        "Share of the time in which each role was busy, waiting, syncing",
+        x_end=100,
+    )
 
 
-@styled
 def lanes(run: DetachedRun, seconds: float) -> str:
     """What every role did in the last `seconds`, a lane each."""
     roles = spread(list(run.intervals), MOST_ROLES)
@@ -102,30 +97,25 @@ def lanes(run: DetachedRun, seconds: float) -> str:
         return ""
     end = max(run.intervals[role][-1].end for role in roles)
     begin = max(end - seconds, 0.0)
-
-    figure = new_figure(9.5, 0.9 + 0.35 * len(roles))
-    axes = figure.add_subplot()
-
-    titles = {}
+    drawn = []
     for row, role in enumerate(roles):
-        for number, interval in enumerate(run.intervals[role]):
+        for interval in run.intervals[role]:
             start = max(interval.start, begin)
             if interval.state == "waiting" or interval.end <= start:
                 continue  # a gap shows it
             length = interval.end - start
+            title = f"{role}: {interval.state}, {interval.what}, {length:.3g} s"
             colour = STATE_COLOURS[interval.state]
-            (bar,) = axes.barh(row, length, left=start - begin, height=0.7, color=colour)
-            name = f"lane-{row}-{number}"
-            bar.set_gid(name)
-            titles[name] = f"{role}: {interval.state}, {interval.what}, {length:.3g} s"
-
-    axes.set_yticks(range(len(roles)), roles)
-    axes.set_ylim(len(roles) - 0.5, -0.5)
-    axes.set_xlim(0, end - begin)
-    axes.set_xlabel("seconds")
-    axes.grid(axis="y", visible=False)
-    colour_legend(axes, {state: STATE_COLOURS[state] for state in ("busy", "syncing")})
-    return as_svg(figure, "What each role did in the last steps", titles)
+            drawn.append(Bar(row, start - begin, length, colour, title))
+    return bars(
+        drawn,
+        dict(enumerate(roles)),
+        0.9 + 0.35 * len(roles),
+        "seconds",
+        {state: STATE_COLOURS[state] for state in ("busy", "syncing")},
+        "What each role did in the last steps",
+        x_end=end - begin,
+    )
 
 
 @styled

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import html
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import Call, pools_at_work
-from trainer.report.read import RunData, spread
+from trainer.report.read import Metrics, RunData, series, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,146 +30,91 @@ OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
 SMOOTHED_FROM, WINDOWS = 300, 50
 """Points from which a curve has its running mean on top, over a part in so many of them."""
-RC: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "text.parse_math": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-}
+STYLE = Path(__file__).with_name("figures.mplstyle")
+PANELS_FILE = Path(__file__).with_name("panels.yaml")
 
 
 class Panel(NamedTuple):
-    """One figure of curves: its title, what it tells, and the metrics in it."""
+    """One figure of curves, as `panels.yaml` has them."""
 
     title: str
     about: str
-    names: tuple[str, ...]
-    """Metrics; `*` stands for any end of a name."""
+    names: Sequence[str]
+    """Metrics, or patterns of their names."""
     band: str = ""
-    """`<band>/min` to `<band>/max` is shaded."""
     leaves_out_zero: bool = False
-    """Whether metrics that are 0 in every step are no part of it."""
+    only_if_there: bool = False
+    """Whether nothing is said of it where a run has none of its metrics."""
 
 
-PANELS = (
-    Panel(
-        "Reward",
-        "Mean score of a step's samples; the band is lowest to highest.",
-        ("critic/score/mean", "critic/rewards/mean", "val-core/*"),
-        "critic/score",
-    ),
-    Panel(
-        "KL",
-        "Distance from the reference (reward, loss) and of one update (ppo_kl).",
-        ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
-        leaves_out_zero=True,  # a policy that is held against itself
-    ),
-    Panel(
-        "Entropy",
-        "Of the policy, in nats a token. A fall to 0 is a collapse.",
-        ("actor/entropy", "actor/entropy_loss"),
-    ),
-    Panel(
-        "Lengths",
-        "Tokens of a response (band: shortest to longest) and of a prompt.",
-        ("response_length/mean", "prompt_length/mean"),
-        "response_length",
-    ),
-    Panel("Policy loss", "PPO's clipped objective.", ("actor/pg_loss",)),
-    Panel("Value loss", "The critic's clipped squared error.", ("critic/vf_loss",)),
-    Panel("Gradient norms", "Before clipping.", ("actor/grad_norm", "critic/grad_norm")),
-    Panel(
-        "Clipped",
-        "Share of tokens outside PPO's clip range.",
-        ("actor/pg_clipfrac", "critic/vf_clipfrac"),
-    ),
-    Panel(
-        "Mismatch",
-        "Rollout's against trainer's probabilities of the same tokens.",
-        ("training/rollout_probs_diff_*", "rollout_corr/kl", "rollout_corr/k3_kl"),
-    ),
-    Panel(
-        "Overlap",
-        "Time in which roles worked, over wall time: 1 is taking turns, 2 is side by side.",
-        ("perf/overlap_ratio", "perf/overlap_ratio_update"),
-    ),
-    Panel("Speed", "Tokens a second and device.", ("perf/throughput",)),
-)
-REWARD_PARTS = Panel(
-    "Rewards by name",
-    "What each reward and its parts gave, before weights.",
-    ("reward/*/mean",),
-)
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
 """How the names of numbers begin that say nothing of what is learned."""
 MOST_OWN_PANELS = 12
+
+
+@functools.cache
+def known_panels() -> list[Panel]:
+    """The figures of a PPO run."""
+    import yaml  # type: ignore[import-untyped]
+
+    return [Panel(**facts) for facts in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
 
 
 def panels_of(data: RunData) -> list[Panel]:
     """The figures of a run: the known ones, or one for each number of another recipe's steps."""
     known = dict.fromkeys(name for line in data.metrics for name in line)
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
-    wanted = [name for panel in PANELS for name in panel.names]
-    if not learned or any(fnmatchcase(name, pattern) for name in learned for pattern in wanted):
-        has_parts = any(fnmatchcase(name, REWARD_PARTS.names[0]) for name in known)
-        return [PANELS[0], *([REWARD_PARTS] if has_parts else []), *PANELS[1:]]
+    always = [panel for panel in known_panels() if not panel.only_if_there]
+    if not learned or any(_has_any(learned, panel) for panel in always):
+        return [panel for panel in known_panels() if panel in always or _has_any(known, panel)]
 
     validated = [name for name in known if name.startswith("val-core/")]
     own = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
-    shared = [panel for panel in PANELS if panel.title == "Overlap"]
-    return own + shared
+    return own + [panel for panel in known_panels() if panel.title == "Overlap"]
+
+
+def _has_any(names: Iterable[str], panel: Panel) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in panel.names)
 
 
 def styled(draw: Callable[P, str]) -> Callable[P, str]:
-    """Draw with `RC`, leaving matplotlib's own settings to the rest of the process."""
+    """Draw with `figures.mplstyle`, leaving matplotlib's settings to the rest of the process."""
 
     @functools.wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> str:
         from matplotlib import rc_context
 
-        with rc_context(RC):
+        with rc_context(fname=STYLE):
             return draw(*args, **kwargs)
 
     return styled
 
 
 @styled
-def curves(data: RunData, panel: Panel) -> str:
+def curves(metrics: Metrics, panel: Panel) -> str:
     """A panel as SVG; empty when the run has none of its metrics."""
-    known = dict.fromkeys(name for line in data.metrics for name in line)
+    known = dict.fromkeys(name for line in metrics for name in line)
     names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]
     if panel.leaves_out_zero:
-        names = [name for name in names if any(data.series(name)[1])]
+        names = [name for name in names if any(series(metrics, name)[1])]
     if not names:
         return ""
 
     figure = new_figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
     axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
-        low, high = (_thin(*data.series(f"{panel.band}/{end}")) for end in ("min", "max"))
+        low, high = (_thin(*series(metrics, f"{panel.band}/{end}")) for end in ("min", "max"))
         axes.fill_between(low[0], low[1], high[1], color=COLOURS[0], alpha=0.12, linewidth=0)
 
     drawn: list[Any] = []
     for name, colour in zip(names, COLOURS, strict=False):
-        steps, values = _thin(*data.series(name))
+        steps, values = _thin(*series(metrics, name))
         if values in drawn:  # rewards are the scores where nothing is subtracted
             continue
         drawn.append(values)
         if len(steps) > SMOOTHED_FROM:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-            steps, values = _thin(*running_mean(*data.series(name)))
+            steps, values = _thin(*running_mean(*series(metrics, name)))
         axes.plot(
             steps,
             values,
@@ -184,7 +130,64 @@ def curves(data: RunData, panel: Panel) -> str:
     return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
 
 
+class Bar(NamedTuple):
+    """A horizontal bar of a figure."""
+
+    row: float
+    start: float
+    length: float
+    colour: str
+    title: str = ""
+    """Shown on hovering over it."""
+    text: str = ""
+    """Written on it."""
+    height: float = 0.7
+
+
 @styled
+def bars(
+    drawn: Sequence[Bar],
+    rows: Mapping[float, str],
+    height: float,
+    x_label: str,
+    legend: Mapping[str, str],
+    description: str,
+    *,
+    x_end: float | None = None,
+    lines: Sequence[float] = (),
+    cuts: Sequence[float] = (),
+) -> str:
+    """Bars in rows from top to bottom, as SVG.
+
+    `rows` are places and names, `legend` names and colours; `lines` part rows, `cuts` times.
+    """
+    figure = new_figure(9.5, height)
+    axes = figure.add_subplot()
+    titles = {}
+    for number, bar in enumerate(drawn):
+        shape = axes.barh(bar.row, bar.length, left=bar.start, height=bar.height, color=bar.colour)[
+            0
+        ]
+        if bar.title:
+            shape.set_gid(f"bar-{number}")
+            titles[f"bar-{number}"] = bar.title
+        if bar.text:
+            axes.text(bar.start + bar.length / 2, bar.row, bar.text, ha="center", va="center")
+    for line in lines:
+        axes.axhline(line, color="#888888", linewidth=0.8)
+    for cut in cuts:
+        axes.axvline(cut, color="#888888", linewidth=1.0, linestyle=":")
+    axes.set_yticks(list(rows), list(rows.values()))
+    if rows:
+        axes.set_ylim(max(rows) + 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    if x_end is not None:
+        axes.set_xlim(0, x_end)
+    axes.set_xlabel(x_label)
+    colour_legend(axes, legend)
+    return as_svg(figure, description, titles)
+
+
 def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
     """The calls as a Gantt chart, a lane for each pool, role and rank; dotted where time was cut.
 
@@ -192,61 +195,43 @@ def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
     """
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
-    origin = calls[0].start
-
-    figure = new_figure(9.5, 1.6 + 0.3 * len(shown))
-    axes = figure.add_subplot()
-    titles = {}
-    for number, call in enumerate(calls):
+    origin, under = calls[0].start, len(shown) + 0.2
+    drawn = []
+    for call in calls:
         row = row_of.get((call.pool, call.lane))
         if row is not None:
-            colour = METHOD_COLOURS.get(call.method, OTHER_COLOUR)
-            (bar,) = axes.barh(
-                row, call.end - call.start, left=call.start - origin, height=0.74, color=colour
-            )
-            bar.set_gid(f"call-{number}")
-            titles[f"call-{number}"] = (
-                f"{call.lane}: {call.method}, {1000 * (call.end - call.start):.1f} ms"
-            )
-
+            seconds, colour = call.end - call.start, METHOD_COLOURS.get(call.method, OTHER_COLOUR)
+            title = f"{call.lane}: {call.method}, {1000 * seconds:.1f} ms"
+            drawn.append(Bar(row, call.start - origin, seconds, colour, title, height=0.74))
     for start, end, number in pools_at_work(calls):
         if number > 1:
-            axes.barh(
-                len(shown) + 0.2, end - start, left=start - origin, height=0.5, color=OVERLAP_COLOUR
-            )
-    for row in range(1, len(shown) + 1):
-        if row == len(shown) or shown[row - 1][0] != shown[row][0]:
-            axes.axhline(row - 0.5, color="#888888", linewidth=0.8)
-    for cut in cuts:
-        axes.axvline(cut - origin, color="#888888", linewidth=1.0, linestyle=":")
+            drawn.append(Bar(under, start - origin, end - start, OVERLAP_COLOUR, height=0.5))
 
-    labels = [*(f"{pool}  {lane}" for pool, lane in shown), "2 pools or more at work"]
-    axes.set_yticks([*range(len(shown)), len(shown) + 0.2], labels)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("seconds")
-    colour_legend(axes, {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls})
-    return as_svg(figure, "Timeline of the last steps, a lane for each pool, role and rank", titles)
+    pools = [pool for pool, _ in shown]
+    ends = [row + 0.5 for row, pool in enumerate(pools) if pools[row + 1 : row + 2] != [pool]]
+    rows: dict[float, str] = {row: f"{pool}  {lane}" for row, (pool, lane) in enumerate(shown)}
+    return bars(
+        drawn,
+        rows | {under: "2 pools or more at work"},
+        1.6 + 0.3 * len(shown),
+        "seconds",
+        {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls},
+        "Timeline of the last steps, a lane for each pool, role and rank",
+        lines=ends,
+        cuts=[cut - origin for cut in cuts],
+    )
 
 
-@styled
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     """Phase shares as one bar of 100 per cent."""
-    figure = new_figure(9.5, 1.3)
-    axes = figure.add_subplot()
-    left = 0.0
-    for (_, _, share), colour in zip(rows, COLOURS, strict=False):
-        axes.barh(0, share, left=left, height=0.6, color=colour)
+    left, drawn, legend = 0.0, [], {}
+    for (name, _, share), colour in zip(rows, COLOURS, strict=False):
+        drawn.append(Bar(0, left, share, colour, height=0.6))
+        legend[f"{name} {share:.1f} %"] = colour
         left += share
-    axes.set_xlim(0, 100)
-    axes.set_yticks([])
-    axes.set_xlabel("per cent of a step")
-    colour_legend(
-        axes, {f"{n} {share:.1f} %": c for (n, _, share), c in zip(rows, COLOURS, strict=False)}
-    )
-    return as_svg(
-        figure,
-        "Shares of a step's time: " + ", ".join(f"{n} {share:.1f} %" for n, _, share in rows),
+    words = ", ".join(f"{name} {share:.1f} %" for name, _, share in rows)
+    return bars(
+        drawn, {}, 1.3, "per cent of a step", legend, f"Shares of a step's time: {words}", x_end=100
     )
 
 

@@ -88,7 +88,7 @@ def _content(data: RunData) -> dict[str, Any]:
     from markupsafe import Markup
 
     panels = report_figures.panels_of(data)
-    drawn = [(panel, report_figures.curves(data, panel)) for panel in panels]
+    drawn = [(panel, report_figures.curves(data.metrics, panel)) for panel in panels]
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     drawings = detached_figures.drawings(data, data.detached) if data.detached else []
     phases = phase_shares(data.metrics, data.stages)

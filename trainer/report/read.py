@@ -13,6 +13,8 @@ from trainer.report.detached import DetachedRun, read_detached
 from verl_like.errors import ConfigError
 from verl_like.files import json_objects
 
+Metrics = Sequence[Mapping[str, float]]
+"""A line for each step."""
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
 """How the failure of a run begins that was asked to stop."""
@@ -50,7 +52,7 @@ class RunData:
     """All that the report shows, and in `notes` what could not be read."""
 
     folder: Path
-    metrics: Sequence[Mapping[str, float]]
+    metrics: Metrics
     calls: Sequence[Call]
     stages: Sequence[str]
     placement: Sequence[Sequence[str]]
@@ -66,8 +68,13 @@ class RunData:
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) of a metric, from the lines that have it."""
-        lines = [line for line in self.metrics if name in line]
-        return [line["step"] for line in lines], [line[name] for line in lines]
+        return series(self.metrics, name)
+
+
+def series(metrics: Metrics, name: str) -> tuple[list[float], list[float]]:
+    """(steps, values) of a metric, from the lines that have it."""
+    lines = [line for line in metrics if name in line]
+    return [line["step"] for line in lines], [line[name] for line in lines]
 
 
 def read_run(folder: str | Path) -> RunData:
@@ -214,9 +221,7 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def phase_shares(
-    metrics: Sequence[Mapping[str, float]], stages: Sequence[str]
-) -> list[tuple[str, float, float]]:
+def phase_shares(metrics: Metrics, stages: Sequence[str]) -> list[tuple[str, float, float]]:
     """(phase, seconds a step, per cent of the step) over all steps.
 
     What is left of `timing_s/step` beside its stages is `other`. The per cents, to one decimal, sum

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from trainer.report.faults import faults_in_words
+from trainer.report.disturbances import faults_in_words, restarts_in_words
 from trainer.report.read import RunData, phase_shares
-from trainer.report.restarts import restarts_in_words
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP = 0.05, 0.3, 0.2, 0.2
 """The limits: share of the first entropy, share of answers, share of tokens, nats."""

@@ -17,9 +17,8 @@ from tests.trainer.report.report_runs import make_run
 from trainer.cli import compare as command
 from trainer.compare import tables
 from trainer.compare.page import write_comparison
-from trainer.compare.results import best_of, end_of
 from trainer.compare.runs import groups_by_seed, read_runs
-from trainer.compare.text import comparison_text
+from trainer.compare.tables import bests_of, comparison_text, ends_of
 from verl_like.errors import ConfigError
 
 NAMED = {"trainer": {"experiment_name": "x", "seed": 1}, "optim": {"lr": 1e-3}}
@@ -82,11 +81,9 @@ def test_the_best_loss_is_the_lowest_and_a_policy_loss_has_no_best(tmp_path: Pat
     values = {"loss": [3.0, 1.0, 2.0], "actor/pg_loss": [3.0, 1.0, 2.0], "nan": [1.0, 2.0, 3.0]}
     values["nan"][2] = float("nan")
     runs = read_runs([run_of(tmp_path / name, values) for name in "ab"])
-    best, end = best_of(runs[:1], "loss"), end_of(runs[:1], "nan")
-    assert best is not None
-    assert end is not None
-    assert (best.mean, best.deviation, end.mean) == (1.0, None, 2.0)
-    assert best_of(runs, "actor/pg_loss") is None
+    assert bests_of(runs[:1], "loss") == [1.0]
+    assert ends_of(runs[:1], "nan") == [2.0]
+    assert bests_of(runs, "actor/pg_loss") == []
 
 
 def test_runs_of_two_recipes_show_the_metrics_of_both(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.report.faults import CHAOS_FILE, faults_in_words
+from trainer.report.disturbances import CHAOS_FILE, faults_in_words
 
 FAULT = '{"kind": "delay", "step": 3}\n'
 

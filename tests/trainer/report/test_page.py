@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import make_run
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
-from trainer.report.figures import PANELS, WINDOWS, curves, panels_of, running_mean
+from trainer.report.figures import WINDOWS, curves, known_panels, panels_of, running_mean
 from trainer.report.page import close_run, write_report
 from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
@@ -38,7 +38,8 @@ def page_of(folder: Path) -> str:
 
 def test_every_panel_the_timeline_and_the_tables_are_there(page: str) -> None:
     shown = re.findall(r'data-figure="([^"]+)"', page)
-    assert shown == [*(panel.title for panel in PANELS), "Timeline", "Phases"]
+    panels = [panel.title for panel in known_panels() if not panel.only_if_there]
+    assert shown == [*panels, "Timeline", "Phases"]
     assert page.count("<svg") == len(shown)
     assert "<title>critic-0: update_critic, 300.0 ms</title>" in page
     for cell in ("actor_rollout_ref_pool", "actor, rollout", "1 CPU slot", "critic_pool"):
@@ -205,12 +206,12 @@ def test_own_rewards_have_a_figure_where_there_are_any(tmp_path: Path) -> None:
 
 def test_a_kl_that_is_0_in_every_step_is_not_drawn(figures: None, tmp_path: Path) -> None:
     lines = [{"step": n, "critic/score/mean": 0.5, "actor/ppo_kl": 0.0} for n in (1, 2)]
-    (panel,) = (panel for panel in PANELS if panel.title == "KL")
+    (panel,) = (panel for panel in known_panels() if panel.title == "KL")
     for kl_of_the_last, drawn in ((0.0, False), (0.01, True)):
         lines[-1]["actor/ppo_kl"] = kl_of_the_last
         text = "\n".join(map(json.dumps, lines))
         (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
-        assert bool(curves(read_run(tmp_path), panel)) is drawn
+        assert bool(curves(read_run(tmp_path).metrics, panel)) is drawn
 
 
 def test_a_long_curve_has_its_running_mean() -> None:
