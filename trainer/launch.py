@@ -173,10 +173,6 @@ def reproducible_arithmetic() -> Iterator[None]:
     """One thread: sums come out alike whatever the machine, and the driver's share is small."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        from workers.cpu.allocator import keep_freed_memory
-
-        keep_freed_memory()
     try:
         yield
     finally:

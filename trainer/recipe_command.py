@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from trainer.config.settings import jobs_of, keys_of
 from trainer.config.show import annotated_yaml
 from trainer.multirun import Sweep
 from verl_like.errors import ConfigError
+from verl_like.process.environment import OWN_PROCESS
 from verl_like.terminal import end_with_the_reader
 
 
@@ -122,7 +124,19 @@ def _load(
 
 
 def _run(config: RunConfig) -> None:
+    os.environ.setdefault(OWN_PROCESS, "1")
     with ending_in_words(config.trainer.default_local_dir):
         from trainer.launch import run
 
+        _keep_memory_on_cpu()
         run(config)
+
+
+def _keep_memory_on_cpu() -> None:
+    """The driver's own batches come from the same memory in every step, as the workers' do."""
+    import torch
+
+    from workers.cpu.allocator import keep_freed_memory
+
+    if not torch.cuda.is_available():
+        keep_freed_memory()

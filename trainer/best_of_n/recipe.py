@@ -1,4 +1,15 @@
-"""Best of n as a recipe: `load_config(overrides, BEST_OF_N)` gives its configuration."""
+"""usage: verl-like best-of-n data.train_files=FILE
+           actor_rollout_ref.model.path=FOLDER [key=value ...]
+
+Draws actor_rollout_ref.rollout.n responses of every prompt (rejection sampling), scores them by the
+rewards of `verl-like ppo`, and writes the best ones, which `verl-like sft` reads; or pairs of best
+and worst. A killed run goes on where it was.
+
+  actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
+  selection.write=pairs             prompt, chosen, rejected
+  selection.file=best.parquet       or .jsonl; by default selected.jsonl in the run folder
+  verl-like best-of-n --cfg all     every key with its meaning
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,15 @@
-"""`verl-like bench overlap`: whether detached makers would help a job, from its measured seconds.
+"""usage: verl-like bench overlap RUN_DIR
+       verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
+           [--makers 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
 
-The phases come from a run folder or the command line, the numbers from the simulation in
-`trainer.detached.overlap`. Nothing is started.
+Predicts a detached run, whose makers generate while its trainer trains, from the seconds that the
+phases took in a run, or from those given: seconds a step, speed-up over the synchronous run, who
+is idle, what limits, for fewer and more makers. A simulation: nothing is started.
+
+  --pieces 4          of a batch, each made by one maker; by default as many as makers
+  --limit 8           pieces that may be queued or in the making at once
+  --at-once           makers take new weights in the middle of a piece
+  --fixed-share 0.5   of generation, that fewer rows do not shorten: the longest response's
 """
 
 from __future__ import annotations
@@ -9,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -57,6 +66,13 @@ class Row:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """The one benchmark that there is."""
+    if arguments[:1] != ["overlap"]:
+        sys.exit(__doc__)
+    overlap(arguments[1:])
+
+
+def overlap(arguments: Sequence[str]) -> None:
     """Print the predictions, as tables or as JSON."""
     options = _parser().parse_args(arguments)
     phases, notes = _phases(options)
@@ -236,19 +252,19 @@ def _setups(options: argparse.Namespace) -> list[Setup]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like bench overlap", description=__doc__)
+    parser = argparse.ArgumentParser("verl-like bench overlap")
     add = parser.add_argument
-    add("run_dir", nargs="?", help="a run folder, whose measured seconds are taken")
+    add("run_dir", nargs="?")
     for name in PHASES:
-        add(f"--{name}", type=seconds, help="seconds of a batch, or several with commas")
-    add("--makers", type=counts, default=[1, 2], help="numbers of makers")
-    add("--trainers", type=counts, default=[1], help="numbers of trainers")
-    add("--staleness", type=bounds, default=[0, 1, 4], help="bounds, in versions")
-    add("--pieces", type=count, default=0, help="pieces of a batch; 0: as many as makers")
-    add("--limit", type=count, default=0, help="pieces queued or being made at once; 0: any")
-    add("--at-once", action="store_true", help="weights are taken in the middle of a piece")
-    add("--fixed-share", type=share, default=0.0, help="of generation, whatever the rows")
-    add("--json", action="store_true", help="the same as JSON")
+        add(f"--{name}", type=seconds)
+    add("--makers", type=counts, default=[1, 2])
+    add("--trainers", type=counts, default=[1])
+    add("--staleness", type=bounds, default=[0, 1, 4])
+    add("--pieces", type=count, default=0)
+    add("--limit", type=count, default=0)
+    add("--at-once", action="store_true")
+    add("--fixed-share", type=share, default=0.0)
+    add("--json", action="store_true")
     return parser
 
 

@@ -1,7 +1,11 @@
-"""`verl-like chat MODEL`: talk to a model folder, or to the model of a run.
+"""usage: verl-like chat MODEL [--system TEXT] [--max-tokens N] [--temperature T]
+           [--seed N]
 
-On a terminal it asks for one message after the other; from a pipe the whole input is one message,
-and the answer is all that is printed.
+MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. On a
+terminal it asks for messages (/new begins anew, Ctrl-D ends) and shows the answers while they are
+made. From a pipe the whole input is one message, and the answer is all that is printed:
+
+  echo "say b" | verl-like chat runs/letters --max-tokens 20
 """
 
 from __future__ import annotations
@@ -136,11 +140,11 @@ def talk(chat: Chat) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like chat", description=__doc__)
+    parser = argparse.ArgumentParser("verl-like chat")
     add = parser.add_argument
-    add("model", help="a model folder, a run folder, or a global_step_N in one")
-    add("--system", default="", help="the system message")
-    add("--max-tokens", type=int, default=512, help="tokens of an answer at most")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time")
-    add("--seed", type=int, default=None, help="of what is drawn")
+    add("model")
+    add("--system", default="")
+    add("--max-tokens", type=int, default=512)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=None)
     return parser

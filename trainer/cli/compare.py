@@ -1,4 +1,10 @@
-"""`verl-like compare RUN RUN ...`: runs side by side, on the terminal and as a page."""
+"""usage: verl-like compare RUN RUN ... [--page FILE]
+
+Reads two run folders or more, whatever state they are in, and prints: how each ended, the keys that
+are set differently, every metric at its end and at its best (mean and deviation of runs that differ
+in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
+unless --page names another, has the same tables and every curve of all runs on one axis.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,9 @@ from verl_like.terminal import terminal_width
 
 def main(arguments: Sequence[str]) -> None:
     """Print the tables, write the page."""
-    parser = argparse.ArgumentParser("verl-like compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
-    parser.add_argument("--page", default=PAGE, help="the page to write")
+    parser = argparse.ArgumentParser("verl-like compare")
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--page", default=PAGE)
     options = parser.parse_args(arguments)
 
     runs = read_runs(options.runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.doctor import Finding
+from trainer.cli.findings import Finding
 from verl_like.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,6 +1,14 @@
-"""`verl-like eval MODEL [key=value ...]`: the validation of a model folder or of a run's model.
+"""usage: verl-like eval MODEL [key=value ...]
 
-A run of PPO's brings its own prompts, rewards, sampling and seed; what is given here goes before.
+MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. Samples of
+every prompt of data.val_files are scored, and mean@n, best@n and maj@n of each data source printed:
+the numbers of a validation in a run. A run of `verl-like ppo` brings its own prompts, rewards,
+sampling and seed, over which the settings given here go.
+
+  data.val_files=[a.parquet,b.jsonl]
+  actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true
+  trainer.default_local_dir=FOLDER   samples, metrics and report; by default eval/ in the run
+  verl-like eval --cfg all           every key with its meaning
 """
 
 from __future__ import annotations

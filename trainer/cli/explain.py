@@ -1,11 +1,22 @@
-"""`verl-like explain key=value ...`: what a step of a configuration will do, in words.
+r"""usage: verl-like explain [--card-gb=GIB] [key=value ...]
+       verl-like explain detached [--measured=RUN_DIR] [key=value ...]
 
-The graph comes from the trainer's class, the sizes from `trainer.ppo.sizes`, the keys without
-effect from `trainer.config.unused_keys`. Nothing is started.
+Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
+calls of a step with what each waits for, which run at the same time, who runs where, every batch
+size with its unit, each key that is not at its default with its meaning, and the keys that have no
+effect in this run. Memory of every role is that of this machine's devices, or of GPUs with
+--card-gb GiB, which need not be here.
+
+Of a detached run also who makes and who trains, how far makers run ahead, and, from the seconds of
+the PPO run in RUN_DIR, how long a step will take and what limits it.
+
+  verl-like explain placement=split trainer.n_gpus_per_node=8 \
+      data.train_files=x actor_rollout_ref.model.path=y
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import inspect
@@ -135,13 +146,9 @@ def change_lines(config: PPOConfig) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    return (
-        "null"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value) or "empty"
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
 
 
 @functools.cache
@@ -169,33 +176,30 @@ def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
             yield field.target.id, inspect.cleandoc(ast.literal_eval(after.value))
 
 
-CARD, MEASURED = "--card-gb=", "--measured="
-
-
 def main(arguments: Sequence[str]) -> None:
     """Print the explanation, wrapped to the terminal; of a detached run after that word."""
-    width = terminal_width() or WIDTH_OF_A_FILE
-    settings = [argument for argument in arguments if not argument.startswith((CARD, MEASURED))]
+    parser = argparse.ArgumentParser("verl-like explain", add_help=False, allow_abbrev=False)
+    parser.add_argument("--card-gb", default="")
+    parser.add_argument("--measured", default="")
+    options, settings = parser.parse_known_args(arguments)
     for option in settings:
         if option.startswith("-"):
-            raise ConfigError(f"there is no option {option}, only {CARD}GIB and {MEASURED}RUN_DIR.")
+            raise ConfigError(
+                f"there is no option {option}, only --card-gb=GIB and --measured=RUN_DIR."
+            )
     is_detached = settings[:1] == ["detached"]
     recipe: Recipe[Any] = DETACHED if is_detached else PPO
     config = load_config(settings[is_detached:], recipe)
-
-    card, measured = _option(arguments, CARD), _option(arguments, MEASURED)
-    if measured and not is_detached:
-        raise ConfigError(f"{MEASURED}{measured} tells of a run of `explain detached ...` alone.")
-    print(fit(explain(config, width, _card_bytes(card), measured), width))
-
-
-def _option(arguments: Sequence[str], name: str) -> str:
-    """The value of the last argument of that name; empty if there is none."""
-    values = [argument.removeprefix(name) for argument in arguments if argument.startswith(name)]
-    return values[-1] if values else ""
+    if options.measured and not is_detached:
+        raise ConfigError(
+            f"--measured={options.measured} tells of a run of `explain detached ...` alone."
+        )
+    width = terminal_width() or WIDTH_OF_A_FILE
+    print(fit(explain(config, width, card_bytes(options.card_gb), options.measured), width))
 
 
-def _card_bytes(gib: str) -> int | None:
+def card_bytes(gib: str) -> int | None:
+    """A card's memory; None where none is given."""
     if not gib:
         return None
     try:
@@ -203,5 +207,5 @@ def _card_bytes(gib: str) -> int | None:
     except (ValueError, OverflowError):
         num_bytes = 0
     if num_bytes <= 0:
-        raise ConfigError(f"{CARD}{gib}: give a card's memory in GiB, as 80.")
+        raise ConfigError(f"--card-gb={gib}: give a card's memory in GiB, as 80.")
     return num_bytes

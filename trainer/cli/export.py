@@ -1,4 +1,15 @@
-"""`verl-like export CHECKPOINT OUT`: a trained model as a folder that other programs load."""
+"""usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
+           [--model BASE]
+
+Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's newest checkpoint or
+of the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
+of ranks wrote the checkpoint, and the run need not have saved hf_model.
+
+  --role critic    whose model; by default the policy
+  --adapter        the LoRA adapter for peft, not merged
+  --average        the moving average of the weights (actor.ema_decay)
+  --model BASE     the folder that it was trained from, where that has moved
+"""
 
 from __future__ import annotations
 
@@ -26,12 +37,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like export", description=__doc__)
+    parser = argparse.ArgumentParser("verl-like export")
     add = parser.add_argument
-    add("checkpoint", help="a run folder (its newest checkpoint), or a global_step_N in it")
-    add("out", help="the folder to write")
-    add("--role", default="", help="whose model; by default the policy")
-    add("--adapter", action="store_true", help="the LoRA adapter, not merged into its base")
-    add("--average", action="store_true", help="the moving average of the weights")
-    add("--model", default="", help="the folder it was trained from, where that has moved")
+    add("checkpoint")
+    add("out")
+    add("--role", default="")
+    add("--adapter", action="store_true")
+    add("--average", action="store_true")
+    add("--model", default="")
     return parser

@@ -1,10 +1,14 @@
-"""`verl-like make-tiny DIR`: a tiny language model, and a task that it learns in tens of PPO steps.
+r"""usage: verl-like make-tiny DIR [--seed N] [--num-train N] [--num-val N]
+           [--hidden-size N] [--num-layers N] [--gsm8k]
 
-It writes DIR/model (a Llama of random weights with a character tokenizer), DIR/train.parquet and
-DIR/val.parquet. A prompt asks for a letter; the reward (`verl_like/tiny_letters`) is the share of
-the response's characters that are that letter. `--gsm8k` also writes DIR/gsm8k/train.jsonl and
-test.jsonl, made-up sums in the format of GSM8K's own files. The files are the same for the same
-`--seed`. The tests and the quickstart use this folder.
+Writes DIR/model, a Llama of random weights with a character tokenizer, DIR/train.parquet and
+DIR/val.parquet: prompts ask for a letter, and the reward is its share of the response. A run learns
+it in some tens of steps. --gsm8k also writes made-up sums in the format of GSM8K's own files.
+
+  verl-like make-tiny tiny
+  verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \
+      data.train_files=tiny/train.parquet data.val_files=tiny/val.parquet \
+      data.max_prompt_length=16 data.max_response_length=8 trainer.total_training_steps=20
 """
 
 from __future__ import annotations
@@ -130,13 +134,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("verl-like make-tiny")
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-train", type=int, default=300, help="training prompts")
-    parser.add_argument("--num-val", type=int, default=32, help="validation prompts")
+    parser.add_argument("--num-train", type=int, default=300)
+    parser.add_argument("--num-val", type=int, default=32)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument(
-        "--gsm8k", action="store_true", help="also sums in the format of GSM8K's own files"
-    )
+    parser.add_argument("--gsm8k", action="store_true")
     args = vars(parser.parse_args(arguments))
     for name in ("num_train", "num_val", "num_layers"):
         if args[name] < 1:

@@ -1,8 +1,20 @@
-"""`verl-like migrate SYSTEM COMMAND-OR-FILE`: a foreign command line in our settings."""
+"""usage: verl-like migrate verl|openrlhf|trl|coati COMMAND-OR-FILE
+
+Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
+stands what became of every flag: renamed, always so here, or not here and what to do instead; and
+those of its defaults that differ from ours, which the command sets.
+
+  verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
+  verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
+  verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+  verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.migrate.systems import migrate
@@ -10,8 +22,11 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import terminal_width
 
 
-def main(system: str, source: str) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the translation."""
+    if len(arguments) != 2:
+        sys.exit(__doc__)
+    system, source = arguments
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     print(migrate(system, text_of(source)).report(terminal_width()), flush=True)
 

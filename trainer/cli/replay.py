@@ -1,4 +1,17 @@
-"""`verl-like replay RUN --step K`: a step or a stage of a run, made again and compared."""
+"""usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
+           [--from-start] [--backend local|run]
+
+Goes on from the newest checkpoint before step K of the run folder RUN, in a folder of its own, and
+makes step K again: same samples, same numbers. Prints every number and every kept batch that is not
+as it was, bit for bit; the exit code is then 1. RUN is only read.
+
+  --stage update     that stage alone, of the batch that trainer.max_batches_to_keep left in RUN,
+                     or else of one that the stages before it make
+  --break            the debugger, right before; roles of one process run in this one: breakpoint()
+                     works in their code, too
+  --from-start       where no earlier checkpoint is left: all K steps, from the beginning
+  --backend run      the run's own backend; local needs no cluster, with as many processes
+"""
 
 from __future__ import annotations
 
@@ -54,12 +67,12 @@ def verdict(found: Replayed, step: int, stage: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like replay", description=__doc__)
+    parser = argparse.ArgumentParser("verl-like replay")
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run folder")
-    add("--step", type=int, required=True, help="the step to make again")
-    add("--stage", choices=STAGES, default="", help="that stage alone")
-    add("--break", dest="breaks", action="store_true", help="enter the debugger right before")
-    add("--from-start", action="store_true", help="without a checkpoint, from the beginning")
-    add("--backend", choices=("local", "run"), default="local", help="run: the run's own")
+    add("run", metavar="RUN")
+    add("--step", type=int, required=True)
+    add("--stage", choices=STAGES, default="")
+    add("--break", dest="breaks", action="store_true")
+    add("--from-start", action="store_true")
+    add("--backend", choices=("local", "run"), default="local")
     return parser

@@ -1,4 +1,16 @@
-"""`verl-like serve-reward`: a reward function behind HTTP, until it is told to stop."""
+"""usage: verl-like serve-reward [--function FILE.py[:NAME]] [--kwargs JSON]
+           [--sandbox JSON] [--host HOST] [--port PORT] [--token-env NAME]
+           [--sample-timeout-s S] [--batch-timeout-s S]
+
+Loads a reward function, prints the address, and answers until it gets SIGINT or SIGTERM. Without
+--function the rule of each sample's data_source scores it. A run asks it by
+
+  rewards='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
+
+with the same numbers as the function in process, and in the same sandbox, whose keys --sandbox
+sets. It listens on this machine alone (port 8000; 0 takes a free one), unless --host and a secret
+in the environment variable --token-env are given.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +59,16 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like serve-reward", description=__doc__)
+    parser = argparse.ArgumentParser("verl-like serve-reward")
     add = parser.add_argument
-    add("--function", default="", help="FILE.py[:NAME] or MODULE[:NAME]; none: by data_source")
-    add("--kwargs", type=json_object, default={}, help="JSON object of more keyword arguments")
-    add("--sandbox", type=json_object, default={}, help="JSON object of reward.sandbox's keys")
-    add("--host", default="127.0.0.1", help="another one needs --token-env")
-    add("--port", type=int, default=8000, help="0 takes a free one")
-    add("--token-env", default="", help="environment variable with the bearer token to ask for")
-    add("--sample-timeout-s", type=float, default=10.0, help="deadline of one sample")
-    add("--batch-timeout-s", type=float, default=120.0, help="deadline of one request")
+    add("--function", default="")
+    add("--kwargs", type=json_object, default={})
+    add("--sandbox", type=json_object, default={})
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--token-env", default="")
+    add("--sample-timeout-s", type=float, default=10.0)
+    add("--batch-timeout-s", type=float, default=120.0)
     return parser
 
 

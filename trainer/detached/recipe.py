@@ -1,6 +1,12 @@
-"""Detached PPO as a recipe: `verl-like detached`.
+"""usage: verl-like detached data.train_files=FILE
+           actor_rollout_ref.model.path=FOLDER [key=value ...]
 
-The numbers of makers and trainers decide pools and roles: `DetachedConfig.topology`.
+PPO whose samples are made beside the training: makers generate on pools of their own, the trainer
+takes batches from a buffer and sends its weights back. All keys of `verl-like ppo`, and:
+
+  detached.makers=2  detached.trainers=1   or detached.topology=2m1t
+  detached.max_staleness=1                 versions that a sample may be old; 0 is synchronous
+  verl-like detached --cfg all             every key with its meaning
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Preference training as a recipe: `load_config(overrides, DPO)` gives its configuration."""
+"""usage: verl-like dpo data.train_files=FILE model.path=FOLDER [key=value ...]
+
+Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference
+is the model before training, or that of ref.model.path; its log-probs are computed once.
+
+  loss=dpo|cdpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
+  beta=0.1  sft_coef=0                     how much a log-ratio counts; SFT on the chosen beside it
+  verl-like dpo --cfg all                  every key with its meaning
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Reward-model training as a recipe: `load_config(overrides, REWARD_MODEL)` composes it."""
+"""usage: verl-like reward-model data.train_files=FILE model.path=FOLDER
+           [key=value ...]
+
+Trains a reward model on pairs: a `chosen` and a `rejected` response, with their `prompt` or as
+whole dialogues, and a `margin` where there is one. Placement, run folder, checkpoints and resume
+are those of `verl-like ppo`, whose reward_model.model.path and critic.model.path load the folder
+that hf_model exports.
+
+  verl-like reward-model --cfg all  every key with its meaning
+  trainer.dry_run=true              check everything, and stop before a process starts
+  checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+"""
 
 from __future__ import annotations
 

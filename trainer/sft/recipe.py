@@ -1,4 +1,12 @@
-"""Supervised fine-tuning as a recipe: `load_config(overrides, SFT)` gives its configuration."""
+"""usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
+
+Trains a model on chats (loss on what the assistant says), prompts with responses, or plain text.
+Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
+
+  verl-like sft --cfg all           every key with its meaning
+  trainer.dry_run=true              check everything, and stop before a process starts
+  checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+"""
 
 from __future__ import annotations
 

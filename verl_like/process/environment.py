@@ -13,7 +13,14 @@ from contextlib import contextmanager
 from verl_like.errors import ConfigError
 from verl_like.process.facts import ProcessFacts
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+OWN_PROCESS = "VERL_LIKE_PROCESS"
+"""The variable that marks a process as ours: a worker's, or a command's, and no notebook."""
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    OWN_PROCESS: "1",
+}
 PROTECTED = (
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_RANK",

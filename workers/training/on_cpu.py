@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 
 from torch import nn
 
+from verl_like.process.environment import OWN_PROCESS, is_under_torchrun
+
 
 def prepare_cpu_process() -> None:
-    """Settings of a process that trains on the CPU, before it computes anything."""
+    """Settings of a process that trains on the CPU, before it computes anything.
+
+    The allocator of a process that is not ours, such as a notebook's, stays as it is.
+    """
     from workers.cpu.allocator import keep_freed_memory
     from workers.cpu.onednn import limit_kernel_caches
 
-    keep_freed_memory()
+    if OWN_PROCESS in os.environ or is_under_torchrun():
+        keep_freed_memory()
     limit_kernel_caches()
 
 

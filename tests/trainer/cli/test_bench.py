@@ -16,7 +16,7 @@ GIVEN = ["--gen=1.2", "--score=0.3", "--update=0.8", "--sync=0.1"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    bench.main(arguments)
+    bench.overlap(arguments)
     return capsys.readouterr().out
 
 
@@ -91,7 +91,7 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
 )
 def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        bench.main(arguments)
+        bench.overlap(arguments)
 
 
 @pytest.mark.parametrize("wrong", ["--makers=0", "--staleness=0", "--gen=-1", "--fixed-share=2"])
@@ -99,13 +99,13 @@ def test_an_option_out_of_its_range_ends_with_one_line(
     wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench.main([*GIVEN, wrong])
+        bench.overlap([*GIVEN, wrong])
     assert wrong.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_number_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.main(["--gen=x"])
+        bench.overlap(["--gen=x"])
     assert "argument --gen: invalid seconds value: 'x'" in capsys.readouterr().err
 
 

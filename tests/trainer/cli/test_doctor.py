@@ -12,7 +12,7 @@ import pytest
 
 from tests.programs import VERL_LIKE
 from trainer.cli import doctor, probes
-from trainer.cli.doctor import Finding
+from trainer.cli.findings import Finding, show
 from verl_like.process.machine import free_memory_gb
 
 
@@ -115,14 +115,14 @@ def test_the_exit_code_counts_what_is_needed(
     mend: str, optional: bool, code: int, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main(lambda: iter([Finding("a", "b", mend, optional)]))
+        show([Finding("a", "b", mend, optional)], "passed")
     assert ended.value.code == code
     assert ("fail" in capsys.readouterr().out) == bool(code)
 
 
 FINDS_MUCH = """
-from trainer.cli import doctor
-doctor.main(lambda: (doctor.Finding("a", "b") for _ in range(100_000)))
+from trainer.cli.findings import Finding, show
+show((Finding("a", "b") for _ in range(100_000)), "passed")
 """
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 
+import pytest
 import torch
 
 from tests import ROOT
 from tests.forked import run_program
+from verl_like.process.environment import OWN_PROCESS
+from workers.cpu import allocator
 from workers.cpu.allocator import keep_freed_memory
+from workers.training.on_cpu import prepare_cpu_process
 from workers.weights.channel import _buffer_of
 
 BUFFER, SYNCS = 2**24, 30
@@ -43,3 +47,14 @@ def test_buffers_of_syncs_do_not_lengthen_the_heap() -> None:
     done = run_program(print_growth, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * BUFFER
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_allocator_of_a_notebook_stays(is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: called.append(1))
+    monkeypatch.delenv(OWN_PROCESS, raising=False)
+    if is_ours:
+        monkeypatch.setenv(OWN_PROCESS, "1")
+    prepare_cpu_process()
+    assert bool(called) == is_ours
