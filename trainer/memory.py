@@ -1,176 +1,43 @@
-"""Memory of roles on their devices, from shapes: a table for the plan, and held against the device.
+"""Memory of a run's roles on their devices: a table for the plan, and held against the device.
 
-Roles of one pool share its devices. What they keep is added up; of what a call takes on top (whole
-layers, activations, logits) the largest counts, since they take turns. A recipe says which roles it
-has and how many tokens a pass of theirs is of (`trainer.ppo.memory`, `trainer.rows.memory`).
+What a role takes is counted from the model that its class says it holds (`workers.memory`). A
+recipe says how many tokens a pass of each has (`trainer.ppo.memory`, `trainer.rows.memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from trainer.config.schema import TrainerConfig
+from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.groups.worker_groups import worker_class
 from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.config import ModelConfig
-from workers.models.causal_lm import Head
-from workers.models.folder import model_folder
-from workers.models.hf_config import read_hf_config
-from workers.models.memory_shapes import ModelShapes, model_shapes
-from workers.models.precision import name_of, precision_of
-from workers.parallel.sharding import Sharding
-from workers.training.file_copies import LEAST_BYTES
-from workers.training.lm_head import positions_at_once
-
-GIB = 2**30
+from workers.memory import GIB, HeldModel, LargestPass, RoleMemory, memory_of, pool_bytes
 
 
-@dataclass(frozen=True)
-class RoleMemory:
-    """Bytes of one role on one device; `host` are those that it keeps in the machine's memory.
-
-    So are `copies`, beside all others: what a checkpoint is written from.
-    """
-
-    role: str
-    pool: str
-    types: str
-    weights: float = 0
-    gradients: float = 0
-    moments: float = 0
-    whole: float = 0
-    activations: float | None = 0
-    kv_cache: float = 0
-    host: float = 0
-    copies: float = 0
-
-    @property
-    def kept(self) -> float:
-        """What stays on the device between calls."""
-        return self.weights + self.moments + self.kv_cache - self.host
-
-    @property
-    def call(self) -> float:
-        """What a call takes on top of it, offloaded parts included."""
-        return self.gradients + self.whole + (self.activations or 0) + self.host
+def held_model(config: RunConfig, role: str) -> HeldModel | None:
+    """The model that a role's class says it holds."""
+    declares = getattr(worker_class(config, role), "held_model", None)
+    return declares(config, config.kind_of(role)) if declares is not None else None
 
 
-@dataclass(frozen=True)
-class LargestPass:
-    """Tokens of a role's largest pass, all rows of full length, and those that get a head."""
-
-    tokens: int
-    reads: int
-
-
-def engine_memory(
-    role: str,
-    pool: str,
-    ranks: int,
-    model: ModelConfig,
-    head: Head,
-    sharding: Sharding,
-    device_type: str,
-    largest: LargestPass,
-    *,
-    trains: bool,
-    averages: float = 0,
-    quantization: str | None = None,
-    copied: Sequence[str] = (),
+def held_memory(
+    config: RunConfig, role: str, held: HeldModel, device_type: str, largest: LargestPass
 ) -> RoleMemory:
-    """A training engine; a frozen one keeps its weights in the type that it computes in.
-
-    Or in int8, and then whole on every rank. `averages` are the bytes of moving averages beside the
-    weights, of the whole model. `copied` are the contents of a checkpoint that are copied.
-    """
-    precision = precision_of(model, device_type)
-    compute = precision.compute
-    kept = precision.weights if trains else compute
-    shapes = model_shapes(model, head, compute)
-    shards = 1
-    if ranks > 1 and not quantization and sharding.strategy not in ("ddp", "single"):
-        shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
-
-    weights = shapes.held(kept, quantization) / shards
-    trained = shapes.num_trained * kept.itemsize / shards if trains else 0
-    moments = 2 * trained
-    weights += averages / shards
-    offloads = device_type == "cuda"
-    host = offloads * (sharding.param_offload * weights + sharding.optimizer_offload * moments)
-    names = [quantization or name_of(kept), name_of(compute)]
-    saved = {"optimizer": moments * shards}
-    saved["model"] = averages + (trained * shards if trains else shapes.held(kept))
-    copies = sum(saved.get(name, 0) for name in copied) / (shards if shards > 1 else ranks)
-    if "hf_model" in copied:  # the first rank's, in the type of the model's folder
-        stored = getattr(hf_config_of(model), "dtype", None) or compute
-        copies += shapes.num_weights * stored.itemsize
-    return RoleMemory(
-        role=role,
-        pool=pool,
-        types=" / ".join(dict.fromkeys(names)),
-        weights=weights,
-        gradients=trained,
-        moments=moments,
-        whole=_whole(shapes, shards, kept != compute, trains, sharding.strategy),
-        activations=_activations(model, head, shapes, largest, trains),
-        host=host,
-        copies=copies if copies >= LEAST_BYTES else 0,
-    )
+    """What a role with such a model takes on each device of its pool."""
+    pool = expand_roles(config.role_mapping)[role]
+    ranks = sum(config.resource_pool_spec[pool])
+    copies = _writes_copies(config.trainer)
+    return memory_of(held, role, pool, ranks, device_type, largest, copies)
 
 
-def copied_contents(trainer: TrainerConfig, contents: Sequence[str]) -> Sequence[str]:
-    """Those of a checkpoint that are copied, and written while the run goes on."""
+def _writes_copies(trainer: TrainerConfig) -> bool:
+    """Whether checkpoints are written from copies while the run goes on."""
     writes = trainer.save_freq > 0 or trainer.save_every_minutes is not None
-    return contents if writes and trainer.async_save else ()
-
-
-def _activations(
-    model: ModelConfig, head: Head, shapes: ModelShapes, largest: LargestPass, trains: bool
-) -> float | None:
-    """Bytes of a pass beside the weights; None where the model cannot be traced."""
-    at_once, chunked = largest.reads, 0
-    if head == "token":
-        at_once = positions_at_once(hf_config_of(model), largest.reads, model.use_fused_kernels)
-        if at_once < largest.reads:
-            chunked = shapes.beside_chunks(largest.reads, trains)
-    kept: float | None = shapes.logits(at_once)
-    if trains:
-        kept = shapes.saved(largest.tokens, at_once, model.enable_gradient_checkpointing)
-    return None if kept is None else kept + chunked
-
-
-def hf_config_of(model: ModelConfig) -> Any:
-    """The configuration of transformers in the model's folder."""
-    return read_hf_config(model_folder(model.path, weights=False))
-
-
-def _whole(
-    shapes: ModelShapes, shards: int, casts: bool, trains: bool, strategy: str = "fsdp"
-) -> float:
-    """Weights that a pass holds beside its shards: gathered ones, or a copy in the compute type.
-
-    FSDP holds what is outside the layers, and two layers of which one is on its way (all of them
-    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait.
-    """
-    if shards > 1:
-        layer = (shapes.num_weights - shapes.num_outside_layers) / shapes.num_layers
-        in_use = shapes.num_outside_layers + 2 * layer
-        gathered = shapes.num_weights if strategy == "shard_grad_op" else in_use
-        return (gathered + trains * in_use) * shapes.compute_bytes
-    return shapes.num_weights * shapes.compute_bytes if casts else 0
-
-
-def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
-    """Bytes on a device of each pool: what its roles keep, and the largest call."""
-    pools: dict[str, float] = {}
-    for pool in dict.fromkeys(role.pool for role in roles):
-        own = [role for role in roles if role.pool == pool]
-        pools[pool] = sum(role.kept for role in own) + max(role.call for role in own)
-    return pools
+    return writes and trainer.async_save
 
 
 HEAD = (

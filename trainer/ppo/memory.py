@@ -1,76 +1,63 @@
-"""Memory of PPO's roles on a device: shown in the plan, held against the device's, and the passes
-that fit into it.
-
-`trainer.memory` counts one role; which roles there are, and what their passes hold, is said here.
-"""
+"""Memory of PPO's roles on a device: shown in the plan, and held against the device's."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from trainer.config.offload import device_type_of
 from trainer.groups.nodes import joined_cluster
 from trainer.memory import (
-    GIB,
-    LargestPass,
-    RoleMemory,
     check_fit,
-    copied_contents,
-    engine_memory,
-    hf_config_of,
+    held_memory,
+    held_model,
     memory_of_this_gpu,
     memory_table,
-    pool_bytes,
 )
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.quantization import quantization_of
-from trainer.ppo.sizes import CRITIC_COPY, rows_of
+from trainer.ppo.sizes import rows_of
 from trainer.ppo.update_samples import longest_row
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.process.machine import memory_gb
-from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards, teacher_model
+from workers.config import model_rewards
 from workers.config.passes import fewest_tokens_per_pass, tokens_per_pass
+from workers.memory import (
+    GIB,
+    LargestPass,
+    RoleMemory,
+    hf_config_of,
+    pool_bytes,
+    rollout_memory,
+)
 from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
-from workers.models.causal_lm import Head
-from workers.models.memory_shapes import ModelShapes, model_shapes
-from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.sharding import Sharding, settle
+from workers.models.precision import precision_of
 
 
 def role_memories(
     config: PPOConfig, device_type: str, device_bytes: int | None = None
 ) -> list[RoleMemory]:
     """Of every role with a model."""
-    policy = config.actor_rollout_ref
-    frozen_sharding = settle("fsdp", FSDPConfig())
-    judges = model_rewards(config)
-
-    found = []
-    for role in expand_roles(config.role_mapping):
-        kind = config.kind_of(role)
-        if kind == "rollout":
-            found.append(_rollout(config.of_role(role), role, device_type, device_bytes))
-        elif kind == "actor":
-            sharding = settle(policy.actor.strategy, policy.actor.fsdp_config)
-            found.append(_engine(config, role, policy.model, "token", sharding, device_type))
-        elif kind in ("critic", CRITIC_COPY):
-            sharding = settle(config.critic.strategy, config.critic.model.fsdp_config)
-            model = critic_model(config)
-            found.append(_engine(config, role, model, "scalar", sharding, device_type))
-        elif kind == "ref" and not policy.model.lora_rank:
-            sharding = settle(policy.actor.strategy, policy.ref.fsdp_config)
-            found.append(_engine(config, role, policy.model, "token", sharding, device_type))
-        elif kind == "teacher":
-            sharding = settle(policy.actor.strategy, config.distillation.teacher_model.fsdp_config)
-            model = teacher_model(config)
-            found.append(_engine(config, role, model, "token", sharding, device_type))
-        elif kind in judges:
-            model = replace(policy.model, path=judges[kind].path, lora_rank=0)
-            found.append(_engine(config, role, model, "score", frozen_sharding, device_type))
+    pools, found = expand_roles(config.role_mapping), []
+    lora = config.actor_rollout_ref.model.lora_rank > 0
+    for role, pool in pools.items():
+        beside_actor = pool == pools["actor"]
+        if config.kind_of(role) == "rollout":
+            found.append(
+                rollout_memory(
+                    config.of_role(role).actor_rollout_ref,
+                    config.data.max_prompt_length + config.data.max_response_length,
+                    role,
+                    pool,
+                    device_type,
+                    device_bytes,
+                    sum(config.resource_pool_spec[pool]) if beside_actor else None,
+                )
+            )
+        elif role == "ref" and lora and beside_actor:
+            continue  # the actor's own module with its adapters off
+        elif held := held_model(config.of_role(role), role):
+            largest = LargestPass(*tokens_at_once(config, role))
+            found.append(held_memory(config, role, held, device_type, largest))
     return found
 
 
@@ -91,53 +78,6 @@ def attention_of(config: PPOConfig, device_type: str) -> str:
         return chosen
     kernel = "torch.nn.attention.varlen" if why_no_flash(device, compute) else "flash-attn"
     return f"packed rows by FlashAttention ({kernel}), padded rows by {chosen}"
-
-
-def _engine(
-    config: PPOConfig,
-    role: str,
-    model: ModelConfig,
-    head: Head,
-    sharding: Sharding,
-    device_type: str,
-) -> RoleMemory:
-    """A role with a training engine."""
-    compute = precision_of(model, device_type).compute
-    pool = expand_roles(config.role_mapping)[role]
-    return engine_memory(
-        role,
-        pool,
-        sum(config.resource_pool_spec[pool]),
-        model,
-        head,
-        sharding,
-        device_type,
-        LargestPass(*tokens_at_once(config, role)),
-        trains=role in ("actor", "critic"),
-        quantization=quantization_of(config, role),
-        averages=_averages(config, role, model_shapes(model, head, compute), compute),
-        copied=copied_contents(config.trainer, _saved(config, role)),
-    )
-
-
-def _saved(config: PPOConfig, role: str) -> Sequence[str]:
-    """What a checkpoint has of the role's tensors."""
-    policy = config.actor_rollout_ref
-    if role == "ref":
-        return ("model",) if policy.ref.update_every is not None else ()
-    checkpoints = {"actor": policy.actor.checkpoint, "critic": config.critic.checkpoint}
-    return checkpoints[role].save_contents if role in checkpoints else ()
-
-
-def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.dtype) -> float:
-    """Bytes of a moving average in float32 beside the weights."""
-    policy = config.actor_rollout_ref
-    if role == "actor" and policy.actor.ema_decay is not None:
-        return shapes.num_trained * torch.float32.itemsize
-    follows = policy.ref.update_every is not None and policy.ref.ema_decay > 0
-    if role == "ref" and follows and compute != torch.float32:
-        return shapes.num_weights * torch.float32.itemsize
-    return 0
 
 
 def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
@@ -176,34 +116,6 @@ def _on_a_rank(config: PPOConfig, role: str, num_prompts: int) -> int:
     """Samples of so many prompts that one rank of the role has at most."""
     ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
     return -(-num_prompts * config.actor_rollout_ref.rollout.n // ranks)
-
-
-def _rollout(
-    config: PPOConfig, role: str, device_type: str, device_bytes: int | None
-) -> RoleMemory:
-    """The engine's own weights, if it has any, and its cache; vLLM takes a share of a GPU whole."""
-    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    kept = precision_of(policy.model, device_type).weights
-    dtype = rollout_dtype(policy, device_type)
-    pools = expand_roles(config.role_mapping)
-    shapes = model_shapes(replace(policy.model, lora_rank=0), "token", dtype)
-    weights: float = shapes.held(dtype, rollout.quantization)
-    width = config.data.max_prompt_length + config.data.max_response_length
-    per_sample = shapes.key_value_numbers * dtype.itemsize * width
-    cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
-
-    if rollout.name == "vllm":
-        weights /= rollout.tensor_model_parallel_size
-        if device_type == "cuda" and device_bytes is not None:
-            cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
-    ranks = sum(config.resource_pool_spec[pools[role]])
-    is_whole = ranks == 1 or policy.actor.strategy == "ddp"
-    beside_actor = pools["actor"] == pools[role]
-    may_share = rollout.name == "native" and not rollout.quantization
-    if may_share and beside_actor and is_whole and dtype == kept:
-        weights = 0  # the actor's own module
-    types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
-    return RoleMemory(role, pools[role], types, weights=weights, kv_cache=cache)
 
 
 def check_memory(config: PPOConfig, device_type: str, device_bytes: int | None) -> None:

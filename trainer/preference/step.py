@@ -9,7 +9,6 @@ are computed before a checkpoint is loaded, so a resumed run has the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,13 +27,11 @@ from trainer.preference.rows import (
     read_rows,
     with_mismatched,
 )
-from trainer.rows.models import RowModel
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
 from workers.config.preference import loss_reads
 from workers.losses.preference.measures import measures
-from workers.parallel.sharding import settle
 
 ONE_ROW = 1e-6
 """Less than the share of one row; sums of shares are not exact."""
@@ -62,16 +59,6 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     ) -> DataProto:
         """Rows padded on the right, each with its `row_number`."""
         return make_batch(rows, uids, pad_token_id)
-
-    @classmethod
-    def models(cls, config: PreferenceConfig) -> dict[str, RowModel]:
-        """The reference's model beside the one that is trained, where it is another."""
-        found = super().models(config)
-        if config.ref.model.path is not None and "ref" in config.role_mapping:
-            model = replace(config.model, path=config.ref.model.path, lora_rank=0)
-            sharding = settle(config.model.strategy, config.ref.fsdp_config)
-            found["ref"] = RowModel("ref.model.path", model, sharding, trains=False)
-        return found
 
     @classmethod
     def num_sides(cls, config: PreferenceConfig) -> int:

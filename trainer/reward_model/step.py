@@ -14,12 +14,11 @@ from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.loop import Metrics
 from trainer.reward_model.config import RewardModelRunConfig
 from trainer.reward_model.endings import end_as_samples_do
-from trainer.rows.models import longest_row
+from trainer.rows.memory import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
-from workers.models.causal_lm import Head
 
 
 class RewardModelTrainer(RowTrainer[PairRow]):
@@ -27,7 +26,6 @@ class RewardModelTrainer(RowTrainer[PairRow]):
 
     config: RewardModelRunConfig
     role: ClassVar[str] = "reward_model"
-    head: ClassVar[Head] = "scalar"
 
     @classmethod
     def read_rows(

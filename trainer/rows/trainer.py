@@ -20,14 +20,11 @@ from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.rows.config import RowConfig
-from trainer.rows.memory import plan_text
-from trainer.rows.models import RowModel, longest_row
+from trainer.rows.memory import longest_row, plan_text
 from trainer.rows.preflight import preflight
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
-from workers.models.causal_lm import Head
-from workers.parallel.sharding import settle
 
 R = TypeVar("R")
 
@@ -37,7 +34,6 @@ class RowTrainer(Trainer, Generic[R]):
 
     config: RowConfig
     role: ClassVar[str]
-    head: ClassVar[Head] = "token"
     stages: ClassVar[Sequence[str]] = ("data", "update")
     alarm_rules: ClassVar[Sequence[AlarmRule]] = (skipped_updates,)
 
@@ -108,7 +104,7 @@ class RowTrainer(Trainer, Generic[R]):
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """The rows to train and to validate on, once the model has been looked at."""
-        preflight(config, cls.models(config), cls.num_sides(config))
+        preflight(config, cls.num_sides(config))
         tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
@@ -125,12 +121,6 @@ class RowTrainer(Trainer, Generic[R]):
         return [f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on"]
 
     @classmethod
-    def models(cls, config: Any) -> dict[str, RowModel]:
-        """The models that take the rows, by role."""
-        sharding = settle(config.model.strategy, config.model.fsdp_config)
-        return {cls.role: RowModel("model.path", config.model, sharding, cls.head)}
-
-    @classmethod
     def num_sides(cls, config: Any) -> int:
         """Rows of a model that an item of the data makes: two of a pair."""
         return 1
@@ -145,7 +135,7 @@ class RowTrainer(Trainer, Generic[R]):
     def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
         """Sizes and memory."""
         sizes = f"A step: {step_sizes(config)}"
-        memory = plan_text(config, cls.models(config), cls.num_sides(config), max_columns)
+        memory = plan_text(config, cls.num_sides(config), max_columns)
         return [sizes, memory]
 
     def init_arguments(self, role: str) -> dict[str, Any]:

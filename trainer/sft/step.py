@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.loop import Metrics
-from trainer.rows.models import longest_row
+from trainer.rows.memory import longest_row
 from trainer.rows.trainer import RowTrainer, num_tokens_in_loss
 from trainer.sft.config import SFTConfig
 from verl_like.batch.protocol import DataProto

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from workers.models.causal_lm import Head, body_of, empty_model
@@ -90,7 +90,7 @@ class ModelShapes:
 _known: dict[tuple[str, str, Head, torch.dtype], ModelShapes] = {}
 """Settings, what config.json says, head and type of computation -> their shapes.
 
-Roles of one run have mostly the same ones, and a pass to count with takes a second.
+Roles of one run have mostly the same ones, and a pass to count with takes half a second.
 """
 
 
@@ -171,66 +171,10 @@ NUM_TRACED = 256
 """Tokens of the traced pass; what is saved grows with them in proportion."""
 
 
-NUM_LAYERS_TRACED = (2, 3)
-"""Layers of the passes from which those of a deeper model follow, where all its layers are alike.
-
-One more layer saves as much as the one before it; a pass of 80 layers would take seconds.
-"""
-
-
 def saved_per_token(body: Any, compute: torch.dtype) -> int | None:
     """Bytes that autograd saves for a token of the body, weights left out."""
-    total = _saved_by_like_layers(body.to(compute))
-    if total is None:
-        total = _saved(body)
+    total = _saved(body.to(compute))
     return None if total is None else -(-total // NUM_TRACED)
-
-
-def _saved_by_like_layers(body: Any) -> int | None:
-    """As `_saved`, from passes of few layers; None where the layers differ, or are few."""
-    place = _place_of_layers(body)
-    if place is None:
-        return None
-    parent, name = place
-    layers = getattr(parent, name)
-    few, more = NUM_LAYERS_TRACED
-    if len(layers) <= few + more or len(set(map(_description, layers))) > 1:
-        return None
-
-    found = []
-    try:
-        for number in NUM_LAYERS_TRACED:
-            setattr(parent, name, nn.ModuleList(list(layers)[:number]))
-            found.append(_saved(body))
-    finally:
-        setattr(parent, name, layers)
-    if found[0] is None or found[1] is None:
-        return None
-    return found[0] + (len(layers) - few) * (found[1] - found[0])
-
-
-def _place_of_layers(body: Any) -> tuple[nn.Module, str] | None:
-    """The module that holds the list of all layers, and the list's name there."""
-    num_layers = body.config.get_text_config().num_hidden_layers
-    for parent in body.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-                return parent, name
-    return None
-
-
-def _description(layer: nn.Module) -> str:
-    """What tells layers apart that save different tensors: their parts, shapes and switches."""
-    switches = [
-        sorted((name, value) for name, value in vars(part).items() if _is_switch(name, value))
-        for part in layer.modules()
-    ]
-    shapes = [weight.shape for weight in layer.parameters()]
-    return f"{layer} {shapes} {switches}"
-
-
-def _is_switch(name: str, value: object) -> bool:
-    return isinstance(value, bool | int | float | str) and name != "layer_idx"
 
 
 def _saved(module: Any) -> int | None:

@@ -22,6 +22,7 @@ from workers.losses.kl import kl_penalty
 from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, token_chooser
+from workers.memory import HeldModel
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
 from workers.training.average import WeightAverage
@@ -64,13 +65,22 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         self.log_prob_budget = pass_budget(config, rows)
         coef = self.config.router_aux_loss_coef
         engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
-        self.engine = engine_cls(
-            self.policy.model,
-            self.config.fsdp_config,
-            strategy=self.config.strategy,
-            head="token",
-            optim_config=self.config.optim,
-            grad_clip=self.config.grad_clip,
+        self.engine = self.held_model(config).engine(
+            engine_cls, optim_config=self.config.optim, grad_clip=self.config.grad_clip
+        )
+
+    @classmethod
+    def held_model(cls, config: WorkersConfig, role: str = "actor") -> HeldModel:
+        """The policy."""
+        policy, own = config.actor_rollout_ref, config.actor_rollout_ref.actor
+        return HeldModel(
+            "actor_rollout_ref.model.path",
+            policy.model,
+            own.fsdp_config,
+            own.strategy,
+            trains=True,
+            has_average=own.ema_decay is not None,
+            saved=own.checkpoint.save_contents,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

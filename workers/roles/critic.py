@@ -13,6 +13,7 @@ from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.memory import HeldModel
 from workers.models.precision import precision_of
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
@@ -46,13 +47,22 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
-        self.engine = TrainEngine(
+        self.engine = self.held_model(config).engine(
+            TrainEngine, optim_config=critic_optim(config), grad_clip=own.grad_clip
+        )
+
+    @classmethod
+    def held_model(cls, config: WorkersConfig, role: str = "critic") -> HeldModel:
+        """The value model."""
+        own = config.critic
+        return HeldModel(
+            "critic.model.path",
             critic_model(config),
-            self.config.model.fsdp_config,
-            strategy=self.config.strategy,
-            head="scalar",
-            optim_config=critic_optim(config),
-            grad_clip=self.config.grad_clip,
+            own.model.fsdp_config,
+            own.strategy,
+            "scalar",
+            trains=True,
+            saved=own.checkpoint.save_contents,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

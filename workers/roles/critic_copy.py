@@ -6,6 +6,7 @@ the critic's weights version by version, as a rollout gets the actor's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,8 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
-from workers.config import critic_model
-from workers.roles.critic import value_budget
+from workers.memory import HeldModel
+from workers.roles.critic import CriticWorker, value_budget
 from workers.training.refresh import FollowingEngine
 from workers.weights.sync import WeightReceiver
 
@@ -31,13 +32,12 @@ class CriticCopyWorker(WeightReceiver, Worker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.budget = value_budget(config)
-        self.engine = FollowingEngine(
-            critic_model(config),
-            config.critic.model.fsdp_config,
-            strategy=config.critic.strategy,
-            head="scalar",
-            decay=0.0,
-        )
+        self.engine = self.held_model(config).engine(FollowingEngine, decay=0.0)
+
+    @classmethod
+    def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
+        """The critic's, frozen."""
+        return replace(CriticWorker.held_model(config), trains=False, saved=())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -17,6 +17,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config.preference import PreferenceWorkerConfig, loss_reads
 from workers.losses.preference.measures import LABELLED_COLUMNS, measures
+from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
@@ -81,16 +82,19 @@ class PreferenceReferenceWorker(Worker):
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
-        path, data = config.ref.model.path, config.data
-        assert path is not None, "the role is inactive without a folder"
+        data = config.data
         self.budget = Budget.of(
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
-        self.engine = engine_class(config)(
-            replace(config.model, path=path, lora_rank=0),
-            config.ref.fsdp_config,
-            strategy=config.model.strategy,
-        )
+        self.engine = self.held_model(config).engine(engine_class(config))
+
+    @classmethod
+    def held_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> HeldModel:
+        """The model of the reference's own folder."""
+        path = config.ref.model.path
+        assert path is not None, "the role is inactive without a folder"
+        model = replace(config.model, path=path, lora_rank=0)
+        return HeldModel("ref.model.path", model, config.ref.fsdp_config, config.model.strategy)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

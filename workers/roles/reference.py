@@ -14,6 +14,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
+from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.training.background_save import SavesInBackground
@@ -41,12 +42,21 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
         engine_cls = FollowingEngine if self.follows else TrainEngine
-        self.engine = engine_cls(
+        self.engine = self.held_model(config).engine(engine_cls, **settings)
+
+    @classmethod
+    def held_model(cls, config: WorkersConfig, role: str = "ref") -> HeldModel:
+        """The policy as it was, or as it follows the actor's."""
+        policy, own = config.actor_rollout_ref, config.actor_rollout_ref.ref
+        follows = own.update_every is not None
+        return HeldModel(
+            "actor_rollout_ref.model.path",
             policy.model,
-            self.config.fsdp_config,
-            strategy=policy.actor.strategy,
-            quantization=self.config.quantization,
-            **settings,
+            own.fsdp_config,
+            policy.actor.strategy,
+            quantization=own.quantization,
+            has_average=follows and own.ema_decay > 0,
+            saved=("model",) if follows else (),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

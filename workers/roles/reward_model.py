@@ -14,7 +14,8 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import as_responses
-from workers.config import FSDPConfig, ModelConfig, model_rewards
+from workers.config import ModelConfig, RewardConfig, model_rewards
+from workers.memory import HeldModel
 from workers.models.tokenizers import check_same_tokenizer
 from workers.training.microbatch import Budget, budget_of_actor
 from workers.training.score_engine import ScoreEngine
@@ -31,17 +32,21 @@ class RewardModelWorker(Worker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
-        models = model_rewards(config)
-        self.config = models.get(self.role) or next(iter(models.values()))  # alone, it has no role
+        self.config = _reward_of(config, self.role)
         self.policy_path = config.actor_rollout_ref.model.path
-        policy = config.actor_rollout_ref.model
-        model = ModelConfig(
-            path=self.config.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
-        )
         rows = self.config.micro_batch_size_per_gpu
         self.budget = budget_of_actor(config) if rows is None else Budget(rows=rows)
-        self.engine = ScoreEngine(
-            model, FSDPConfig(), head="score", quantization=self.config.quantization
+        self.engine = self.held_model(config, self.role).engine(ScoreEngine)
+
+    @classmethod
+    def held_model(cls, config: WorkersConfig, role: str) -> HeldModel:
+        """The classifier of the role's reward, frozen."""
+        reward, policy = _reward_of(config, role), config.actor_rollout_ref.model
+        model = ModelConfig(
+            path=reward.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
+        )
+        return HeldModel(
+            "reward_model.model.path", model, head="score", quantization=reward.quantization
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -65,3 +70,8 @@ class RewardModelWorker(Worker):
     def weights_checksum(self) -> str:
         """Hash of the full weights."""
         return self.engine.weights_checksum()
+
+
+def _reward_of(config: WorkersConfig, role: str) -> RewardConfig:
+    models = model_rewards(config)
+    return models.get(role) or next(iter(models.values()))  # a worker alone has no role

@@ -16,6 +16,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
 from verl_like.process.worker import Worker
 from workers.config.rows import RowWorkerConfig
+from workers.memory import HeldModel
 from workers.models.causal_lm import Head
 from workers.models.memory import memory_in_use
 from workers.training.checkpoint import Checkpointed
@@ -39,14 +40,25 @@ class RowWorker(Checkpointed, Worker):
         self.budget = Budget.of(
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
-        self.engine = self.engine_class(
-            config.model,
-            config.model.fsdp_config,
-            strategy=config.model.strategy,
-            head=self.head,
+        self.engine = self.held_model(config).engine(
+            self.engine_class,
             optim_config=config.optim,
             grad_clip=config.grad_clip,
             **self.engine_settings(),
+        )
+
+    @classmethod
+    def held_model(cls, config: RowWorkerConfig, role: str = "") -> HeldModel:
+        """The model that is trained."""
+        own = config.model
+        return HeldModel(
+            "model.path",
+            own,
+            own.fsdp_config,
+            own.strategy,
+            cls.head,
+            trains=True,
+            saved=config.checkpoint.save_contents,
         )
 
     def engine_settings(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import teacher_model
+from workers.memory import HeldModel
 from workers.roles.actor import log_prob_temperature
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
@@ -25,11 +26,18 @@ class TeacherWorker(Worker):
         self.temperature = distillation.temperature or log_prob_temperature(policy.rollout)
         rows = distillation.teacher_model.log_prob_micro_batch_size_per_gpu
         self.budget = pass_budget(config, rows)
-        self.engine = TrainEngine(
+        self.engine = self.held_model(config).engine(TrainEngine)
+
+    @classmethod
+    def held_model(cls, config: WorkersConfig, role: str = "teacher") -> HeldModel:
+        """The teacher, frozen."""
+        own = config.distillation.teacher_model
+        return HeldModel(
+            "distillation.teacher_model.model_path",
             teacher_model(config),
-            distillation.teacher_model.fsdp_config,
-            strategy=policy.actor.strategy,
-            quantization=distillation.teacher_model.quantization,
+            own.fsdp_config,
+            config.actor_rollout_ref.actor.strategy,
+            quantization=own.quantization,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

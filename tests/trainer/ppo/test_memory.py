@@ -10,13 +10,13 @@ import pytest
 from tests.integration.runs import overrides
 from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
-from trainer.memory import GIB, pool_bytes
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, role_memories, tokens_at_once
 from trainer.ppo.preflight import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
 from workers.config.passes import LARGEST_PASS
+from workers.memory import GIB, pool_bytes
 from workers.training.lm_head import CHUNK_BYTES
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"

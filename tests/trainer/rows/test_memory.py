@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from trainer.config.compose import load_config
-from trainer.memory import RoleMemory
 from trainer.preference.config import PreferenceConfig
 from trainer.preference.recipe import DPO
 from trainer.preference.step import PreferenceTrainer
 from trainer.rows import preflight as preflight_module
-from trainer.rows.memory import largest_pass, role_memories
+from trainer.rows.memory import held_models, largest_pass, role_memories
 from trainer.rows.preflight import preflight
 from verl_like.errors import ConfigError
+from workers.memory import RoleMemory
 
 
 def dpo(tiny_dir: Path, *more: str) -> PreferenceConfig:
@@ -25,8 +25,7 @@ def dpo(tiny_dir: Path, *more: str) -> PreferenceConfig:
 
 
 def memories(config: PreferenceConfig) -> dict[str, RoleMemory]:
-    models = PreferenceTrainer.models(config)
-    return {role.role: role for role in role_memories(config, models, 2, "cpu")}
+    return {role.role: role for role in role_memories(config, 2, "cpu")}
 
 
 def test_a_trained_model_has_gradients_and_moments_and_a_reference_has_weights(
@@ -62,7 +61,7 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
     more: tuple[str, ...], tokens: int, tiny_dir: Path
 ) -> None:
     config = dpo(tiny_dir, *more)
-    own = PreferenceTrainer.models(config)["preference"]
+    own = held_models(config)["preference"]
     assert largest_pass(config, own, num_sides=2, ranks=1).tokens == tokens
 
 
@@ -72,7 +71,7 @@ def test_roles_that_do_not_fit_on_a_gpu_are_refused(
     monkeypatch.setattr(preflight_module, "memory_of_this_gpu", lambda _: 2**20)
     config = dpo(tiny_dir, "trainer.device=cuda")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
-        preflight(config, PreferenceTrainer.models(config), num_sides=2)
+        preflight(config, num_sides=2)
 
 
 def test_the_plan_shows_it(tiny_dir: Path) -> None:

@@ -9,17 +9,15 @@ import pytest
 
 from trainer.config.compose import load_config
 from trainer.preference.recipe import DPO
-from trainer.preference.step import PreferenceTrainer
-from trainer.rows.models import longest_row
+from trainer.rows.memory import longest_row
 from trainer.rows.preflight import preflight
 from trainer.sft.config import SFTConfig
 from trainer.sft.recipe import SFT
-from trainer.sft.step import SFTTrainer
 from verl_like.errors import ConfigError
 
 
 def checked(config: SFTConfig) -> None:
-    preflight(config, SFTTrainer.models(config), num_sides=1)
+    preflight(config, num_sides=1)
 
 
 @pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
@@ -53,4 +51,4 @@ def test_a_reference_of_fewer_positions_is_named(tmp_path: Path) -> None:
     settings = [f"model.path={tmp_path}/model", f"ref.model.path={tmp_path}/ref"]
     config = load_config([*settings, "data.train_files=rows.jsonl"], DPO)
     with pytest.raises(ConfigError, match=r"=64 tokens, but ref\.model\.path=.* has 32 positions"):
-        preflight(config, PreferenceTrainer.models(config), num_sides=2)
+        preflight(config, num_sides=2)

@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
@@ -126,46 +125,6 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer(tmp_path: Path) 
     assert less is not None
     assert whole == pytest.approx(8192 * 30 * (16 * 4096 + 8 * 4096 + 8 * 11008), rel=0.02)
     assert less == pytest.approx(whole / 30 + 8192 * 30 * 4096 * 2, rel=0.02)
-
-
-NARROW = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 7}
-
-
-def body_on_meta(family: str) -> nn.Module:
-    """Of seven narrow layers."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **NARROW))
-    return model.base_model
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-def test_what_like_layers_save_follows_exactly_from_a_few(
-    family: str, compute: torch.dtype
-) -> None:
-    body = body_on_meta(family).to(compute)
-    whole = memory_shapes._saved(body)
-    assert whole is not None
-    assert memory_shapes._saved_by_like_layers(body) == whole
-
-
-def test_the_layers_of_a_deep_model_are_not_all_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    body: Any = body_on_meta("llama")
-    traced: list[int] = []
-
-    def saved(body: Any) -> int:
-        traced.append(len(body.layers))
-        return 1000
-
-    monkeypatch.setattr(memory_shapes, "_saved", saved)
-    assert memory_shapes.saved_per_token(body, torch.float32) == -(-1000 // 256)
-    assert traced == [2, 3]
-    assert len(body.layers) == 7
-
-
-def test_layers_that_differ_are_all_traced() -> None:
-    body = body_on_meta("gemma2")  # every second layer looks at a window
-    assert memory_shapes._saved_by_like_layers(body) is None
 
 
 def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -> None:

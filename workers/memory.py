@@ -1,0 +1,240 @@
+"""The model that a role holds, and the memory that it takes on a device, from shapes.
+
+    class TeacherWorker(Worker):
+        @classmethod
+        def held_model(cls, config, role) -> HeldModel: ...     # also what its engine is built from
+
+    memory = memory_of(held, role, pool, ranks, device_type, LargestPass(tokens, reads))
+
+Roles of one pool share its devices. What they keep is added up; of what a call takes on top (whole
+layers, activations, logits) the largest counts, since they take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from workers.config.model import FrozenFSDPConfig, ModelConfig
+from workers.models.causal_lm import Head
+from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
+from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.parallel.sharding import Sharding, settle
+from workers.training.file_copies import LEAST_BYTES
+from workers.training.lm_head import positions_at_once
+
+if TYPE_CHECKING:
+    from workers.config import ActorRolloutRefConfig
+
+GIB = 2**30
+EngineT = TypeVar("EngineT")
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """A model that a role has an engine for."""
+
+    key: str
+    """The key that names its folder."""
+    model: ModelConfig
+    fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
+    strategy: str = "fsdp"
+    head: Head = "token"
+    trains: bool = False
+    quantization: str | None = None
+    has_average: bool = False
+    """Whether a moving average in float32 stands beside the weights."""
+    saved: Sequence[str] = ()
+    """What a checkpoint has of it."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """How it is laid over its ranks; int8 weights are whole on each."""
+        return settle("ddp" if self.quantization else self.strategy, self.fsdp)
+
+    def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
+        """A training engine of it."""
+        return engine_class(
+            self.model,
+            self.fsdp,
+            strategy=self.strategy,
+            head=self.head,
+            quantization=self.quantization,
+            **settings,
+        )
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of one role on one device; `host` are those that it keeps in the machine's memory.
+
+    So are `copies`, beside all others: what a checkpoint is written from.
+    """
+
+    role: str
+    pool: str
+    types: str
+    weights: float = 0
+    gradients: float = 0
+    moments: float = 0
+    whole: float = 0
+    activations: float | None = 0
+    kv_cache: float = 0
+    host: float = 0
+    copies: float = 0
+
+    @property
+    def kept(self) -> float:
+        """What stays on the device between calls."""
+        return self.weights + self.moments + self.kv_cache - self.host
+
+    @property
+    def call(self) -> float:
+        """What a call takes on top of it, offloaded parts included."""
+        return self.gradients + self.whole + (self.activations or 0) + self.host
+
+
+def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
+    """Bytes on a device of each pool: what its roles keep, and the largest call."""
+    pools: dict[str, float] = {}
+    for pool in dict.fromkeys(role.pool for role in roles):
+        own = [role for role in roles if role.pool == pool]
+        pools[pool] = sum(role.kept for role in own) + max(role.call for role in own)
+    return pools
+
+
+@dataclass(frozen=True)
+class LargestPass:
+    """Tokens of a role's largest pass, all rows of full length, and those that get a head."""
+
+    tokens: int
+    reads: int
+
+
+def memory_of(
+    held: HeldModel,
+    role: str,
+    pool: str,
+    ranks: int,
+    device_type: str,
+    largest: LargestPass,
+    copies: bool = False,
+) -> RoleMemory:
+    """A training engine; a frozen one keeps its weights in the type that it computes in, or int8.
+
+    `copies` says that a checkpoint is written from copies while the run goes on.
+    """
+    precision = precision_of(held.model, device_type)
+    kept = precision.weights if held.trains else precision.compute
+    shapes, sharding = model_shapes(held.model, held.head, precision.compute), held.sharding
+    shards = 1
+    if ranks > 1 and sharding.strategy not in ("ddp", "single"):
+        shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
+
+    trained = held.trains * shapes.num_trained * kept.itemsize
+    averages = _averages(held, shapes, kept)
+    weights = (shapes.held(kept, held.quantization) + averages) / shards
+    moments = 2 * trained / shards
+    host = 0.0
+    if device_type == "cuda":
+        host = sharding.param_offload * weights + sharding.optimizer_offload * moments
+    copied = 0.0
+    if copies:
+        saved = {"optimizer": 2 * trained, "model": averages + (trained or shapes.held(kept))}
+        copied = sum(saved.get(name, 0) for name in held.saved) / (shards if shards > 1 else ranks)
+        if "hf_model" in held.saved:  # the first rank's, in the type of the model's folder
+            stored = getattr(hf_config_of(held.model), "dtype", None) or precision.compute
+            copied += shapes.num_weights * stored.itemsize
+    names = [held.quantization or name_of(kept), name_of(precision.compute)]
+    return RoleMemory(
+        role=role,
+        pool=pool,
+        types=" / ".join(dict.fromkeys(names)),
+        weights=weights,
+        gradients=trained / shards,
+        moments=moments,
+        whole=_whole(shapes, shards, kept != precision.compute, held.trains, sharding.strategy),
+        activations=_activations(held, shapes, largest),
+        host=host,
+        copies=copied if copied >= LEAST_BYTES else 0,
+    )
+
+
+def _averages(held: HeldModel, shapes: ModelShapes, kept: torch.dtype) -> int:
+    """Bytes of a moving average in float32: of what is trained, or of what is kept narrower."""
+    if held.has_average and held.trains:
+        return shapes.num_trained * torch.float32.itemsize
+    if held.has_average and kept != torch.float32:
+        return shapes.num_weights * torch.float32.itemsize
+    return 0
+
+
+def _whole(
+    shapes: ModelShapes, shards: int, casts: bool, trains: bool, strategy: str = "fsdp"
+) -> float:
+    """Weights that a pass holds beside its shards: gathered ones, or a copy in the compute type.
+
+    FSDP holds what is outside the layers, and two layers of which one is on its way (all of them
+    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait.
+    """
+    if shards > 1:
+        layer = (shapes.num_weights - shapes.num_outside_layers) / shapes.num_layers
+        in_use = shapes.num_outside_layers + 2 * layer
+        gathered = shapes.num_weights if strategy == "shard_grad_op" else in_use
+        return (gathered + trains * in_use) * shapes.compute_bytes
+    return shapes.num_weights * shapes.compute_bytes if casts else 0
+
+
+def _activations(held: HeldModel, shapes: ModelShapes, largest: LargestPass) -> float | None:
+    """Bytes of a pass beside the weights; None where the model cannot be traced."""
+    model, at_once, chunked = held.model, largest.reads, 0
+    if held.head == "token":
+        at_once = positions_at_once(hf_config_of(model), largest.reads, model.use_fused_kernels)
+        if at_once < largest.reads:
+            chunked = shapes.beside_chunks(largest.reads, held.trains)
+    kept: float | None = shapes.logits(at_once)
+    if held.trains:
+        kept = shapes.saved(largest.tokens, at_once, model.enable_gradient_checkpointing)
+    return None if kept is None else kept + chunked
+
+
+def hf_config_of(model: ModelConfig) -> Any:
+    """The configuration of transformers in the model's folder."""
+    return read_hf_config(model_folder(model.path, weights=False))
+
+
+def rollout_memory(
+    policy: ActorRolloutRefConfig,
+    width: int,
+    role: str,
+    pool: str,
+    device_type: str,
+    device_bytes: int | None,
+    ranks_of_actor: int | None,
+) -> RoleMemory:
+    """An engine of rows of `width` tokens: its own weights, if it has any, and its cache.
+
+    vLLM takes a share of a GPU whole. `ranks_of_actor` are those of an actor on the same pool.
+    """
+    rollout = policy.rollout
+    dtype = rollout_dtype(policy, device_type)
+    shapes = model_shapes(replace(policy.model, lora_rank=0), "token", dtype)
+    weights: float = shapes.held(dtype, rollout.quantization)
+    per_sample = shapes.key_value_numbers * dtype.itemsize * width
+    cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
+
+    if rollout.name == "vllm":
+        weights /= rollout.tensor_model_parallel_size
+        if device_type == "cuda" and device_bytes is not None:
+            cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
+    is_whole = ranks_of_actor == 1 or (ranks_of_actor and policy.actor.strategy == "ddp")
+    may_share = rollout.name == "native" and not rollout.quantization
+    if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:
+        weights = 0  # the actor's own module
+    types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
+    return RoleMemory(role, pool, types, weights=weights, kv_cache=cache)
