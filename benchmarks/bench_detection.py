@@ -110,7 +110,9 @@ def hit_before_the_vote(fault: Callable[[], None] | None) -> None:
     def hit(channel: Any, ok: bool) -> bool:
         Channel.all_agree = vote  # type: ignore[method-assign]
         if fault is None:
-            vars(vote).setdefault("kept", []).append(channel._group)  # the others see nothing
+            vars(vote).setdefault("kept", []).append(
+                channel.connection.group
+            )  # the others see nothing
             return ok
         fault()
         return vote(channel, ok)

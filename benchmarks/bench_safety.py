@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -77,23 +76,20 @@ def without_sandbox() -> list[Restore]:
 
 def without_hashes() -> list[Restore]:
     """In a worker process: every hash of weights is a constant, and what came is not read back."""
-    from workers.rollout import base
-    from workers.rollout.module_engine import ModuleEngine
+    from workers.rollout.base import RolloutEngine
     from workers.weights import checksum
-    from workers.weights.checksum import Hashing
 
-    def of_copied(self: Hashing, into: Any, own: Any) -> int:
-        into[:] = own
+    def copied(into: Any, source: Any) -> int:
+        into.copy_(source)
         return 0
 
-    undo = [
-        swap(Hashing, "of", lambda self, payload: 0),
-        swap(Hashing, "of_copied", of_copied),
-        swap(Hashing, "of_pieces", lambda self, payload, pieces: repeat((0, None), len(pieces))),
-        swap(ModuleEngine, "_damaged", lambda self: []),
-        swap(base, "noted", lambda tensors, *others: tensors),
-    ]
-    constants = {"hash_of": lambda payload: 0, "digest_of": lambda hashes: "0" * 64}
+    undo = [swap(RolloutEngine, "reads_back", property(lambda self: False))]
+    constants: dict[str, Any] = {
+        "hash_of": lambda payload: 0,
+        "hashes_of": lambda payloads: [0] * len(payloads),
+        "copy_hashed": copied,
+        "digest_of": lambda hashes: "0" * 64,
+    }
     for name, stub in constants.items():
         original = getattr(checksum, name)
         users = [m for m in list(sys.modules.values()) if vars(m).get(name) is original]

@@ -29,13 +29,14 @@ from torch import Tensor, nn
 
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.worker_classes import create_colocated_worker_cls
 from verl_like.process.worker import Worker
 from workers.config import ModelConfig
 from workers.models.lora import add_adapter, is_adapter, merged_tensors, split_tensors
 from workers.weights.checksum import NamedTensors, checksum_of
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
-from workers.weights.kept import KeptWeights
-from workers.weights.sink import WeightSink
+from workers.weights.host_copy import HostCopy
+from workers.weights.module_writer import ModuleWriter
 from workers.weights.sync import WeightReceiver
 
 NUMBERS_OF_MAKERS = (1, 2, 4)
@@ -94,12 +95,12 @@ class Rollout:
     def __init__(self, size: str) -> None:
         self.module, self.version = layers(size), -1
 
-    def load_weights(self, tensors: NamedTensors, seen: Any = None) -> None:
+    def load_weights(self, tensors: NamedTensors, hashes: Any = None) -> None:
         """Into the module."""
-        sink = WeightSink(self.module)
+        writer = ModuleWriter(self.module)
         for name, tensor in tensors:
-            sink.write_tensor(name, tensor)
-        sink.verify("engine")
+            writer.write_tensor(name, tensor)
+        writer.verify("engine")
 
     def commit(self, version: int) -> None:
         """All ranks have loaded it."""
@@ -116,7 +117,7 @@ class Maker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin(self, sync: str) -> None:
         """Receive so from now on."""
-        self.kept = KeptWeights(announces=True) if sync == "changed" else None
+        self.copy = HostCopy(takes_changes=True) if sync == "changed" else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
@@ -128,14 +129,15 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
     """Figures of both ways to send, by number of makers."""
     with ExitStack() as stack:
 
-        def group(cls: type, own_processes: bool) -> Any:
-            recipe = ClassWithInitArgs(cls, size)
+        def group(role: str, cls: type, own_processes: bool) -> Any:
+            recipe = create_colocated_worker_cls({role: ClassWithInitArgs(cls, size)})
             made = LocalWorkerGroup(ResourcePool([1]), recipe, own_processes=own_processes)
             stack.callback(made.shutdown)
-            return made
+            return made.spawn([role])[role]
 
-        trainer = group(Trainer, own_processes=False)
-        makers = [group(Maker, own_processes=True) for _ in range(max(NUMBERS_OF_MAKERS))]
+        trainer = group("trainer", Trainer, own_processes=False)
+        numbers = range(max(NUMBERS_OF_MAKERS))
+        makers = [group(f"maker_{number}", Maker, own_processes=True) for number in numbers]
         found = {}
         for sync in ("full", "changed"):
             for each in (trainer, *makers):

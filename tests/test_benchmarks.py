@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ import workers.losses  # noqa: F401
 from tests.conftest import load
 from tests.forked import run_program
 from tests.workers.rollout_engines import make_engine, make_model
-from tests.workers.stand_ins import unconnected
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from verl_like.calls.call_times import CallTimes
 from verl_like.calls.transport import Transport
+from verl_like.process.store import SignedStore
 from workers.losses.registry import POLICY_LOSSES
 from workers.rewards.scorer import Scorer
 from workers.training import lm_head
 from workers.weights import checksum
+from workers.weights.channel import HOST, Channel, pack
+from workers.weights.connection import Connection
 
 BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
 PACKAGES = ("verl_like", "workers", "trainer")
@@ -128,19 +131,22 @@ def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_hashes, take = [], checksum.xxhash.xxh3_64_intdigest
+    begin = checksum.xxhash.xxh3_64
     monkeypatch.setattr(
         checksum.xxhash, "xxh3_64_intdigest", lambda content: num_hashes.append(1) or take(content)
     )
+    monkeypatch.setattr(checksum.xxhash, "xxh3_64", lambda: num_hashes.append(1) or begin())
     model = make_model(tmp_path)
     engine = make_engine("native", model, tmp_path)
     state = dict(model.named_parameters())
 
     def sync() -> tuple[int, int]:
         num_hashes.clear()
-        (sent, payload), *_ = unconnected()._buckets(iter(state.items()), 2**24, {})
-        arriving = unconnected()
-        tensors = arriving._verified(0, payload, {"number": 0, "tensors": sent})
-        engine.load_weights(tensors, arriving.seen)
+        unsigned = SignedStore(cast(Any, None), "", "")
+        arriving = Channel(Connection("", 0, 2, None), unsigned, 1, HOST)
+        (bucket,) = pack(state.items(), 2**24, arriving.room, arriving.watch)
+        tensors = arriving._verified(0, bucket.payload, {"number": 0, "tensors": bucket.facts})
+        engine.load_weights(tensors, arriving.hashes)
         engine.commit(1)
         for name, weight in engine.named_weights():
             assert torch.equal(weight, state[name])
@@ -149,7 +155,7 @@ def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
     on = sync()
     assert on[0] == 3 * len(state)
     undo = load("benchmarks/bench_safety.py").without_hashes()
-    assert sync() == (0, checksum.Fingerprint().value())
+    assert sync() == (0, on[1])
     while undo:
         undo.pop()()
     assert sync() == on

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from verl_like.errors import WeightSyncError
-from workers.weights.channel import Channel
-from workers.weights.checksum import Hashing, Seen, checksum_of
+from workers.weights.channel import Channel, Finish
+from workers.weights.checksum import checksum_of
 from workers.weights.delivery import WeightPublisher
-from workers.weights.kept import KeptWeights
-from workers.weights.sink import WeightSink
+from workers.weights.host_copy import HostCopy
+from workers.weights.module_writer import ModuleWriter
 from workers.weights.sync import WeightReceiver, sync_weights
 
 CPU = torch.device("cpu")
@@ -61,13 +61,13 @@ class PlainEngine:
         self.module, self.version = TiedModel(seed), None
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], seen: Mapping[str, Seen] | None = None
+        self, tensors: Iterable[tuple[str, torch.Tensor]], hashes: Mapping[str, int] | None = None
     ) -> None:
         self.version = None
-        sink = WeightSink(self.module)
+        writer = ModuleWriter(self.module)
         for name, tensor in tensors:
-            sink.write_tensor(name, tensor)
-        sink.verify("engine")
+            writer.write_tensor(name, tensor)
+        writer.verify("engine")
 
     def commit(self, version: int) -> None:
         self.version = version
@@ -79,24 +79,18 @@ class Sender(WeightPublisher):
 
 
 class Receiver(WeightReceiver):
+    role = "rollout"
+
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.device = rank, world_size, CPU
         self.engine = PlainEngine(10 + rank)
 
 
-def keeping(announces: bool, rank: int = 0, world_size: int = 1) -> Receiver:
+def keeping(takes_changes: bool, rank: int = 0, world_size: int = 1) -> Receiver:
     """A receiver that keeps what it was sent, beside what its engine holds."""
     worker = Receiver(rank, world_size)
-    worker.kept = KeptWeights(announces)
+    worker.copy = HostCopy(takes_changes)
     return worker
-
-
-def unconnected() -> Channel:
-    """An end of a channel that leads nowhere."""
-    channel = Channel.__new__(Channel)
-    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-    channel.hashing, channel.corrupt, channel.manifest, channel.seen = Hashing(), [], {}, {}
-    return channel
 
 
 class Group:
@@ -168,7 +162,7 @@ def flip_a_bit_on_the_way(patch: pytest.MonkeyPatch) -> None:
     """One of a weight that is sent, in every sync."""
     start = Channel._start_broadcast
 
-    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Any:
+    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Finish:
         if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
             tensor = tensor.clone()
             tensor[700] ^= 16

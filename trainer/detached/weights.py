@@ -46,10 +46,10 @@ class WeightFeed:
         # a version comes again where a validation has had other weights: the critic has one set
         if CRITIC_COPY in self._groups and version != self._critic_version:
             # before the actor's: who gets those finds the critic's no older
-            figures = publish_weights(self._groups["critic"], version, senders)
+            figures = publish_weights(self._groups["critic"], version, senders, self._bucket_mb)
             self._critic_version = version
             copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}
-        metrics = copies | publish_weights(self._groups["actor"], version, senders)
+        metrics = copies | publish_weights(self._groups["actor"], version, senders, self._bucket_mb)
         self._num_published += 1
         for maker, thread in self._threads.items():
             thread.submit(self._deliver_ahead, maker, self._num_published)
@@ -69,7 +69,7 @@ class WeightFeed:
         role, sender = role_on(CRITIC_COPY, maker), self._topology.weight_sender(maker)
         groups = self._groups["critic"], self._groups[role]
         try:
-            figures = deliver_weights(*groups, bucket_mb=self._bucket_mb, sender=sender)
+            figures = deliver_weights(*groups, sender=sender)
         except WeightSyncError as error:
             error.add_note(f"It was to bring maker {maker}'s copy of the critic to the critic's.")
             raise
@@ -96,7 +96,6 @@ class WeightFeed:
             figures = deliver_weights(
                 self._groups["actor"],
                 self._groups[role],
-                bucket_mb=self._bucket_mb,
                 sender=sender,
                 ahead=ahead,
                 at_once=self._at_once and not ahead,

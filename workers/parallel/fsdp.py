@@ -165,11 +165,11 @@ def gather_rows(tensor: DTensor) -> Tensor | None:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A weight as one CPU tensor of its own dtype; collective where it is sharded."""
+    """A weight as one tensor, where its shards are; collective where it is sharded."""
     tensor = parameter.detach()
     if isinstance(tensor, DTensor):
-        tensor = all_gather_rows(tensor) if _is_rows_on_cpu(tensor) else tensor.full_tensor()
-    return tensor.cpu()
+        return all_gather_rows(tensor) if _is_rows_on_cpu(tensor) else tensor.full_tensor()
+    return tensor
 
 
 def all_gather_rows(tensor: DTensor) -> Tensor:
@@ -195,13 +195,13 @@ def _is_rows_on_cpu(tensor: DTensor) -> bool:
 
 
 def tensor_on_first(parameter: Tensor) -> Tensor | None:
-    """A weight as one CPU tensor on rank 0, None elsewhere; collective where it is sharded."""
+    """A weight as one tensor on rank 0, None elsewhere; collective where it is sharded."""
     tensor = parameter.detach()
     if isinstance(tensor, DTensor):
         if _is_rows_on_cpu(tensor):
             return gather_rows(tensor)
         tensor = tensor.full_tensor()
-    return tensor.cpu() if dist.get_rank() == 0 else None
+    return tensor if dist.get_rank() == 0 else None
 
 
 @contextmanager

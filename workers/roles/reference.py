@@ -21,8 +21,7 @@ from workers.training.background_save import SavesInBackground
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
-from workers.weights.sides import SyncReport
-from workers.weights.sync import WeightReceiver
+from workers.weights.sync import SyncReport, WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig

@@ -31,9 +31,8 @@ from workers.rollout.partial import partial_outputs
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.weights.channel import Channel
-from workers.weights.kept import kept_weights
-from workers.weights.sides import SyncReport
-from workers.weights.sync import WeightReceiver
+from workers.weights.host_copy import host_copy
+from workers.weights.sync import SyncReport, WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -62,7 +61,7 @@ class RolloutWorker(WeightReceiver, Worker):
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
         self._whole_config = config
-        self.kept = kept_weights(self.config)
+        self.copy = host_copy(self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -112,24 +111,16 @@ class RolloutWorker(WeightReceiver, Worker):
         with ExitStack() as standing:
 
             def take(channel: Channel) -> list[str]:
-                if self.kept is None:
+                if self.copy is None:
                     standing.enter_context(self.engine.control.held())
                     return self._load(channel)
                 problems = self._keep(channel)  # while the engine goes on
                 if not problems:
                     standing.enter_context(self.engine.control.held())
-                    problems = self._load_kept()
+                    problems = self._load_copy()
                 return problems
 
             return self._receive(address, take, lambda: self.engine.commit(version))
-
-    def _load_kept(self) -> list[str]:
-        """Load what is kept beside the engine; what is wrong with it, in words."""
-        try:
-            self.engine.load_weights(self.kept_copy().effective())
-        except WeightSyncError as problem:
-            return [str(problem)]
-        return []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def pause(self) -> None:

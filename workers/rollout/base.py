@@ -14,8 +14,8 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.control import GenerationControl
-from workers.weights.checksum import CopyCheck, Fingerprint, Seen, checksum_of, noted
-from workers.weights.sink import refuse_problems
+from workers.weights.checksum import CopyCheck, Fingerprint, checksum_of
+from workers.weights.module_writer import refuse_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,9 @@ class Request:
 class EngineLimits:
     """What an engine is built for: widths of columns, how much it decodes and stores at once.
 
-    With `keep_kv` weights that arrive within a generation leave its KV cache as it is.
+    With `keep_kv` weights that arrive within a generation leave its KV cache as it is. What an
+    engine holds after a load is compared with what came at the first of every `read_back_every`
+    loads.
     """
 
     prompt_width: int
@@ -128,6 +130,7 @@ class EngineLimits:
     max_num_seqs: int = 256
     kv_cache_gb: float = 4.0
     keep_kv: bool = False
+    read_back_every: int = 1
 
 
 class RolloutEngine(ABC):
@@ -165,6 +168,7 @@ class RolloutEngine(ABC):
         self.control = GenerationControl()
         self._fingerprint = Fingerprint()
         self._came = CopyCheck()
+        self._num_loads = 0
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         """One output per request, in the order of the requests.
@@ -197,12 +201,12 @@ class RolloutEngine(ABC):
         return stop
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], seen: Mapping[str, Seen] | None = None
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
     ) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
 
-        What the engine then holds is read back and compared with what came, which is hashed on the
-        way unless it was `seen` as it arrived. Leaves the engine stale.
+        Where the engine `reads_back`, what it then holds is compared with what came, whose hashes
+        are taken on the way unless `hashes` has them by then. Leaves the engine stale.
         """
         if self.control.in_flight and not self.control.is_paused:
             raise WeightSyncError(
@@ -211,12 +215,26 @@ class RolloutEngine(ABC):
             )
         self.version = None
         self.wake_up()
-        self._fingerprint = Fingerprint()
-        self._came.begin()
-        self._load(noted(tensors, self._came, self._fingerprint, seen))
-        damaged = self._damaged()
-        self.hash_s = self._came.seconds
+        self._fingerprint, self._came = Fingerprint(), CopyCheck()
+        self._load(self._noted(tensors, {} if hashes is None else hashes))
+        damaged = self._damaged() if self.reads_back else []
+        self.hash_s = self._came.watch.seconds
+        self._num_loads += 1
         refuse_problems("engine", **{"held otherwise than they were sent": damaged})
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether the weights of this load are compared with what the engine then holds."""
+        return self._num_loads % self.limits.read_back_every == 0
+
+    def _noted(
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int]
+    ) -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if self.reads_back:
+                self._came.note(name, tensor, hashes.get(name))
+            self._fingerprint.note(name, tensor)
+            yield name, tensor
 
     def commit(self, version: int) -> None:
         """Declare the loaded weights verified: from here on samples are those of `version`."""
@@ -231,7 +249,6 @@ class RolloutEngine(ABC):
             )
         if not self.asleep and self.owns_weights:
             self.version = None
-            self._came = CopyCheck()  # the other one keeps their memory
             self._free()
         self.asleep = True
 

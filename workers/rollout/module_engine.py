@@ -10,9 +10,9 @@ from torch import Tensor
 
 from workers.models.quantize import Int8Weight
 from workers.models.state import named_state
-from workers.rollout.arrived import ArrivedWeights
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.weights.sink import WeightSink
+from workers.rollout.int8_hashes import Int8Hashes
+from workers.weights.module_writer import ModuleWriter
 
 
 class ModuleEngine(RolloutEngine):
@@ -32,25 +32,25 @@ class ModuleEngine(RolloutEngine):
         self._shapes: list[torch.Size] = []
         self._written: dict[str, Tensor] = {}
         """The module's state while it is being loaded."""
-        self.arrived = ArrivedWeights()
+        self.int8 = Int8Hashes()
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        sink = WeightSink(self.module)
+        writer = ModuleWriter(self.module)
         for name, tensor in tensors:
-            sink.write_tensor(name, tensor)
-            self.arrived.note(name, tensor, sink.targets.get(name))
-        sink.verify("engine")
-        self._written = sink.targets
+            writer.write_tensor(name, tensor)
+            self.int8.note(name, tensor, writer.targets.get(name))
+        writer.verify("engine")
+        self._written = writer.targets
 
     def _damaged(self) -> list[str]:
         """An int8 weight must still be what was made of its tensor, any other what came."""
         held, self._written = self._written.items(), {}
         as_sent = ((name, weight) for name, weight in held if not isinstance(weight, Int8Weight))
-        return self.arrived.damaged(held) + self._came.damaged(as_sent)
+        return self.int8.damaged(held) + self._came.damaged(as_sent)
 
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""
-        return self.arrived.checksum(self.named_weights())
+        return self.int8.checksum(self.named_weights())
 
     def _free(self) -> None:
         """Drop every parameter's memory."""

@@ -190,7 +190,7 @@ def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
     with engine.running():
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
-                found.append((name, full_tensor(parameter)))
+                found.append((name, full_tensor(parameter).cpu()))
     return found
 
 

@@ -379,12 +379,12 @@ class TrainEngine:
     def named_full_tensors(
         self, on_all_ranks: bool = True, dtype: torch.dtype | None = None, merged: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, whole, on the CPU, one at a time; collective.
+        """Every weight by its Hugging Face name, whole, on the device, one at a time; collective.
 
         Parameters, in `dtype` or their own, then persistent buffers, always in their own: passes
         read them so. LoRA is `merged` into the weights that it stands beside, or base and factors
         come apart, in their own types. Every rank must run this to its end; unless `on_all_ranks`,
-        it is empty on all but rank 0. On one CPU rank these are the live weights: do not write.
+        it is empty on all but rank 0. On one rank these are the live weights: do not write.
         """
         kept = {name for name, _ in persistent_buffers(self.module)}
         if not merged:

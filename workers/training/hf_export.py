@@ -49,7 +49,7 @@ def export_huggingface(
             write_model_folder(
                 engine.module,
                 engine.model_config,
-                tensors,
+                ((name, tensor.cpu()) for name, tensor in tensors),
                 folder,
                 engine.folder_settings,
                 shard_bytes,

@@ -20,8 +20,8 @@ from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies, writer_of
 from workers.training.shards import read_shards, write_shards
-from workers.weights.checksum import CopyCheck, Seen
-from workers.weights.sink import refuse_problems
+from workers.weights.checksum import CopyCheck
+from workers.weights.module_writer import refuse_problems
 
 
 class FollowingEngine(TrainEngine):
@@ -51,12 +51,12 @@ class FollowingEngine(TrainEngine):
 
     @torch.no_grad()
     def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], seen: Mapping[str, Seen] | None = None
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
     ) -> None:
         """Move towards these whole tensors; those that do not fit this model are refused.
 
-        What is copied, not averaged, is read back and compared. What was `seen` of them as they
-        arrived is for engines that keep them so.
+        What is copied, not averaged, is read back and compared; `hashes` of whole tensors say
+        nothing of a rank's rows.
         """
         self.version = None
         came = CopyCheck()
@@ -77,7 +77,7 @@ class FollowingEngine(TrainEngine):
 
         held = ((name, own_part(weight)) for name, weight in named_state(self.module))
         held_otherwise = came.damaged(held)
-        self.hash_s = came.seconds
+        self.hash_s = came.watch.seconds
         refuse_problems(
             "frozen model",
             missing=list(targets),

@@ -14,30 +14,36 @@ host memory, over gloo: nothing of it touches a GPU that is computing.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
-from verl_like.process.store import SignedStore
-from workers.weights.address import Address, join_weight_store
-from workers.weights.channel import Channel
-from workers.weights.checksum import Hashing, checksum_of
-from workers.weights.kept import changes
-from workers.weights.sides import InAThread, Side, SyncReport, reports_of_sides
-from workers.weights.snapshot import Snapshot, Snapshots
-from workers.weights.sync import WeightSender, once_more_if_refused, sync_figures
+from workers.weights.channel import HOST, Bucket, Channel, new_room, pack
+from workers.weights.checksum import NamedTensors, Stopwatch, checksum_of
+from workers.weights.connection import call_in_thread
+from workers.weights.host_copy import effective_tensors
+from workers.weights.sync import (
+    Side,
+    SyncReport,
+    WeightSender,
+    once_more_if_refused,
+    reports_of_sides,
+    send_changes,
+    sync_figures,
+)
 
 logger = logging.getLogger(__name__)
-HOST = torch.device("cpu")
+READERS_TIMEOUT_S = 120.0
+"""How long a publication waits for a delivery to end whose memory it needs."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,11 @@ class PublishReport:
     changed_share: float | None = None
 
 
+# ----------------------------------------------------------------------------------- in the driver
+
+
 def publish_weights(
-    actor_group: Any, version: int, senders: Sequence[int] = (0,)
+    actor_group: Any, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
 ) -> dict[str, float]:
     """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
     start = time.perf_counter()
@@ -63,7 +72,7 @@ def publish_weights(
             f"version {version} cannot be published by ranks {list(senders)}: the actor has ranks "
             f"0 to {actor_group.world_size - 1}, and one of them at least must send."
         )
-    reports: list[PublishReport] = actor_group.publish_weights(version, list(senders))
+    reports: list[PublishReport] = actor_group.publish_weights(version, list(senders), bucket_mb)
     figures = {
         "timing_s/publish_weights": time.perf_counter() - start,
         "perf/published_mb": max(report.num_bytes for report in reports) / 2**20,
@@ -80,7 +89,6 @@ def deliver_weights(
     actor_group: Any,
     rollout_group: Any,
     version: int | None = None,
-    bucket_mb: float = 16.0,
     sender: int = 0,
     ahead: bool = False,
     at_once: bool = False,
@@ -96,7 +104,7 @@ def deliver_weights(
     `WeightSyncError` where it fails on any rank, with what both sides say, and `WorkerDiedError`
     where a rank of either side is gone.
     """
-    how = bucket_mb, sender, ahead, at_once
+    how = sender, ahead, at_once
     return once_more_if_refused(partial(_deliver, actor_group, rollout_group, version, *how))
 
 
@@ -104,7 +112,6 @@ def _deliver(
     actor_group: Any,
     rollout_group: Any,
     version: int | None,
-    bucket_mb: float,
     sender: int,
     ahead: bool,
     at_once: bool,
@@ -121,13 +128,27 @@ def _deliver(
     address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
-    what = address, rollout_group.world_size, bucket_mb, sender
-    sending = InAThread(f"actor rank {sender}", actor_group.deliver_weights, *what)
+    sending = _Sending(actor_group, address, rollout_group.world_size, sender)
     received = receive.remote(address, version)
     give_up = partial(actor_group.give_up_sync.remote, address, rollout_group.world_size)
     sides = [Side(future, int(version), give_up) for future in (received, sending)]
-    reports = reports_of_sides(sides)
-    return sync_figures(reports, int(version), start)
+    return sync_figures(reports_of_sides(sides), int(version), start)
+
+
+class _Sending:
+    """The future of a sender's part in a delivery, which is made in a thread."""
+
+    def __init__(self, actor_group: Any, address: str, num_receivers: int, sender: int) -> None:
+        self._name = f"actor rank {sender}"
+        what = address, num_receivers, sender
+        self._future = call_in_thread(self._name, actor_group.deliver_weights, *what)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The reports of all ranks."""
+        return self._future.result(timeout)
+
+    def __str__(self) -> str:
+        return self._name
 
 
 @cache
@@ -148,43 +169,52 @@ def load_delivered(rollout_group: Any, version: int) -> dict[str, float]:
     return sync_figures(reports, version, start)
 
 
+# -------------------------------------------------------------------------------- in the processes
+
+
 class WeightPublisher(WeightSender):
     """Mixed into the actor's worker: snapshots of its weights, and their delivery beside its work.
 
-    Deliveries come in threads of their own. Each has a connection of its own to the store, since
-    whoever waits on one holds up all others on it.
+    Deliveries come in threads of their own.
     """
 
-    _snapshots: Snapshots | None = None
     _deliveries: dict[str, Snapshot]
-    _idle_stores: deque[dist.TCPStore]
+    _has_published = False
+
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        """The newest published version."""
+        return Snapshots()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, version: int, senders: Sequence[int] = (0,)) -> PublishReport:
+    def publish_weights(
+        self, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
+    ) -> PublishReport:
         """Copy the full weights, in the type that a rollout gets them in, on these ranks.
 
         The newest version alone is kept; one that is being delivered stays until that has ended.
         """
         tensors = self.tensors_to_send(on_all_ranks=list(senders) != [0])
-        hashing = Hashing()
         try:
             if self.rank not in senders:
                 return PublishReport()
-            self._prepare()
-            assert self._snapshots is not None, "made a line above"
-            share = self._snapshots.publish(version, tensors, hashing, self.merging())
+            if not self._has_published:
+                # the store is opened here, where the environment is that of this role's calls
+                self.new_address()
+                self._deliveries, self._has_published = {}, True
+            share = self.snapshots.publish(version, tensors, bucket_mb, self.merging())
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
             deque(tensors, maxlen=0)
-        with self._snapshots.reading(version) as snapshot:
-            return PublishReport(snapshot.num_bytes, hashing.seconds, share)
+        with self.snapshots.reading(version) as snapshot:
+            return PublishReport(snapshot.num_bytes, snapshot.watch.seconds, share)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def published_checksum(self, version: int) -> str | None:
         """Hash of a published version, comparable with a rollout's `weights_checksum`."""
-        if self._snapshots is None:
+        if not self._has_published:
             return None
-        with self._snapshots.reading(version) as snapshot:
+        with self.snapshots.reading(version) as snapshot:
             return checksum_of(snapshot.effective())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
@@ -197,63 +227,179 @@ class WeightPublisher(WeightSender):
         """
         if self.rank != sender:
             return None
-        if self._snapshots is None:
+        if not self._has_published:
             raise WeightSyncError(
                 f"actor rank {self.rank} has published no version of its weights, so none can be "
                 f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
             )
-        snapshot = self._snapshots.begin_reading(version)
-        address = str(self._new_address())
+        snapshot = self.snapshots.begin_reading(version)
+        address = str(self.new_address())
         self._deliveries[address] = snapshot
         return address, snapshot.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def deliver_weights(
-        self, address: str, num_receivers: int, bucket_mb: float, sender: int = 0
-    ) -> SyncReport:
+    def deliver_weights(self, address: str, num_receivers: int, sender: int = 0) -> SyncReport:
         """Send the version that was held for this address to the ranks that come to it."""
         if self.rank != sender:
             return SyncReport()
-        assert self._snapshots is not None, "whoever has an address has published"
         snapshot = self._deliveries.pop(address)
+
+        def send(channel: Channel) -> None:
+            drops = self.is_to_drop(snapshot.version)
+            if snapshot.merging is None:
+                channel.send(snapshot.buckets, drops_first=drops)
+            else:
+                limit = max((len(bucket.payload) for bucket in snapshot.buckets), default=1)
+                send_changes(channel, snapshot.tensors.items(), limit, snapshot.merging, drops)
+
         try:
-            with (
-                self._own_store(address) as store,
-                closing(Channel(store, 0, num_receivers, HOST)) as channel,
-            ):
-                what = changes(store, num_receivers, snapshot.merging)
-                channel.drops_first = self.is_to_drop(snapshot.version)
-                if what is None:
-                    channel.send_buckets(snapshot.buckets(int(bucket_mb * 2**20)))
-                else:
-                    channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
-                agreed = channel.all_agree(True)
-        except WeightSyncError as error:
-            self.parts.failed(Address.read(address))
-            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
+            return self.send_through(address, num_receivers, HOST, send)
         finally:
-            self._snapshots.end_reading(snapshot)
-        problem = None if agreed else "a rollout rank refused the weights"
-        return SyncReport(problem, channel.num_bytes, channel.hashing.seconds)
+            self.snapshots.end_reading(snapshot)
 
-    def _prepare(self) -> None:
-        """Before the first publication: what deliveries need.
 
-        Their store is opened here, where the environment is that of this role's calls.
+class Snapshot:
+    """The full weights of one version in host memory, packed in buckets: a delivery copies nothing,
+    and has next to nothing to do in Python beside the trainer's own work.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.buckets: list[Bucket] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.merging: dict[str, Any] | None = None
+        """Where adapters come apart from their base: how they are put together."""
+        self.num_readers = 0
+        self.watch = Stopwatch()
+        self._rooms: list[Tensor] = []
+
+    def fill(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        merging: dict[str, Any] | None = None,
+    ) -> None:
+        """Copy these tensors, into the memory of the version before."""
+        self.version, self.merging, self.watch = None, merging, Stopwatch()
+        limit = int(bucket_mb * 2**20)
+        self.buckets = list(pack(tensors, limit, self._room, self.watch, lends=False))
+        del self._rooms[len(self.buckets) :]
+        self.tensors = {name: tensor for each in self.buckets for name, tensor in each.tensors()}
+        self.version = version
+
+    def _room(self, number: int, num_bytes: int) -> Tensor:
+        """The memory of a bucket, used again where it is large enough."""
+        if number == len(self._rooms):
+            self._rooms.append(new_room(num_bytes))
+        elif len(self._rooms[number]) < num_bytes:
+            self._rooms[number] = new_room(num_bytes)
+        return self._rooms[number][:num_bytes]
+
+    def effective(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights as a rollout has them in the end."""
+        if self.merging is None:
+            return self.tensors.items()
+        return effective_tensors(self.tensors, self.merging)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def hashes(self) -> dict[str, int]:
+        """Of every tensor."""
+        return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
+
+
+class Snapshots:
+    """Two snapshots that take turns: the newest is kept, and what a delivery is still reading.
+
+    A publication takes the memory of the older one. While a delivery reads that, it takes the
+    memory of the newest; while deliveries read both, it waits for one of them to end.
+    """
+
+    def __init__(self) -> None:
+        self._both = Snapshot(), Snapshot()
+        self._newest: Snapshot | None = None
+        self._is_filling = False
+        self._changed = threading.Condition()
+
+    def publish(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        merging: dict[str, Any] | None = None,
+    ) -> float | None:
+        """Copy the weights as `version`; the share of tensors that the version before had not.
+
+        None where there was none before, or the version is the same and its weights are others.
         """
-        if self._snapshots is None:
-            self._opened_store()
-            self._deliveries, self._idle_stores = {}, deque()
-            self._snapshots = Snapshots()
+        newest = self._newest
+        is_next = newest is not None and newest.version != version
+        before = {} if newest is None else newest.hashes
+        target = self._take_turn(version)
+        try:
+            target.fill(version, tensors, bucket_mb, merging)
+            with self._changed:
+                self._newest = target
+        finally:
+            with self._changed:
+                self._is_filling = False
+                self._changed.notify_all()
+        after = target.hashes
+        changed = [name for name, value in after.items() if before.get(name) != value]
+        return len(changed) / max(1, len(after)) if is_next else None
+
+    def begin_reading(self, version: int | None = None) -> Snapshot:
+        """The snapshot of this version, or the newest; it stays as it is until `end_reading`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._newest is not None or not self._is_filling, READERS_TIMEOUT_S
+            )
+            held = None if self._newest is None else self._newest.version
+            if self._newest is None or version not in (held, None):
+                is_held = "none is held" if held is None else f"the one that is held is {held}"
+                raise WeightSyncError(
+                    f"version {version} is not there to be delivered: {is_held}. "
+                    "actor.publish_weights(version) makes one, in the place of the one before."
+                )
+            self._newest.num_readers += 1
+            return self._newest
+
+    def end_reading(self, snapshot: Snapshot) -> None:
+        """Its memory may be used again, once nobody else reads it."""
+        with self._changed:
+            snapshot.num_readers -= 1
+            self._changed.notify_all()
 
     @contextmanager
-    def _own_store(self, text: str) -> Iterator[SignedStore]:
-        """The store of one delivery, over a connection that no other one uses meanwhile."""
-        address = Address.read(text)
+    def reading(self, version: int | None = None) -> Iterator[Snapshot]:
+        """Within, the snapshot of this version, or the newest, stays as it is."""
+        snapshot = self.begin_reading(version)
         try:
-            connection = self._idle_stores.pop()
-        except IndexError:
-            connection = join_weight_store(address.place)
-        yield address.part_of(connection)
-        self.parts.delete(address, connection)
-        self._idle_stores.append(connection)  # after an error it may be broken, and is let go
+            yield snapshot
+        finally:
+            self.end_reading(snapshot)
+
+    def _take_turn(self, version: int) -> Snapshot:
+        """The snapshot to be overwritten: nobody reads it, nor will until it is filled."""
+        with self._changed:
+            self._is_filling = True
+            if not self._changed.wait_for(self._is_any_free, READERS_TIMEOUT_S):
+                self._is_filling = False
+                reading = " and ".join(str(snapshot.version) for snapshot in self._both)
+                raise WeightSyncError(
+                    f"version {version} cannot be published: deliveries of versions {reading} have "
+                    f"not ended within {READERS_TIMEOUT_S:.0f} s. Is a rollout rank stuck?"
+                )
+            older_first = sorted(self._both, key=lambda snapshot: snapshot is self._newest)
+            target = next(snapshot for snapshot in older_first if not snapshot.num_readers)
+            if target is self._newest:
+                self._newest = None
+            return target
+
+    def _is_any_free(self) -> bool:
+        return any(not snapshot.num_readers for snapshot in self._both)

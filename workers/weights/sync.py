@@ -19,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -28,26 +29,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.errors import WeightSyncError
-from verl_like.process.store import SignedStore, new_secret
+from verl_like.calls.future import gather
+from verl_like.errors import VerlLikeError, WeightSyncError
+from verl_like.process.store import new_secret
 from workers.models.lora import adapter_facts
-from workers.weights.address import Address, StoreParts, join_weight_store, open_weight_store
-from workers.weights.channel import Channel
-from workers.weights.checksum import NamedTensors, Seen
-from workers.weights.kept import KeptWeights, announce, changes
-from workers.weights.meeting import give_up
-from workers.weights.sides import (
-    Side,
-    SyncReport,
-    WeightsRefusedError,
-    raise_errors,
-    reports_of_sides,
+from workers.weights.channel import Channel, pack
+from workers.weights.checksum import NamedTensors, byte_view, hash_of
+from workers.weights.connection import (
+    Address,
+    Connections,
+    Manifest,
+    call_in_thread,
+    give_up,
+    join_weight_store,
+    open_weight_store,
 )
-from workers.weights.sink import describe_problems
+from workers.weights.host_copy import HostCopy
+from workers.weights.module_writer import describe_problems
 
 logger = logging.getLogger(__name__)
+ALONE_S = 3.0
+"""How long one side of a sync may go on after the other has failed: it waits in vain."""
 _OPENING = threading.Lock()
 """Addresses are asked for by several threads."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One rank's part of a sync: why it refused, the bytes it moved, the time of their hashes."""
+
+    error: str | None = None
+    num_bytes: int = 0
+    hash_s: float = 0.0
+    voted: bool = True
+    """It came as far as the vote: nobody was missing, and nothing broke off."""
+
+
+class WeightsRefusedError(WeightSyncError):
+    """Every rank was there, and one has refused what it got."""
+
+
+# ----------------------------------------------------------------------------------- in the driver
 
 
 def sync_weights(
@@ -75,11 +97,10 @@ def _sync(
         reports: list[SyncReport] = rollout_group.update_weights(version)
     else:
         address = actor_group.open_weight_channel()[0]
+        receivers = rollout_group.world_size
+        send = partial(actor_group.send_weights.remote, address, receivers, bucket_mb, as_trained)
         receive = partial(rollout_group.receive_weights.remote, address, version)
-        send = partial(actor_group.send_weights.remote, rollout_group.world_size, bucket_mb)
-        if as_trained:
-            send = partial(send, as_trained=True)
-        give_up = partial(actor_group.give_up_sync.remote, address, rollout_group.world_size)
+        give_up = partial(actor_group.give_up_sync.remote, address, receivers)
         # A group of one may run in this very thread when it is called, so the larger group comes
         # first.
         sender_first = actor_group.world_size > rollout_group.world_size
@@ -111,6 +132,57 @@ def sync_figures(reports: Sequence[SyncReport], version: int, start: float) -> d
     }
 
 
+def raise_errors(reports: Sequence[SyncReport], version: int) -> None:
+    """What the ranks have refused, or could not do, as one error."""
+    errors = [report.error for report in reports if report.error]
+    if errors:
+        was_voted = all(report.voted for report in reports)
+        kind = WeightsRefusedError if was_voted else WeightSyncError
+        raise kind(f"version {version} was not taken over: " + "; ".join(errors))
+
+
+class Side:
+    """The call of one side of a sync, for `gather`: it fails as soon as a rank came to no vote."""
+
+    def __init__(self, future: Any, version: int, give_up: Callable[[], object]) -> None:
+        """`future` is of the reports of its ranks; `give_up` tells the other side of a failure."""
+        self._future, self._version, self._give_up = future, version, give_up
+        future.gives_up_soon = True
+        self.reports: list[SyncReport] | None = None
+        self.get: Callable[..., list[SyncReport]] = self._reports
+
+    def wait_from_now(self) -> None:
+        """In a thread, so that a failure is told while this one makes the other side's call."""
+        self.get = call_in_thread(str(self), self._reports).result
+
+    def _reports(self, timeout: float | None = None) -> list[SyncReport]:
+        try:
+            self.reports = reports = self._future.get(timeout)
+            if not all(report.voted for report in reports):
+                raise_errors(reports, self._version)
+        except Exception:
+            with suppress(VerlLikeError):  # the sender may be the one that is gone
+                self._give_up()
+            raise
+        return reports
+
+    def __str__(self) -> str:
+        return str(self._future)
+
+
+def reports_of_sides(sides: Sequence[Side]) -> list[SyncReport]:
+    """Those of both sides, bad ones as well; an error where one side has none."""
+    try:
+        gather(*sides, grace_s=ALONE_S)
+    except WeightSyncError:
+        if any(side.reports is None for side in sides):
+            raise
+    return [report for side in sides for report in side.reports or ()]
+
+
+# -------------------------------------------------------------------------------- in the processes
+
+
 class _SendingEngine(Protocol):
     module: Any
 
@@ -123,7 +195,7 @@ class _ReceivingEngine(Protocol):
     hash_s: float
 
     def load_weights(
-        self, tensors: NamedTensors, seen: Mapping[str, Seen] | None = None
+        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
     ) -> None: ...
 
     def commit(self, version: int) -> None: ...
@@ -146,16 +218,17 @@ class WeightSender:
     _drops_next = False
     _dropped_version: int | None = None
     _weight_store: tuple[dist.TCPStore, str] | None = None
-    _num_channels = 0
-    _next_sync: Address | None = None
+    _num_syncs = 0
+
+    @cached_property
+    def connections(self) -> Connections:
+        """To its receivers, which last from one sync to the next."""
+        return Connections()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
-        """Rank 0 returns the address of the next sync (`workers.weights.address`)."""
-        if self.rank != 0:
-            return None
-        self._next_sync = self._new_address()
-        return str(self._next_sync)
+        """Rank 0 returns the address of a sync (`workers.weights.connection`)."""
+        return str(self.new_address()) if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def give_up_sync(self, address: str, num_receivers: int) -> None:
@@ -194,60 +267,107 @@ class WeightSender:
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
 
-    @cached_property
-    def parts(self) -> StoreParts:
-        """What syncs leave in the store of this rank."""
-        return StoreParts()
-
-    def _new_address(self) -> Address:
+    def new_address(self) -> Address:
         """A part of this rank's one store that nobody else has been given, with its own secret."""
         with _OPENING:
-            self._num_channels += 1
-            return Address(self._opened_store()[1], self._num_channels, new_secret())
-
-    def _opened_store(self) -> tuple[dist.TCPStore, str]:
-        self._weight_store = self._weight_store or open_weight_store()
-        return self._weight_store
+            self._weight_store = self._weight_store or open_weight_store()
+            self._num_syncs += 1
+            return Address(self._weight_store[1], self._num_syncs, new_secret())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
-        self, num_receivers: int, bucket_mb: float, as_trained: bool = False
+        self, address: str, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:
         """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
         tensors = self.tensors_to_send(as_trained=as_trained)
+        limit = int(bucket_mb * 2**20)
+        merging = None if as_trained else self.merging()
+
+        def send(channel: Channel) -> None:
+            drops = self.is_to_drop()
+            if merging is None:
+                channel.send(pack(tensors, limit, channel.room, channel.watch), drops_first=drops)
+            else:
+                send_changes(channel, tensors, limit, merging, drops_first=drops)
+
         try:
             if self.rank != 0:
                 return SyncReport()
-            assert self._next_sync is not None, "open_weight_channel comes first"
-            store = self._next_sync.part_of(self._opened_store()[0])
-            with closing(Channel(store, 0, num_receivers, self.device)) as channel:
-                merging = None if as_trained else self.merging()
-                channel.drops_first = self.is_to_drop()
-                channel.send(tensors, bucket_mb, None, changes(store, num_receivers, merging))
-                agreed = channel.all_agree(True)
-            self.parts.delete(self._next_sync, self._opened_store()[0])
-        except WeightSyncError as error:
-            self.parts.failed(self._next_sync)
-            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
+            return self.send_through(address, num_receivers, self.device, send)
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
             deque(tensors, maxlen=0)
+
+    def send_through(
+        self,
+        text: str,
+        num_receivers: int,
+        device: torch.device,
+        send: Callable[[Channel], None],
+    ) -> SyncReport:
+        """Meet the receivers, `send` to them and vote."""
+        address = Address.read(text)
+        links = self.connections
+        try:
+            with (
+                links.store(address) as store,
+                links.sending(address, store, num_receivers, device) as connection,
+            ):
+                channel = Channel(connection, store, 0, device)
+                send(channel)
+                agreed = channel.all_agree(True)
+                if not agreed:
+                    connection.held = {}
+                store.delete_all()
+        except WeightSyncError as error:
+            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
         problem = None if agreed else "a rollout rank refused the weights"
-        return SyncReport(problem, channel.num_bytes, channel.hashing.seconds)
+        return SyncReport(problem, channel.num_bytes, channel.watch.seconds)
+
+
+def send_changes(
+    channel: Channel,
+    tensors: NamedTensors,
+    limit: int,
+    merging: Mapping[str, Any],
+    drops_first: bool = False,
+) -> None:
+    """Send what the receivers do not hold; in the end the manifest of the whole."""
+    whole: Manifest = {}
+    held = channel.connection.held
+
+    def changed() -> Iterator[tuple[str, Tensor]]:
+        for name, own in tensors:
+            tensor = own.detach().to(channel.device).contiguous()
+            with channel.watch.running():
+                value = hash_of(byte_view(tensor))
+            whole[name] = [str(tensor.dtype), list(tensor.shape), value]
+            if held.get(name) != whole[name]:
+                yield name, tensor
+
+    def summary() -> dict[str, Any]:
+        return {"manifest": whole, "merging": merging}
+
+    channel.send(pack(changed(), limit, channel.room, channel.watch), summary, drops_first)
+    channel.connection.held = whole
 
 
 class WeightReceiver:
     """Mixed into the rollout's worker: the receiving side.
 
-    Needs `rank`, `world_size`, `device`, `engine`; `kept` holds what was sent beside the engine.
+    Needs `rank`, `world_size`, `device`, `engine`; `copy` holds what was sent beside the engine.
     """
 
     rank: int
     world_size: int
     device: torch.device
     engine: _ReceivingEngine
-    kept: KeptWeights | None = None
-    _joined_store: tuple[dist.TCPStore, str] | None = None
+    copy: HostCopy | None = None
+
+    @cached_property
+    def connections(self) -> Connections:
+        """To its sender, which last from one sync to the next."""
+        return Connections()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
@@ -257,24 +377,23 @@ class WeightReceiver:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def receive_ahead(self, address: str, version: int) -> SyncReport:
         """Keep what the actor sends, verified, while the engine generates with what it has."""
-        kept = self.kept_copy()
+        copy = self.own_copy()
 
         def done() -> None:
-            kept.version = version
+            copy.version = version
 
         return self._receive(address, self._keep, done)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_received(self, version: int) -> SyncReport:
         """Load the version that was received ahead; it flips if every rank has loaded it."""
-        kept, error = self.kept_copy(), None
-        with kept.lock:
-            try:
-                if kept.version != version:
-                    raise WeightSyncError(f"holds version {kept.version}, not {version}")
-                self.engine.load_weights(kept.effective())
-            except WeightSyncError as problem:
-                error = f"rollout rank {self.rank}: {problem}"
+        copy, error = self.own_copy(), None
+        with copy.lock:
+            problems = [f"holds version {copy.version}, not {version}"]
+            if copy.version == version:
+                problems = self._load_copy()
+            if problems:
+                error = f"rollout rank {self.rank}: {' '.join(problems)}"
             self.commit_if_all_loaded(version, error)
         return SyncReport(error, hash_s=self.engine.hash_s)
 
@@ -286,17 +405,17 @@ class WeightReceiver:
         if int(votes) == 0:
             self.engine.commit(version)
 
-    def kept_copy(self) -> KeptWeights:
+    def own_copy(self) -> HostCopy:
         """Where weights wait for their engine."""
-        if self.kept is None:
+        if self.copy is None:
             raise WeightSyncError(
                 "this rollout keeps no copy of its weights, so it cannot receive them ahead: set "
                 "actor_rollout_ref.rollout.double_buffer=true."
             )
-        return self.kept
+        return self.copy
 
     def _receive(
-        self, address: str, take: Callable[[Channel], list[str]], done: Callable[[], None]
+        self, text: str, take: Callable[[Channel], list[str]], done: Callable[[], None]
     ) -> SyncReport:
         """What the actor sends to this address: `take` gives what is wrong with it, in words.
 
@@ -304,54 +423,69 @@ class WeightReceiver:
         """
         problems: list[str] = []
         try:
-            with self.kept.lock if self.kept is not None else nullcontext():
-                store = self._store_of(Address.read(address))
-                if self.kept is not None and self.kept.announces:
-                    announce(store, self.rank + 1, self.kept.manifest)
-                own = Channel(store, self.rank + 1, self.world_size, self.device)
-                with closing(own) as channel:
-                    problems += take(channel)
-                    if channel.all_agree(not problems):
-                        done()
+            with (
+                self.copy.lock if self.copy is not None else nullcontext(),
+                self._channel(Address.read(text)) as channel,
+            ):
+                problems += take(channel)
+                if channel.all_agree(not problems):
+                    done()
         except WeightSyncError as problem:
-            self._joined_store = None
             words = " ".join(problems) or problem
             return SyncReport(f"rollout rank {self.rank}: {words}", voted=False)
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
-        hash_s = channel.hashing.seconds + self.engine.hash_s
+        hash_s = channel.watch.seconds + self.engine.hash_s
         return SyncReport(error, channel.num_bytes, hash_s)
 
+    @contextmanager
+    def _channel(self, address: Address) -> Iterator[Channel]:
+        links, name = self.connections, str(getattr(self, "role", ""))
+        who = self.rank + 1, self.world_size
+        with (
+            links.store(address) as store,
+            links.receiving(address, store, *who, self.device, name) as connection,
+        ):
+            yield Channel(connection, store, self.rank + 1, self.device)
+
     def _keep(self, channel: Channel) -> list[str]:
-        """Keep what arrives; what is wrong with it, in words."""
+        """Copy what arrives; what is wrong with it, in words."""
         try:
-            self.kept_copy().take(channel, channel.receive())
+            self.own_copy().take(channel)
+        except WeightSyncError as problem:
+            return [str(problem)]
+        return []
+
+    def _load_copy(self) -> list[str]:
+        """Load what is held beside the engine; what is wrong with it, in words."""
+        try:
+            self.engine.load_weights(self.own_copy().effective(self.device))
         except WeightSyncError as problem:
             return [str(problem)]
         return []
 
     def _load(self, channel: Channel) -> list[str]:
         """Load what arrives; what is wrong with it, in words."""
-        arriving = channel.receive()
+        arriving, hashes = channel.receive(), channel.hashes
+        if self.copy is not None:
+            arriving, hashes = self._taken(self.copy, channel), {}
         problems: list[str] = []
         try:
-            if self.kept is None:
-                self.engine.load_weights(arriving, channel.seen)
-            else:
-                self.engine.load_weights(self.kept.taken(channel, arriving))
+            self.engine.load_weights(arriving, hashes)
         except WeightSyncError as problem:
             problems.append(str(problem))
             deque(arriving, maxlen=0)  # what is still coming, ahead of the vote
-        if channel.corrupt and self.kept is None:
+        if self.copy is not None:
+            return problems
+        if channel.summary:
+            channel.corrupt.append(
+                "the whole: the actor sends what has changed (actor_rollout_ref.rollout.sync="
+                "changed), and this rollout keeps no copy to put it to; configure them alike"
+            )
+        if channel.corrupt:
             problems.append(describe_problems("transfer", corrupt=channel.corrupt))
         return problems
 
-    def _store_of(self, address: Address) -> SignedStore:
-        """The sync's part of the sender's store, which is joined once.
-
-        Torch asks for the name of every peer, which a slow resolver makes long.
-        """
-        place = address.place
-        if self._joined_store is None or self._joined_store[1] != place:
-            self._joined_store = join_weight_store(place), place
-        return address.part_of(self._joined_store[0])
+    def _taken(self, copy: HostCopy, channel: Channel) -> Iterator[tuple[str, Tensor]]:
+        copy.take(channel)
+        yield from copy.effective(self.device)

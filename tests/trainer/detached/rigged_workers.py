@@ -20,7 +20,7 @@ from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatc
 from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import MESH, RolloutWorker
-from workers.weights.sides import SyncReport
+from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2

@@ -14,7 +14,7 @@ from trainer.detached.weights import WeightFeed
 
 
 def maker() -> Group:
-    return Group([keeping(announces=False)])
+    return Group([keeping(takes_changes=False)])
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_what_was_sent_ahead_is_loaded_when_the_maker_asks(groups: dict[str, Gro
         feed.publish(version)
         feed._threads[0].submit(lambda: None).result()  # the delivery has ended
         assert checksums(groups["rollout"]) == before
-        assert groups["rollout"].workers[0].kept.version == version
+        assert groups["rollout"].workers[0].copy.version == version
         assert [feed.deliver(0), feed.deliver(1)] == [version] * 2
         for role in ("rollout", "rollout_1"):
             assert checksums(groups[role]) == checksums(groups["actor"])

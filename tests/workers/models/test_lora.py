@@ -22,7 +22,7 @@ from workers.roles.reference import ReferenceWorker
 from workers.roles.rollout import RolloutWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget
-from workers.weights.sink import WeightSink
+from workers.weights.module_writer import ModuleWriter
 
 ROWS = 4
 
@@ -106,7 +106,7 @@ def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up
     assert copy.weights_checksum() == actor.weights_checksum()
     for version in range(5):
         actor.update_actor(make_batch(ROWS, seed=version))
-        sink = WeightSink(copy.module)
+        sink = ModuleWriter(copy.module)
         for name, tensor in actor.engine.named_full_tensors():
             sink.write_tensor(name, tensor)
         sink.verify("test")

@@ -27,7 +27,7 @@ from workers.rollout import hf_proof
 from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import Budget
 from workers.weights.checksum import checksum_of
-from workers.weights.sink import WeightSink
+from workers.weights.module_writer import ModuleWriter
 
 SIZES: dict[str, Any] = dict(
     vocab_size=50,
@@ -186,7 +186,7 @@ def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
     address = actor.open_weight_channel()
     if rank == 0:
         store.set("address", address)
-    report = actor.send_weights(1, 0.01)
+    report = actor.send_weights(address or "", 1, 0.01)
     actor.save_checkpoint(str(folder / "actor"))
 
     again = started(ActorWorker, config, 10)
@@ -287,7 +287,7 @@ def test_an_engine_that_gets_no_buffer_stays_stale(tmp_path: Path) -> None:
     model = load_model(
         tiny_config(save_model(tmp_path, "gemma4_text")).actor_rollout_ref.model, "token"
     )
-    sink = WeightSink(model)
+    sink = ModuleWriter(model)
     for name, parameter in model.named_parameters():
         sink.write_tensor(name, parameter.detach().clone())
     names = "model.layers.0.layer_scalar, model.layers.1.layer_scalar"

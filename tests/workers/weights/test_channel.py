@@ -22,12 +22,12 @@ from tests.workers.stand_ins import (
     flip_a_bit_on_the_way,
     refused,
     train,
-    unconnected,
     versions,
 )
 from verl_like.calls.progress import AT_LOCK, progress_of_call
-from workers.weights import channel as weight_channel
-from workers.weights.checksum import Seen, byte_view, hash_of
+from workers.weights import connection, sync
+from workers.weights.channel import ALIGNMENT, Bucket, Channel, Finish, pack
+from workers.weights.checksum import Stopwatch, byte_view, hash_of
 from workers.weights.sync import WeightReceiver, sync_weights
 
 
@@ -40,32 +40,31 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
 
 
-def test_an_engine_is_told_what_was_seen_of_what_has_arrived(actor: Group) -> None:
-    told: dict[str, Seen] = {}
+def test_an_engine_is_told_the_hash_of_what_has_arrived(actor: Group) -> None:
+    told: dict[str, int] = {}
     receiver = Receiver()
     load = receiver.engine.load_weights
 
-    def note(tensors: Any, seen: dict[str, Seen]) -> None:
+    def note(tensors: Any, hashes: dict[str, int]) -> None:
         load(tensors)
-        told.update(seen)
+        told.update(hashes)
 
     receiver.engine.load_weights = note
     sync_weights(actor, Group([receiver]), 1, bucket_mb=0.001)
     sent = actor.workers[0].engine.module.named_parameters()
-    hashes = {name: value for name, (value, _) in told.items()}
-    assert hashes == {name: hash_of(byte_view(tensor)) for name, tensor in sent}
+    assert told == {name: hash_of(byte_view(tensor)) for name, tensor in sent}
 
 
 def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, go_on = weight_channel.Channel.send, threading.Event()
+    send, go_on = Channel.send, threading.Event()
 
-    def send_late(channel: Any, *arguments: Any) -> None:
+    def send_late(channel: Any, *arguments: Any, **named: Any) -> None:
         assert go_on.wait(30)
-        send(channel, *arguments)
+        send(channel, *arguments, **named)
 
-    monkeypatch.setattr(weight_channel.Channel, "send", send_late)
+    monkeypatch.setattr(Channel, "send", send_late)
     receives = WeightReceiver._receive.__code__
     with beside(lambda: sync_weights(actor, Group([Receiver()]), 1)) as synced:
         time.sleep(0.3)
@@ -95,8 +94,8 @@ def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:
                 sizes.append(tensors[0].numel())
             return self.gloo.broadcast(tensors, options)
 
-    monkeypatch.setattr(weight_channel, "gpu_of", lambda device: next(cards))
-    monkeypatch.setattr(weight_channel, "group_of_gpus", Cards)
+    monkeypatch.setattr(connection, "gpu_of", lambda device: next(cards))
+    monkeypatch.setattr(connection, "group_of_gpus", Cards)
     return sizes
 
 
@@ -111,7 +110,7 @@ def test_buckets_go_from_card_to_card_where_every_rank_has_its_own(
         assert versions(rollout) == [version, version]
     total = sum(p.numel() * p.element_size() for p in actor.workers[0].engine.module.parameters())
     assert len(sizes) > 4
-    assert sum(sizes) == 2 * total
+    assert 2 * total <= sum(sizes) <= 2 * total + 4 * ALIGNMENT
 
 
 @pytest.mark.parametrize(
@@ -128,13 +127,12 @@ def test_a_shared_card_or_none_leaves_all_to_gloo(
 
 def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
-    buckets = weight_channel.Channel._buckets
 
-    def changed(channel: Any, tensors: Any, limit: int, *known: Any) -> Any:
-        made = buckets(channel, tensors, 100, *known)
-        return iter(change([(held, payload.clone()) for held, payload in made]))
+    def changed(tensors: Any, limit: int, *how: Any) -> Any:
+        made = pack(tensors, 100, *how)
+        return iter(change([Bucket(each.facts, each.payload.clone()) for each in made]))
 
-    monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)
+    monkeypatch.setattr(sync, "pack", changed)
 
 
 def test_a_dropped_bucket_is_caught(
@@ -146,9 +144,9 @@ def test_a_dropped_bucket_is_caught(
 
 def announced(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """What the sender says that a bucket holds is `change` of it."""
-    announce = weight_channel.Channel._start_header
+    announce = Channel._start_header
     monkeypatch.setattr(
-        weight_channel.Channel,
+        Channel,
         "_start_header",
         lambda channel, size, held: announce(channel, size, change(held) if held else held),
     )
@@ -166,28 +164,25 @@ def test_a_bucket_of_another_size_than_announced_is_caught(
     actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def longer(kept: Any) -> Any:
-        held, payload = kept[0]
-        return [(held, torch.cat([payload, payload])), *kept[1:]]
+        longer = torch.cat([kept[0].payload, kept[0].payload])
+        return [Bucket(kept[0].facts, longer), *kept[1:]]
 
     buckets_through(monkeypatch, longer)
-    refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 20 bytes, announced as 10")
+    refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 44 bytes, announced as 22")
 
 
-def test_buckets_stay_within_their_size_and_two_buffers_serve_all() -> None:
-    channel = unconnected()
+def test_buckets_stay_within_their_size_and_two_rooms_serve_all() -> None:
     tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
-    seen, sizes = {}, []
-    for held, payload in channel._buckets(iter(tensors), 600, {}):
-        sizes.append(len(payload))
-        pieces = torch.split(payload, [4 * torch.Size(shape).numel() for _, _, shape, _ in held])
-        for (name, _, shape, value), piece in zip(held, pieces, strict=True):
+    tensors[3:3] = [("odd", torch.ones(3, dtype=torch.uint8)), ("none", torch.zeros(0, 2))]
+    rooms = [torch.empty(600, dtype=torch.uint8) for _ in range(2)]
+    seen: dict[str, torch.Tensor] = {}
+    for bucket in pack(tensors, 600, lambda number, size: rooms[number % 2][:size], Stopwatch()):
+        assert len(bucket.payload) <= 600 or len(bucket.facts) == 1
+        for (*_, value), piece in zip(bucket.facts, bucket.pieces(), strict=True):
             assert hash_of(piece) == value
-            seen[name] = piece.clone().view(torch.float32).reshape(shape)
+        seen |= {name: tensor.clone() for name, tensor in bucket.tensors()}
+    assert list(seen) == [name for name, _ in tensors]
     assert all(torch.equal(seen[name], tensor) for name, tensor in tensors)
-    assert sum(map(len, channel._buffers)) <= 2 * 600
-    assert (
-        max(size for size in sizes if size not in {4 * (7 * i + 1) for i in range(22, 40)}) <= 600
-    )
 
 
 def test_a_bucket_out_of_turn_is_caught(
@@ -202,9 +197,9 @@ def test_a_bucket_out_of_turn_is_caught(
 def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(
     actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = weight_channel.Channel._start_broadcast
+    start = Channel._start_broadcast
 
-    def flip(channel: Any, tensor: torch.Tensor, *group: Any) -> Any:
+    def flip(channel: Any, tensor: torch.Tensor, *group: Any) -> Finish:
         if (
             channel.rank == 0
             and tensor.dtype == torch.uint8
@@ -214,5 +209,5 @@ def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(
             tensor[20] ^= 2
         return start(channel, tensor, *group)
 
-    monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
+    monkeypatch.setattr(Channel, "_start_broadcast", flip)
     refused(actor, rollout, "5 missing: .*transfer: 1 corrupt: what bucket 0 is said to hold")

@@ -24,13 +24,16 @@ from tests.workers.stand_ins import (
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
-from workers.weights import delivery, meeting
-from workers.weights import snapshot as weight_snapshot
-from workers.weights.checksum import Hashing, checksum_of
-from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
-from workers.weights.sides import SyncReport
-from workers.weights.snapshot import Snapshots
-from workers.weights.sync import WeightReceiver, sync_weights
+from workers.weights import connection, delivery
+from workers.weights.checksum import checksum_of
+from workers.weights.delivery import (
+    Snapshot,
+    Snapshots,
+    WeightPublisher,
+    deliver_weights,
+    publish_weights,
+)
+from workers.weights.sync import SyncReport, WeightReceiver, sync_weights
 
 
 def deliver_to_all(actor: Any, makers: list[Any], version: int) -> list[dict[str, float]]:
@@ -61,7 +64,7 @@ def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
     late, synced = Group([Receiver()]), Group([Receiver()])
     address, _ = actor.open_delivery(1)[0]
     sync_weights(actor, synced, 2)
-    delivered = actor.deliver_weights.remote(address, 1, 16.0)
+    delivered = actor.deliver_weights.remote(address, 1)
     assert late.receive_weights(address, 1)[0].error is None
     assert delivered.get()[0].error is None
     assert checksums(late) == [published]
@@ -117,13 +120,13 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
 def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(connection, "JOIN_TIMEOUT", timedelta(seconds=2))
     alone = Group([Receiver(0, 2)])
     alone.world_size = 2
     publish_weights(actor, 0)
     with pytest.raises(WeightSyncError, match="actor rank 0: .*rollout rank 1: not there"):
         deliver_weights(actor, alone, 0)
-    assert all(held.num_readers == 0 for held in actor.workers[0]._snapshots._both)
+    assert all(held.num_readers == 0 for held in actor.workers[0].snapshots._both)
 
 
 def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
@@ -152,7 +155,7 @@ def filled(value: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def published(version: int, snapshots: Snapshots) -> None:
-    snapshots.publish(version, filled(float(version)), Hashing())
+    snapshots.publish(version, filled(float(version)), 1.0)
 
 
 def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -> None:
@@ -173,7 +176,7 @@ def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -
 def test_a_publication_waits_for_memory_that_is_read_and_says_who_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_snapshot, "BUFFER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(delivery, "READERS_TIMEOUT_S", 0.05)
     snapshots = Snapshots()
     published(0, snapshots)
     with snapshots.reading(0):
@@ -181,11 +184,37 @@ def test_a_publication_waits_for_memory_that_is_read_and_says_who_reads_it(
         second = snapshots.begin_reading(1)
         with pytest.raises(WeightSyncError, match="version 2 .* deliveries of versions 0 and 1"):
             published(2, snapshots)
-        monkeypatch.setattr(weight_snapshot, "BUFFER_TIMEOUT_S", 20.0)
+        monkeypatch.setattr(delivery, "READERS_TIMEOUT_S", 20.0)
         threading.Timer(0.05, snapshots.end_reading, [second]).start()
         published(2, snapshots)
         with snapshots.reading(2) as newest:
             assert newest is second
+
+
+@pytest.mark.parametrize("limit_mb", [1e-6, 5e-5, 1.0])
+def test_a_snapshot_holds_every_tensor_as_it_is_and_takes_its_memory_again(limit_mb: float) -> None:
+    def tensors(offset: float) -> dict[str, torch.Tensor]:
+        return {
+            "five": torch.arange(5) + offset,
+            "odd": torch.full((3,), 7, dtype=torch.uint8),
+            "after odd": torch.randn(2, 3),
+            "large": torch.randn(40) + offset,
+            "half": torch.randn(6).bfloat16(),
+            "scalar": torch.tensor(offset),
+            "none": torch.zeros(0),
+        }
+
+    snapshot, places = Snapshot(), []
+    for version, weights in enumerate([tensors(0.0), tensors(1.0), dict(filled(3.0))]):
+        snapshot.fill(version, weights.items(), limit_mb)
+        assert list(snapshot.tensors) == list(weights)
+        for name, tensor in weights.items():
+            held = snapshot.tensors[name]
+            assert held.dtype == tensor.dtype
+            assert torch.equal(held, tensor)
+        assert snapshot.num_bytes == sum(tensor.nbytes for tensor in weights.values())
+        places.append({name: held.data_ptr() for name, held in snapshot.tensors.items()})
+    assert places[0] == places[1]
 
 
 # ----------------------------------------------------------------------------------- in processes

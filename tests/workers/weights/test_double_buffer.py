@@ -35,7 +35,7 @@ from workers.weights.delivery import deliver_weights, load_delivered, publish_we
 
 @pytest.fixture
 def maker() -> Group:
-    return Group([keeping(announces=False)])
+    return Group([keeping(takes_changes=False)])
 
 
 def test_what_arrives_ahead_changes_nothing_until_it_is_loaded(actor: Group, maker: Group) -> None:
@@ -67,7 +67,9 @@ def test_a_version_that_does_not_arrive_whole_leaves_the_engine_as_it_is(
     before = checksums(maker)
     train(actor)
     publish_weights(actor, 1)
-    actor.workers[0]._snapshots._newest.hashes["small"] ^= 1
+    for bucket in actor.workers[0].snapshots._newest.buckets:
+        for fact in bucket.facts:
+            fact[3] ^= fact[0] == "small"
     with pytest.raises(WeightSyncError, match="rollout rank 0: transfer: 1 corrupt: small"):
         deliver_weights(actor, maker, 1, ahead=True)
     assert (checksums(maker), versions(maker)) == (before, [0])
@@ -142,7 +144,7 @@ def two_ranks_load_what_arrived() -> list[Any]:
             sender.publish_weights(version)
             address, _ = sender.open_delivery(version) or ("", None)
             store.set(f"address {version}", address)
-            assert sender.deliver_weights(address, 2, 2.0).error is None
+            assert sender.deliver_weights(address, 2).error is None
         return []
 
     own = dist.PrefixStore("rollout", store)
@@ -195,12 +197,12 @@ def _status(field: str) -> int:
 def synced(worker: Any, store: Any, version: int) -> bool:
     """Publish and deliver, or receive and load; whether all went well."""
     if isinstance(worker, Sender):
-        worker.publish_weights(version)
+        worker.publish_weights(version, bucket_mb=2.0)
         address, _ = worker.open_delivery(version) or ("", None)
         store.set(f"address {version}", address)
-        return worker.deliver_weights(address, 1, 2.0).error is None
+        return worker.deliver_weights(address, 1).error is None
 
-    doubles = worker.kept is not None
+    doubles = worker.copy is not None
     receive = worker.receive_ahead if doubles else worker.receive_weights
     report = receive(store.get(f"address {version}").decode(), version)
     if doubles:
@@ -212,7 +214,7 @@ def memory_of_a_sync(doubles: bool) -> float:
     """Two syncs in buckets of 2 MB; the peak of both at this rank, after one of a few bytes."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
-    receiver = keeping(announces=False) if doubles else Receiver()
+    receiver = keeping(takes_changes=False) if doubles else Receiver()
     worker: Any = receiver if rank else Sender()
     assert synced(worker, store, 0)
     worker.engine.module = Wide()

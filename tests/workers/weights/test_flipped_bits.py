@@ -5,37 +5,40 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.workers.rollout_engines import load, make_engine, make_model
-from tests.workers.stand_ins import TiedModel, unconnected
+from tests.workers.stand_ins import TiedModel
 from verl_like.errors import WeightSyncError
+from verl_like.process.store import SignedStore
 from workers.rollout.module_engine import ModuleEngine
-from workers.weights.checksum import Hashing, byte_view
+from workers.weights.channel import Channel, pack
+from workers.weights.checksum import CHUNK, Stopwatch, byte_view
+from workers.weights.connection import Connection
 
 PLACES = [(0, 1), (0, 128), (-1, 1), (-1, 128)]
 """(byte, bit) of those that are flipped."""
+UNSIGNED = SignedStore(cast(Any, None), "", "")
 
 
 @pytest.mark.parametrize("limit", [20, 10**6])
 def test_of_a_bucket(limit: int) -> None:
     weights = dict(TiedModel(0).named_parameters())
-    weights["large"] = torch.randn(Hashing.CHUNK // 4 + 3)
+    weights["large"] = torch.randn(CHUNK // 4 + 3)
     flipped = []
-    buckets = unconnected()._buckets(iter(weights.items()), limit, {})
-    for number, (sent, payload) in enumerate(buckets):
-        end = 0
-        for name, *_ in sent:
-            start, end = end, end + weights[name].nbytes
+    rooms = [torch.empty(limit, dtype=torch.uint8) for _ in range(2)]
+    buckets = pack(weights.items(), limit, lambda n, size: rooms[n % 2][:size], Stopwatch())
+    for number, bucket in enumerate(buckets):
+        for (name, *_), piece in zip(bucket.facts, bucket.pieces(), strict=True):
             for byte, bit in PLACES:
-                place = start if byte == 0 else end - 1
-                payload[place] ^= bit
-                arriving = unconnected()
-                list(arriving._verified(number, payload, {"number": number, "tensors": sent}))
-                payload[place] ^= bit
+                piece[byte] ^= bit
+                arriving = Channel(Connection("", 0, 2, None), UNSIGNED, 1, torch.device("cpu"))
+                header = {"number": number, "tensors": bucket.facts}
+                list(arriving._verified(number, bucket.payload, header))
+                piece[byte] ^= bit
                 assert arriving.corrupt == [name]
             flipped.append(name)
     assert flipped == list(weights)

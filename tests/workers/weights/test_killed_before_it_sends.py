@@ -17,12 +17,15 @@ from tests.workers.stand_ins import PlainEngine, PlainTrainer
 from verl_like import Dispatch, Worker, register
 from verl_like.errors import WeightSyncError, WorkerDiedError
 from verl_like.process.store import SignedStore, new_secret
-from workers.weights import meeting
-from workers.weights.address import Address, open_weight_store
+from workers.weights import connection
+from workers.weights.connection import (
+    Address,
+    give_up,
+    open_weight_store,
+    wait_for_receivers,
+)
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
-from workers.weights.meeting import give_up, meet
-from workers.weights.sides import SyncReport
-from workers.weights.sync import WeightReceiver, sync_weights
+from workers.weights.sync import SyncReport, WeightReceiver, sync_weights
 
 SOON_S = 10.0
 """Half of what ranks wait for one that does not come; on an idle machine it takes 2 s."""
@@ -131,16 +134,16 @@ def test_nobody_waits_for_a_rank_that_died_before_the_group_had_formed(
 def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(meeting, "FORM_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(connection, "JOIN_TIMEOUT", timedelta(seconds=0.2))
     store, place = open_weight_store()
     part = Address(place, 1, new_secret()).part_of(store)
-    part.set("joined/0", "no GPU")
-    part.set("joined/1", "no GPU")
+    part.set("joined/0", "{}")
+    part.set("joined/1", "{}")
     give_up(part, 2)
     with pytest.raises(WeightSyncError, match="given up, since another rank has failed"):
-        meet(part, 0, 2, "")
+        wait_for_receivers(part, 2)
     late = Address(place, 2, new_secret()).part_of(store)
-    late.set("joined/1", "no GPU")
+    late.set("joined/1", "{}")
     waits = late.wait
 
     def in_vain(keys: list[str], timeout: timedelta) -> None:
@@ -151,4 +154,4 @@ def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
 
     monkeypatch.setattr(late, "wait", in_vain)
     with pytest.raises(WeightSyncError, match=r"for rollout rank 1: not there"):
-        meet(late, 0, 2, "")
+        wait_for_receivers(late, 2)

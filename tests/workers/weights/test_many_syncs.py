@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,13 +10,10 @@ import torch.distributed as dist
 
 from tests.workers.distributed import run
 from tests.workers.stand_ins import Receiver, Sender
-from workers.weights.channel import CLOSING
 
 WARM_UP, SYNCS = 30, 130
 GROWTH_MB = 3.0
 """Measured: 1.5 in 100 syncs of a process that is new, 0.1 in the last 100 of 320."""
-QUIET_S = 0.2
-"""A group whose threads are still ending has let go of its descriptors after so long."""
 
 
 def held() -> tuple[float, int, int]:
@@ -29,20 +24,6 @@ def held() -> tuple[float, int, int]:
     return resident / 1024, tasks, descriptors
 
 
-def held_when_quiet() -> tuple[float, int, int]:
-    """The same, once the groups of the last syncs have ended, in threads of their own."""
-    for thread in threading.enumerate():
-        if thread.name == CLOSING:
-            thread.join()
-    fewest, since = held(), time.monotonic()
-    while time.monotonic() < since + QUIET_S:
-        time.sleep(0.01)
-        now = held()
-        if now[1:] < fewest[1:]:
-            fewest, since = now, time.monotonic()
-    return fewest
-
-
 def many_syncs() -> tuple[float, ...]:
     """What has been added after the first few; and the keys that the sender's store holds."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
@@ -50,16 +31,15 @@ def many_syncs() -> tuple[float, ...]:
     worker = Receiver() if rank else Sender()
     for version in range(SYNCS):
         if rank == 0:
-            store.set(f"address {version}", worker.open_weight_channel())
-            report = worker.send_weights(1, 1.0)
+            address = worker.open_weight_channel()
+            store.set(f"address {version}", address)
+            report = worker.send_weights(address, 1, 1.0)
         else:
             report = worker.receive_weights(store.get(f"address {version}").decode(), version)
         assert report.error is None
         if version == WARM_UP:
-            before = held_when_quiet()
-    memory, tasks, descriptors = (
-        now - then for now, then in zip(held_when_quiet(), before, strict=True)
-    )
+            before = held()
+    memory, tasks, descriptors = (now - then for now, then in zip(held(), before, strict=True))
     num_keys = 0 if rank else worker._weight_store[0].num_keys()
     return memory, tasks, descriptors, num_keys
 

@@ -20,7 +20,7 @@ from verl_like import Dispatch, Worker, register
 from verl_like.calls import deadlock, stopped
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
-from workers.weights import channel, meeting, sides
+from workers.weights import channel, connection, sync
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
 from workers.weights.sync import WeightReceiver, sync_weights
 
@@ -35,16 +35,17 @@ class Fault:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def prepare(self, rank: int, how: str) -> None:
         """At the vote this rank does so; and nobody waits long for who does not come."""
-        meeting.FORM_TIMEOUT = timedelta(seconds=2)
+        connection.JOIN_TIMEOUT = timedelta(seconds=2)
         if self.rank != rank:
             return
         if how == "does not come":
-            channel.meet = lambda *_: time.sleep(60)
+            for wait in ("wait_for_sender", "wait_for_receivers"):
+                setattr(connection, wait, lambda *_: time.sleep(60))
         vote = channel.Channel.all_agree
 
         def hit(own: Any, ok: bool) -> bool:
             if how == "goes without a vote":
-                self.kept = own._group  # the others do not see that it is closed
+                self.kept = own.connection.group  # the others do not see that it is closed
                 return ok
             os.kill(os.getpid(), signal.SIGSTOP if how == "is frozen" else signal.SIGKILL)
             return vote(own, ok)
@@ -125,7 +126,7 @@ def test_a_rank_that_stops_at_the_vote_ends_the_sync(
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
     groups: dict[str, Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sides, "ALONE_S", 0.5)
+    monkeypatch.setattr(sync, "ALONE_S", 0.5)
     fail_next_sync(groups, role, "does not come")
     actor, rollout = groups["actor"], groups["rollout"]
     publish_weights(actor, 1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from workers.rollout.vllm.read_back import Held
 from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import byte_view, digest_of, hash_of
-from workers.weights.sink import refuse_problems
+from workers.weights.module_writer import refuse_problems
 
 Hash = tuple[list[int], int]
 """Shape, and hash of the float32 bytes."""

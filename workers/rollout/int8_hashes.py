@@ -1,4 +1,4 @@
-"""What arrived at an engine that keeps less: hashes of weights from before they were quantised.
+"""Hashes of weights from before an engine quantised them to int8.
 
 A sync is proven by comparing the engine's weights with the trainer's, and int8 numbers cannot be
 compared with floats. So an engine notes the hash of every tensor that it quantises, and beside it
@@ -11,23 +11,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from workers.models.quantize import Int8Weight
-from workers.weights.checksum import NamedTensors, byte_view, digest_of, hash_of
+from workers.weights.checksum import NamedTensors, byte_view, digest_of, float32_hash, hashes_of
 
 
-class ArrivedWeights:
-    """The hashes of one engine's int8 weights, as they arrived."""
+class Int8Hashes:
+    """The hashes of one engine's int8 weights: of what came, and of what was made of it."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._hashes: dict[str, tuple[int, list[int]]] = {}
 
     def note(self, name: str, sent: Tensor, held: Tensor | None) -> None:
-        """A tensor arrived, and was written into `held`."""
+        """A tensor came, and was written into `held`."""
         if isinstance(held, Int8Weight):
-            self._hashes[name] = _float_hash(sent), _held_hashes(held)
+            self._hashes[name] = float32_hash(sent), _held_hashes(held)
 
     def checksum(self, weights: NamedTensors) -> str:
-        """That of `workers.weights.checksum.checksum_of`, over int8 weights as they arrived.
+        """That of `workers.weights.checksum.checksum_of`, over int8 weights as they came.
 
         A weight that is not what was made of its tensor counts as what it is.
         """
@@ -44,17 +43,12 @@ class ArrivedWeights:
         return names
 
     def _of(self, name: str, weight: Tensor) -> int:
-        if isinstance(weight, Int8Weight):
-            arrived, made = self._hashes.get(name, (0, []))
-            if made == _held_hashes(weight):
-                return arrived
-            return _held_hashes(weight)[0]
-        return _float_hash(weight)
-
-
-def _float_hash(tensor: Tensor) -> int:
-    return hash_of(byte_view(tensor.detach().float().cpu().contiguous()))
+        if not isinstance(weight, Int8Weight):
+            return float32_hash(weight)
+        came, made = self._hashes.get(name, (0, []))
+        found = _held_hashes(weight)
+        return came if made == found else found[0]
 
 
 def _held_hashes(weight: Int8Weight) -> list[int]:
-    return [hash_of(byte_view(part.contiguous())) for part in (weight.numbers, weight.scales)]
+    return hashes_of([byte_view(part.contiguous()) for part in (weight.numbers, weight.scales)])

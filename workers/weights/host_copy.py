@@ -1,75 +1,44 @@
-"""A rollout's own copy of what the actor sent, in host memory: what has not changed stays here.
+"""A rollout's own copy of what the actor sent, in host memory, beside what its engine holds.
 
-    announce(store, rank, kept.manifest)            # rollout: what this rank holds
-    changes(store, num_receivers, merging)          # actor: what need not be sent
-    engine.load_weights(kept.taken(...))            # rollout: what came, put to what was there
-
-A manifest is dtype, shape and hash of every tensor. A LoRA layer is kept as base and factors, of
+It lets a version arrive while the engine generates (`rollout.double_buffer`), and what has not
+changed stay where it is (`rollout.sync=changed`). A LoRA layer is then kept as base and factors, of
 which the factors alone change; they are merged anew from the base at each version, so that nothing
 accumulates.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
 from workers.models.adapters import PARTS, merged_weight, misfit
-from workers.weights.channel import Changes, Channel, Manifest, dtype_of
-from workers.weights.sink import describe_problems, refuse_problems
+from workers.weights.channel import HOST, Channel, dtype_of
+from workers.weights.connection import Manifest
+from workers.weights.module_writer import describe_problems, refuse_problems
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig
 
 
-def announce(store: dist.Store, rank: int, manifest: Manifest) -> None:
-    """Tell the sender what this receiver holds; before it joins the channel."""
-    store.set(f"held/{rank}", json.dumps(manifest))
-
-
-def changes(
-    store: dist.Store, num_receivers: int, merging: dict[str, Any] | None
-) -> Changes | None:
-    """What the sender may leave out, once all receivers have joined: what they hold alike.
-
-    Nothing where no `merging` says that changes are sent.
-    """
-    if merging is None:
-        return None
-    keys = [f"held/{rank}" for rank in range(1, num_receivers + 1)]
-    if not store.check(keys):
-        raise WeightSyncError(
-            "the actor sends what has changed (actor_rollout_ref.rollout.sync=changed), and a "
-            "rollout rank keeps no copy to put it to: they must be configured alike."
-        )
-    first, *others = (json.loads(store.get(key)) for key in keys)
-    held: Manifest = {}
-    for name, fact in first.items():
-        if all(other.get(name) == fact for other in others):
-            held[name] = fact
-    return Changes(held, merging)
-
-
-def kept_weights(config: RolloutConfig) -> KeptWeights | None:
+def host_copy(config: RolloutConfig) -> HostCopy | None:
     """A copy where the configuration asks for one."""
     if config.sync == "full" and not config.double_buffer:
         return None
-    return KeptWeights(announces=config.sync == "changed")
+    return HostCopy(takes_changes=config.sync == "changed")
 
 
 def effective_tensors(
-    tensors: Mapping[str, Tensor], merging: Mapping[str, Any]
+    tensors: Mapping[str, Tensor], merging: Mapping[str, Any], device: torch.device = HOST
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights that these are: each adapter added to its base, cast as the actor would.
 
-    `merging` holds "adapters", by layer, and "dtype", that of the rollout's weights.
+    `merging` holds "adapters", by layer, and "dtype", that of the rollout's weights. It is done on
+    this device.
     """
     dtype = dtype_of(merging["dtype"]) if merging["dtype"] else None
     for name, tensor in tensors.items():
@@ -78,17 +47,17 @@ def effective_tensors(
         if adapter is None or part not in PARTS:
             yield name, tensor
         elif part == "weight":
-            a, b = tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"]
-            merged = merged_weight(tensor, a, b, adapter["scaling"], adapter["transposed"])
+            parts = (tensor, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
+            base, a, b = (each.to(device) for each in parts)
+            merged = merged_weight(base, a, b, adapter["scaling"], adapter["transposed"])
             yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
 
 
-class KeptWeights:
+class HostCopy:
     """What one rank of a rollout has been sent so far, verified."""
 
-    def __init__(self, announces: bool) -> None:
-        """`announces`: the sender is told what is held, and leaves that out."""
-        self.announces = announces
+    def __init__(self, takes_changes: bool) -> None:
+        self.takes_changes = takes_changes
         self.version: int | None = None
         """What is held, whole; None while it is arriving."""
         self.lock = threading.Lock()
@@ -97,30 +66,23 @@ class KeptWeights:
         self.manifest: Manifest = {}
         self.merging: dict[str, Any] = {"adapters": {}, "dtype": None}
 
-    def taken(
-        self, channel: Channel, arriving: Iterator[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Take what arrives; then all weights, for the engine to load."""
-        self.take(channel, arriving)
-        yield from self.effective()
-
-    def effective(self) -> Iterator[tuple[str, Tensor]]:
+    def effective(self, device: torch.device = HOST) -> Iterator[tuple[str, Tensor]]:
         """All weights, adapters merged."""
-        return effective_tensors(self.tensors, self.merging)
+        return effective_tensors(self.tensors, self.merging, device)
 
-    def take(self, channel: Channel, arriving: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy what arrives; a `WeightSyncError` where that and what was kept is not the whole.
+    def take(self, channel: Channel) -> None:
+        """Copy what arrives; a `WeightSyncError` where that and what was held is not the whole.
 
-        After an error all that may be damaged is sent again.
+        After an error all is sent again.
         """
         self.version = None
-        for name, tensor in arriving:
+        for name, tensor in channel.receive():
             self.manifest.pop(name, None)
             own = self.tensors.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                self.tensors[name] = own = torch.empty_like(tensor)
+                self.tensors[name] = own = torch.empty_like(tensor, device=HOST)
             own.copy_(tensor)
-        if self.announces and not channel.summary and not channel.corrupt:
+        if self.takes_changes and not channel.summary and not channel.corrupt:
             what = "what the whole is said to hold, if the actor sends changes at all"
             channel.corrupt.append(what)
         if channel.corrupt:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from verl_like.errors import WeightSyncError
 
 
-class WeightSink:
+class ModuleWriter:
     """Writes tensors into a module's state, and notes what is missing, unknown or does not fit.
 
     A tensor may arrive in another dtype than the weight's if no bit is lost (float32 that came from

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 
-from workers.weights.address import join_weight_store, open_weight_store
-
-SHORT = timedelta(seconds=5)
+from workers.weights.connection import join_weight_store, open_weight_store
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +17,8 @@ def test_a_sender_on_another_node_than_rank_0_opens_a_store_that_can_be_joined(
     monkeypatch: pytest.MonkeyPatch, of_rank_0: str
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", of_rank_0)
-    store, place = open_weight_store(SHORT)
-    join_weight_store(place, SHORT).set("joined", "here")
+    store, place = open_weight_store()
+    join_weight_store(place).set("joined", "here")
     assert store.get("joined") == b"here"
 
 
@@ -30,4 +26,4 @@ def test_on_the_node_of_rank_0_it_is_the_address_of_the_rendezvous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert open_weight_store(SHORT)[1].startswith("127.0.0.1:")
+    assert open_weight_store()[1].startswith("127.0.0.1:")

@@ -22,10 +22,9 @@ from tests.workers.stand_ins import (
 from verl_like.errors import WeightSyncError
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.weights import kept as weight_kept
 from workers.weights.channel import Channel
 from workers.weights.delivery import deliver_weights, publish_weights
-from workers.weights.kept import KeptWeights, effective_tensors
+from workers.weights.host_copy import HostCopy, effective_tensors
 from workers.weights.sync import sync_weights
 
 Bring = Callable[[Any, Any, int], dict[str, float]]
@@ -84,6 +83,7 @@ def test_a_rank_that_is_new_gets_all_weights_and_the_others_keep_theirs(
 
 def test_a_group_that_missed_versions_gets_all_that_has_changed_since(changing: Group) -> None:
     regular, rare = Group([keeping(True)]), Group([keeping(True)])
+    rare.workers[0].role = "rollout_1"
     module = changing.workers[0].engine.module
     deliver(changing, regular, 0)
     deliver_weights(changing, rare, 0)
@@ -155,22 +155,15 @@ def test_an_actor_and_a_rollout_that_are_configured_apart_are_told(
         bring(changing, keepers, 1)
 
 
-def test_what_is_neither_sent_nor_held_is_named(
-    changing: Group, keepers: Group, monkeypatch: pytest.MonkeyPatch
+def test_what_is_neither_sent_nor_held_is_named_and_comes_with_a_full_sync(
+    changing: Group, keepers: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = weight_kept.changes
-
-    def wrong(*args: Any) -> Any:
-        found = held(*args)
-        found.held["small"] = [
-            "torch.bfloat16", [3], changing.workers[0]._snapshots._both[0].hashes["small"]
-        ]  # fmt: skip
-        return found
-
-    monkeypatch.setattr("workers.weights.delivery.changes", wrong)
-    publish_weights(changing, 0)
-    with pytest.raises(WeightSyncError, match="transfer: 1 neither sent nor held: small"):
-        deliver_weights(changing, keepers, 0)
+    sync_weights(changing, keepers, 0)
+    del keepers.workers[1].copy.manifest["small"]
+    sync_weights(changing, keepers, 1)
+    assert "rollout rank 1: transfer: 1 neither sent nor held: small" in caplog.text
+    assert caplog.text.count("They are sent once more.") == 1
+    assert versions(keepers) == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------- LoRA
@@ -218,7 +211,7 @@ def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every
 
     resumed, new = lora_pair(one_layer_dir, engine, dtype)
     resumed.load_checkpoint(str(tmp_path / "actor"))
-    assert num_bytes(bring(resumed, rollout, 5)) == 0
+    assert num_bytes(bring(resumed, rollout, 5)) == whole, "it knows of no sync before its own"
     assert num_bytes(bring(resumed, new, 5)) == whole
     for group in (rollout, new):
         assert group.weights_checksum() == resumed.weights_checksum(True)
@@ -242,17 +235,17 @@ def test_the_order_of_base_and_factors_does_not_matter() -> None:
 
 
 def test_factors_that_are_missing_or_do_not_fit_their_base_are_one_error() -> None:
-    kept = KeptWeights(announces=True)
+    held = HostCopy(takes_changes=True)
     shapes = {"x.weight": (6, 4), "x.lora_A": (2, 5), "x.lora_B": (6, 2), "y.weight": (3, 3)}
-    kept.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    held.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     adapter = {"scaling": 1.0, "transposed": False}
-    kept.merging = {"adapters": {"x": adapter, "y": adapter}, "dtype": None}
+    held.merging = {"adapters": {"x": adapter, "y": adapter}, "dtype": None}
     words = (
         r"adapters: 2 missing: y.lora_A, y.lora_B; "
         r"1 of another shape: x \(base, B, A: \[6, 4\] \+ \[6, 2\] \+ \[2, 5\]\)"
     )
     with pytest.raises(WeightSyncError, match=words):
-        kept._check_adapters()
+        held._check_adapters()
 
 
 @pytest.mark.vllm
