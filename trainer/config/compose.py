@@ -31,7 +31,12 @@ from trainer.config.checks import check_fields, check_run
 from trainer.config.keys import keys_by_name, read
 from trainer.config.placement import expand_shorthands, settle
 from trainer.config.recipe import Recipe
-from trainer.config.refusals import key_of_own_name, unknown_key, wrong_file, wrong_value
+from trainer.config.refusals import (
+    key_of_own_name,
+    unknown_key,
+    wrong_file,
+    wrong_value,
+)
 from trainer.config.schema import RunConfig
 from trainer.config.settings import as_text, flat_settings, keys_of, overrides_of, parse
 from trainer.config.unused_keys import check_unused, keys_left_out
@@ -102,7 +107,7 @@ def known_settings(
     settings: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None = None
 ) -> list[Override]:
     """The settings with keys and presets of ours, shorthands written out; others are refused."""
-    parsed = [parse(setting) for setting in recipe.translate(settings)]
+    parsed = recipe.translate([parse(setting) for setting in settings])
     parsed = _with_torchrun(expand_shorthands(recipe, parsed))
 
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from hydra.core.override_parser.types import Override
+
 from trainer.config.schema import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
@@ -32,8 +34,8 @@ def _none_extra(config: Any) -> dict[str, tuple[str, str]]:
     return {}
 
 
-def _as_they_are(overrides: Sequence[str]) -> Sequence[str]:
-    return overrides
+def _as_they_are(settings: Sequence[Override]) -> Sequence[Override]:
+    return settings
 
 
 def _as_it_is(config: Any, keys: Collection[str]) -> Sequence[str]:
@@ -72,8 +74,8 @@ class Recipe(Generic[C]):
     """Imports the modules that register the names which keys may have."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
-    translate: Callable[[Sequence[str]], Sequence[str]] = _as_they_are
-    """Writes the keys of another system in ours, before overrides are looked at."""
+    translate: Callable[[Sequence[Override]], Sequence[Override]] = _as_they_are
+    """Writes the keys of another system in ours, before settings are looked at."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
     no_keys: Mapping[str, str] = field(default_factory=dict)

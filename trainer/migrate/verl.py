@@ -7,6 +7,7 @@ What becomes of a key stands in `trainer.ppo.verl.keys`, which `verl-like ppo` r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from trainer.config.keys import leaf_keys
@@ -14,7 +15,7 @@ from trainer.migrate.command import filled, read_words, variables_of
 from trainer.migrate.translation import Translation
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import keys as tables
-from trainer.ppo.verl.overrides import fate_of, values_of
+from trainer.ppo.verl.overrides import fate_of
 
 ACTOR, ENGINE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.name"
 SPLIT = "main_ppo_split"
@@ -27,6 +28,8 @@ DEFAULTS = {
     "trainer.total_epochs": 30,
 }
 """Their defaults that are others here."""
+SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
+"""With variables of the shell in it, as no parser of settings reads it."""
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 OVER_SEQUENCES = ("geo_mean", "sapo")
 """Losses that verl averages over sequences, whatever `loss_agg_mode` says."""
@@ -38,7 +41,8 @@ def translate(text: str) -> Translation:
     program, words = read_words(text, "main_ppo", SPLIT)
     if program == SPLIT:
         done.rename(f"{SPLIT}.py", {"placement": "split"})
-    values = values_of(words)
+    matches = [SETTING.fullmatch(word) for word in words]
+    values = {match["key"]: match["value"] for match in matches if match is not None}
     given = {key: filled(value, variables) for key, value in values.items()}
     for key, value in values.items():
         _take(key, value, given, done)

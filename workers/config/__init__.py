@@ -46,48 +46,6 @@ from workers.config.rewards import (
 from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingConfig
 from workers.config.scoring import SandboxConfig, ScoringConfig
 
-__all__ = [
-    "ENGINES",
-    "KL_ESTIMATORS",
-    "LOSS_AGG_MODES",
-    "SAVE_CONTENTS",
-    "STRATEGIES",
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "CriticModelConfig",
-    "CriticOptimConfig",
-    "DistillationConfig",
-    "FSDPConfig",
-    "FrozenFSDPConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "OverlongBufferConfig",
-    "PTXConfig",
-    "PolicyLossConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "SandboxConfig",
-    "ScoringConfig",
-    "ScoringModelConfig",
-    "TeacherModelConfig",
-    "UserCodeConfig",
-    "ValidationSamplingConfig",
-    "WorkersConfig",
-    "critic_model",
-    "critic_optim",
-    "model_rewards",
-    "rewards_of",
-    "scores_by_rule",
-    "shuffle_seed",
-    "teacher_model",
-]
-
 
 @dataclass(kw_only=True)
 class WorkersConfig:

@@ -1,7 +1,7 @@
 """Overrides with verl's keys, written in ours: `PPO.translate`.
 
-    translate(["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"])
-    # ["trainer.max_ckpt_to_keep=2"], and one notice about both
+    translate(map(parse, ["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"]))
+    # trainer.max_ckpt_to_keep=2, and one notice about both
 
 What has no counterpart is refused, all of it at once. A key that neither verl nor we have stays as
 it is: the check of keys comes next.
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from hydra.core.override_parser.types import Override
+
 from trainer.config.keys import config_keys
+from trainer.config.settings import parse
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl.keys import (
     AS_THE_ACTORS,
@@ -28,7 +31,6 @@ from trainer.ppo.verl.keys import (
 )
 from verl_like.errors import ConfigError
 
-OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 
@@ -45,27 +47,25 @@ class Fate:
     """The way out, where the key has no counterpart."""
 
 
-def translate(overrides: Sequence[str]) -> list[str]:
-    """The overrides in our keys; a notice says what was left out or renamed."""
+def translate(settings: Iterable[Override]) -> list[Override]:
+    """The settings in our keys; a notice says what was left out or renamed."""
     kept, notices, refused = [], [], []
-    given = values_of(overrides)
-    for override in overrides:
-        match = OVERRIDE.fullmatch(override)
-        if match is None:
-            kept.append(override)
-            continue
-
-        key, value = match["key"], match["value"]
-        fate = fate_of(key, value, given)
+    settings = list(settings)
+    given = {
+        each.key_or_group: each.get_value_string() for each in settings if not each.is_delete()
+    }
+    for setting in settings:
+        key, value = setting.key_or_group, given.get(setting.key_or_group, "")
+        fate = None if setting.is_delete() else fate_of(key, value, given)
         if fate is None:
-            kept.append(override)
+            kept.append(setting)
         elif fate.refused:
             refused.append(f"{key}={value}: {fate.refused}")
         elif fate.nothing:
             notices.append(f"{key}: {fate.nothing}")
         else:
             ours = SAME_VALUES.get(fate.key, {}).get(value, value)
-            kept.append(f"{fate.key}={ours}")
+            kept.append(parse(f"{fate.key}={ours}"))
             if fate.key != key:
                 notices.append(f"{key} is {fate.key}")
 
@@ -79,22 +79,16 @@ def translate(overrides: Sequence[str]) -> list[str]:
     return kept
 
 
-def _warm_up_by_share(overrides: list[str]) -> list[str]:
+def _warm_up_by_share(settings: list[Override]) -> list[str]:
     """In verl a warm-up's share counts where no number of steps is given; here -1 steps say so."""
-    given = {override.partition("=")[0] for override in overrides}
+    given = {setting.key_or_group for setting in settings}
     notices = []
     for section in WARM_UPS:
         share, steps = f"{section}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps"
         if share in given and steps not in given:
-            overrides.append(f"{steps}=-1")
+            settings.append(parse(f"{steps}=-1"))
             notices.append(f"{share} comes with lr_warmup_steps=-1")
     return notices
-
-
-def values_of(overrides: Iterable[str]) -> dict[str, str]:
-    """Key -> value of the overrides that set one."""
-    matches = [OVERRIDE.fullmatch(override) for override in overrides]
-    return {match["key"]: match["value"] for match in matches if match is not None}
 
 
 def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:

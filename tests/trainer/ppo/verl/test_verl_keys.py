@@ -9,7 +9,9 @@ import pytest
 
 from trainer import load_config
 from trainer.config.keys import config_keys
+from trainer.config.settings import parse
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.verl import overrides
 from trainer.ppo.verl.keys import (
     AS_THE_ACTORS,
     CHANGES_NOTHING,
@@ -17,8 +19,14 @@ from trainer.ppo.verl.keys import (
     NOT_HERE,
     RENAMED,
 )
-from trainer.ppo.verl.overrides import fate_of, translate
+from trainer.ppo.verl.overrides import fate_of
 from verl_like.errors import ConfigError
+
+
+def translate(settings: list[str]) -> list[str]:
+    """In our keys, as text."""
+    return [str(each.input_line) for each in overrides.translate(map(parse, settings))]
+
 
 EXAMPLES = Path(__file__).with_name("example_keys.txt").read_text(encoding="utf-8").splitlines()
 """The keys of verl's scripts in examples/grpo_trainer and examples/ppo_trainer, with a value."""
