@@ -184,7 +184,7 @@ class RunningNorm:
             return batch, {}
 
         columns = read_columns(batch, "advantages", "response_mask")
-        inside = columns["response_mask"].to(columns["advantages"].dtype)
+        inside = columns["response_mask"].bool().to(columns["advantages"].dtype)
         count = int(torch.count_nonzero(inside))
         mean = columns["advantages"].sum(dtype=torch.float64).item() / max(count, 1)
         normalised = (columns["advantages"] - mean).mul_(inside)

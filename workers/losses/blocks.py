@@ -74,7 +74,8 @@ def in_blocks(predicted: str) -> Callable[[Loss], Loss]:
 def _whole_or_by_blocks(loss: Callable[..., Any], predicted: str, *args: Any, **kwargs: Any) -> Any:
     signature = inspect.signature(loss)
     bound = signature.bind(*args, **kwargs)
-    given = {**bound.arguments, **bound.arguments.pop("denominators", {})}
+    denominators = bound.arguments.pop("denominators", {})
+    given = {**bound.arguments, **denominators}
     # a loss that has yet to choose among its tokens must see them all
     chooses = "chosen_tokens" in signature.parameters and "chosen_tokens" not in given
     if chooses or given["response_mask"].numel() <= BLOCK_TOKENS:

@@ -37,7 +37,7 @@ def compute_gae_advantage_return(
 
     Source: arXiv 1506.02438
     """
-    inside = response_mask.to(values.dtype)
+    inside = (response_mask != 0).to(values.dtype)
     order = order_inside_first(response_mask)
     values = values * inside
     ordered_values = put_in_order(values, order)

@@ -27,7 +27,7 @@ class Groups:
         """Rows with equal values of `index` are one group."""
         numbers: dict[Any, int] = {}
         of_row = [numbers.setdefault(uid, len(numbers)) for uid in index]
-        group = torch.tensor(of_row, device=scores.device)
+        group = torch.tensor(of_row, dtype=torch.int64, device=scores.device)
         return cls(group, torch.bincount(group).to(scores.dtype))
 
     def sum(self, scores: Tensor) -> Tensor:

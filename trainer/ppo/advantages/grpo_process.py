@@ -30,7 +30,8 @@ def compute_grpo_process_advantage(
 
     A step's score is normalised by mean and standard deviation (n - 1) over all steps of all
     samples of its prompt; `step_ends` says at which tokens the steps end, so a score of zero counts
-    too. A group with one step keeps its raw score; equal scores give zero.
+    too. A group with one step keeps its raw score; equal scores give zero. Where the policy chooses
+    how many steps it takes, as with tools, this is biased; `rloo_process` is not.
 
     Watch: `critic/advantages/max` and `response_length/mean`; advantages add up over steps, so a
     policy that gains by cutting its answer into more steps shows in both.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops.masked import zero_outside
+
 BLOCK = 64
 """Tokens that one matrix product sums at once."""
 
@@ -61,6 +63,6 @@ def discounted_sum(terms: Tensor, decay: float) -> Tensor:
 def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
     """Every token's discounted return: its own and all later rewards of its row."""
     order = order_inside_first(response_mask)
-    rewards = token_level_rewards * response_mask.to(token_level_rewards.dtype)
+    rewards = zero_outside(token_level_rewards, response_mask)
     rewards = put_in_order(rewards, order)
     return put_back(discounted_sum(rewards, gamma), order)

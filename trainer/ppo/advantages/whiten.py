@@ -11,7 +11,7 @@ def whiten_(values: Tensor, response_mask: Tensor) -> Tensor:
 
     It takes a third of that function's memory traffic.
     """
-    inside = response_mask.to(values.dtype)
+    inside = (response_mask != 0).to(values.dtype)
     num_inside = torch.count_nonzero(inside)
     values.sub_(values.sum() / num_inside.clamp(min=1)).mul_(inside)
     variance = torch.linalg.vector_norm(values).square() / (num_inside - 1).clamp(min=1)

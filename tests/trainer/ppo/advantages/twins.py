@@ -187,6 +187,24 @@ def grpo_process(case):
     return advantages, advantages
 
 
+def rloo_process(case):
+    ends = [
+        [t for t in positions(m) if e[t]] for m, e in zip(case.mask, case.step_ends, strict=True)
+    ]
+    to_go = [
+        [sum(case.rewards[row][t] for t in ends[row][step:]) for step in range(len(ends[row]))]
+        for row in range(ROWS)
+    ]
+    advantages = [[0.0] * WIDTH for _ in range(ROWS)]
+    for row in range(ROWS):
+        for t in positions(case.mask[row]):
+            step = sum(end < t for end in ends[row])
+            if step < len(ends[row]):
+                others = [to_go[o][step] for o in group_of(row) if o != row and step < len(ends[o])]
+                advantages[row][t] = to_go[row][step] - (statistics.mean(others) if others else 0.0)
+    return advantages, advantages
+
+
 def optimal_token_baseline(case):
     returns = later_sums(case.rewards, case, 1.0)
     advantages = [[0.0] * WIDTH for _ in range(ROWS)]
@@ -218,6 +236,7 @@ TWINS = {
     "grpo_batch_std": of_scores(grpo_batch_std),
     "grpo_passk": of_scores(grpo_passk),
     "grpo_process": grpo_process,
+    "rloo_process": rloo_process,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": optimal_token_baseline,

@@ -1,0 +1,118 @@
+"""Masks with gaps, of any dtype; steps whose number the policy chooses."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, WIDTH, whole_batch
+from tests.trainer.ppo.advantages.test_every_estimator import arguments_of
+from tests.trainer.ppo.advantages.twins import SETTINGS
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+EVERY_SETTING = [
+    (name, given) for name in ADVANTAGE_ESTIMATORS for given in SETTINGS.get(name, [{}])
+]
+
+
+def compact_batch():
+    """Rows of 6, 4, 1, 0, 6, 3 and 2 tokens, and garbage after them."""
+    torch.manual_seed(0)
+    mask = torch.arange(WIDTH) < torch.tensor([[6], [4], [1], [0], [6], [3], [2]])
+    rewards, values = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    return whole_batch(rewards * mask, values, mask)
+
+
+def spread(column, mask, wide, filling):
+    """The tokens of a column inside `mask`, at the places of `wide`."""
+    return filling.clone().masked_scatter_(wide, column[mask])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
+def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name, given, seed):
+    batch = compact_batch()
+    mask = batch.batch["response_mask"]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
+    wide = order < mask.sum(dim=-1, keepdim=True)
+
+    arguments = arguments_of(name, batch, given)
+    with_gaps = {}
+    for key, column in arguments.items():
+        with_gaps[key] = column
+        if isinstance(column, torch.Tensor) and column.shape == mask.shape:
+            garbage = torch.randn(wide.shape, generator=generator).to(column.dtype)
+            filling = torch.zeros_like(garbage) if key.startswith("token_level") else garbage
+            with_gaps[key] = spread(column, mask, wide, filling)
+    with_gaps["response_mask"] = wide
+
+    found = ADVANTAGE_ESTIMATORS[name](**arguments)
+    for ours, compact in zip(ADVANTAGE_ESTIMATORS[name](**with_gaps), found, strict=True):
+        torch.testing.assert_close(ours[wide], compact[mask])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
+@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
+def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(columns, name, given, dtype):
+    rewards, values, mask = columns
+    batch = whole_batch(rewards.float(), values.float(), mask)
+    arguments = arguments_of(name, batch, given)
+    expected = ADVANTAGE_ESTIMATORS[name](**arguments)
+    twice = mask if dtype == torch.bool else 2 * mask  # whatever is not zero is inside
+    arguments["response_mask"] = twice.to(dtype)
+
+    before = {k: x.clone() for k, x in arguments.items() if isinstance(x, torch.Tensor)}
+    for ours, own in zip(ADVANTAGE_ESTIMATORS[name](**arguments), expected, strict=True):
+        assert torch.equal(ours, own)
+    for key, column in before.items():
+        torch.testing.assert_close(arguments[key], column, rtol=0, atol=0, equal_nan=True)
+
+
+def expected_gradient(name, rewards, samples=3, chance=0.4):
+    """Of a game in which a policy goes on with this chance, or stops, and a step ends with either.
+
+    `rewards[k]` are those of stopping and of going on at step k. All groups of so many samples are
+    enumerated; (what the estimator gives on average, the gradient of the expected reward).
+    """
+    last = len(rewards) - 1
+    games = [[1] * number + [0] for number in range(last + 1)] + [[1] * (last + 1)]
+    slope = {1: 1 / chance, 0: -1 / (1 - chance)}  # of log chance, by the chance
+    chances = [torch.tensor([chance if go else 1 - chance for go in g]).prod() for g in games]
+    scores = [[rewards[step][go] for step, go in enumerate(game)] for game in games]
+    slopes = [sum(slope[go] for go in game) for game in games]
+    true = sum(p * sum(score) * s for p, score, s in zip(chances, scores, slopes, strict=True))
+
+    total = 0.0
+    for group in product(range(len(games)), repeat=samples):
+        mask = torch.zeros(samples, last + 1, dtype=torch.int64)
+        found = torch.zeros(samples, last + 1, dtype=torch.float64)
+        for row, game in enumerate(group):
+            mask[row, : len(games[game])] = 1
+            found[row, : len(games[game])] = torch.tensor(scores[game], dtype=torch.float64)
+        settings = {} if name == "rloo_process" else {"norm_adv_by_std_in_grpo": False}
+        index = INDEX[[0] * samples]
+        advantages, _ = ADVANTAGE_ESTIMATORS[name](found, mask.bool(), mask, index, **settings)
+        chance_of_group = torch.stack([chances[game] for game in group]).prod()
+        for row, game in enumerate(group):
+            for step, go in enumerate(games[game]):
+                total += chance_of_group * advantages[row, step] * slope[go] / samples
+    return float(total), float(true)
+
+
+def test_an_average_over_all_steps_is_biased_and_one_step_by_step_over_the_others_is_not():
+    rewards = [(0.5, 0.3), (0.1, 0.3), (0.0, 0.0)]
+    found, true = expected_gradient("rloo_process", rewards)
+    assert found == pytest.approx(true, abs=1e-6)
+    found, true = expected_gradient("grpo_process", rewards)
+    assert abs(found - true) > 0.1
+
+
+def test_rloo_process_by_hand():
+    scores = torch.tensor([[0.0, 1.0, 0.0, 2.0], [0.0, 4.0, 0.0, 0.0]])
+    ends = scores != 0
+    advantages, _ = ADVANTAGE_ESTIMATORS["rloo_process"](
+        scores, ends, torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]]), ["a", "a"]
+    )
+    # 1 + 2 and 4 from the first step on; the second step is alone; no step ends after token 1
+    assert advantages.tolist() == [[-1, -1, 0, 2], [1, 1, 0, 0]]

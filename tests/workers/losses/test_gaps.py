@@ -1,0 +1,221 @@
+"""For every loss, correction, KL and masked operation: gaps in a mask, its dtype, what is written.
+
+A row with gaps gives what the row without them gives. Whatever is not zero in a mask of any dtype
+is inside. Nothing that is given is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.losses.plain_correction import LEVELS, corrected, threshold_of
+from tests.workers.losses.plain_python import CONFIG, ROWS, WIDTH, Columns
+from verl_like.tensor_ops import masked_mean, masked_sum, masked_var, masked_whiten
+from workers.losses import blocks
+from workers.losses.aggregate import LOSS_AGG_MODES, agg_loss
+from workers.losses.entropy import compute_entropy_loss
+from workers.losses.kl import KL_ESTIMATORS, kl_penalty
+from workers.losses.lm import compute_lm_loss
+from workers.losses.mismatch import MismatchGauge
+from workers.losses.registry import POLICY_LOSSES, token_chooser
+from workers.losses.rejection import CRITERIA
+from workers.losses.value import compute_huber_value_loss, compute_value_loss
+
+Numbers = dict[str, Any]
+Formula = Callable[[Columns], Numbers]
+"""Columns of rows -> numbers, and columns [rows, R] that are compared where the mask is."""
+
+
+def of_policy_loss(name: str, mode: str) -> Formula:
+    def formula(columns: Columns) -> Numbers:
+        loss, metrics = POLICY_LOSSES[name](
+            old_log_prob=columns["old_log_prob"],
+            log_prob=columns["log_prob"],
+            advantages=columns["advantages"],
+            response_mask=columns["response_mask"],
+            rollout_is_weights=columns["weights"],
+            loss_agg_mode=mode,
+            loss_scale_factor=WIDTH,
+            config=CONFIG,
+        )
+        (gradient,) = torch.autograd.grad(loss, columns["log_prob"])
+        return {"loss": loss, "gradient": gradient, **metrics}
+
+    return formula
+
+
+def of_chooser(name: str) -> Formula:
+    choose: Any = token_chooser(POLICY_LOSSES[name])
+
+    def formula(columns: Columns) -> Numbers:
+        names = ("old_log_prob", "advantages", "response_mask")
+        generator = torch.Generator().manual_seed(0)
+        return {"chosen": choose(*(columns[each] for each in names), generator)}
+
+    return formula
+
+
+def of_value_loss(columns: Columns) -> Numbers:
+    names = ("vpreds", "returns", "values", "response_mask")
+    clipped = compute_value_loss(*(columns[name] for name in names), cliprange_value=0.3)
+    names = ("vpreds", "returns", "response_mask")
+    huber = compute_huber_value_loss(*(columns[name] for name in names), huber_delta=0.5)
+    (gradient,) = torch.autograd.grad(clipped[0] + huber[0], columns["vpreds"])
+    return {"clipped": clipped, "huber": huber, "gradient": gradient}
+
+
+def of_other_losses(columns: Columns) -> Numbers:
+    mask = columns["response_mask"]
+    logits = torch.stack([columns[name].detach() for name in ("values", "vpreds")], dim=-1)
+    return {
+        "lm": compute_lm_loss(columns["log_prob"], mask),
+        "entropy": compute_entropy_loss(logits, mask),
+    }
+
+
+def of_correction(**settings: Any) -> Formula:
+    def formula(columns: Columns) -> Numbers:
+        log_probs = columns["log_prob"].detach(), columns["old_log_prob"]
+        weights, kept, metrics = corrected(*log_probs, columns["response_mask"], **settings)
+        return {"weights": weights, "kept": kept != 0, "metrics": metrics}
+
+    return formula
+
+
+def of_kl(columns: Columns) -> Numbers:
+    found = {}
+    for name in KL_ESTIMATORS:
+        kl = kl_penalty(columns["log_prob"].detach(), columns["old_log_prob"], name)
+        for mode in LOSS_AGG_MODES:
+            found[f"{name} {mode}"] = agg_loss(
+                kl, columns["response_mask"], mode, loss_scale_factor=WIDTH
+            )
+    return found
+
+
+def of_masked_operations(columns: Columns) -> Numbers:
+    values, mask = columns["values"], columns["response_mask"]
+    return {
+        "sum": masked_sum(values, mask, axis=-1),
+        "mean": masked_mean(values, mask),
+        "var": masked_var(values, mask),
+        "whiten": masked_whiten(values, mask),
+    }
+
+
+def of_mismatch(columns: Columns) -> Numbers:
+    gauge = MismatchGauge(columns["response_mask"].shape[1])
+    gauge.add(columns["old_log_prob"], columns["log_prob"], columns["response_mask"])
+    metrics = gauge.metrics()
+    # positions are those of the whole response, gaps included
+    return {name: x for name, x in metrics.items() if "gap_from_token" not in name}
+
+
+CHOOSING = [name for name, loss in POLICY_LOSSES.items() if token_chooser(loss) is not None]
+FORMULAS: dict[str, Formula] = {
+    **{
+        f"{name} {mode}": of_policy_loss(name, mode)
+        for name in POLICY_LOSSES
+        for mode in LOSS_AGG_MODES
+    },
+    **{f"tokens of {name}": of_chooser(name) for name in CHOOSING},
+    **{f"weights by {level}": of_correction(rollout_is=level) for level in LEVELS},
+    **{
+        f"rejection by {name}": of_correction(
+            rollout_rs=name, rollout_rs_threshold=threshold_of(name)
+        )
+        for name in CRITERIA
+    },
+    "veto": of_correction(rollout_token_veto_threshold=0.5),
+    "value losses": of_value_loss,
+    "other losses": of_other_losses,
+    "KL": of_kl,
+    "masked operations": of_masked_operations,
+    "mismatch": of_mismatch,
+}
+
+
+@pytest.fixture
+def whole(batch: Columns) -> Columns:
+    """Rows without holes, and NaN after them."""
+    mask = torch.arange(WIDTH) < batch["response_mask"].sum(dim=-1, keepdim=True)
+    torch.manual_seed(1)
+    columns = {
+        name: torch.where(mask, torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.nan)
+        for name in batch
+    }
+    columns["log_prob"] = columns["old_log_prob"] + 0.3 * columns["log_prob"]
+    columns["weights"] = columns["weights"].abs()
+    return columns | {"response_mask": mask}
+
+
+def with_gradients(columns: Columns) -> Columns:
+    grads = ("log_prob", "vpreds")
+    return {n: c.clone().requires_grad_() if n in grads else c for n, c in columns.items()}
+
+
+def flat(numbers: Numbers, mask: Tensor) -> dict[str, Any]:
+    """Every number or tensor by a name; of columns what is inside the mask."""
+    found: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if isinstance(value, tuple):
+            found |= {f"{name} {place}": part for place, part in enumerate(value)}
+        elif isinstance(value, dict):
+            found |= {f"{name} {key}": part for key, part in value.items()}
+        else:
+            found[name] = value
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.shape == mask.shape:
+            found[name] = value[mask.bool()]
+    return {n: torch.as_tensor(x).double() for n, x in found.items() if x is not None}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name], equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name: str, whole: Columns) -> None:
+    mask = whole["response_mask"]
+    generator = torch.Generator().manual_seed(3)
+    places = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
+    wide = places < mask.sum(dim=-1, keepdim=True)
+    gaps = {
+        key: torch.full(wide.shape, torch.nan, dtype=column.dtype).masked_scatter_(
+            wide, column[mask]
+        )
+        for key, column in whole.items()
+        if key != "response_mask"
+    }
+    gaps["response_mask"] = wide
+    compact = flat(FORMULAS[name](with_gradients(whole)), mask)
+    assert_equal(flat(FORMULAS[name](with_gradients(gaps)), wide), compact)
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float64])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(
+    name: str, dtype: torch.dtype, by_blocks: bool, batch: Columns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_blocks:
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * WIDTH)
+    batch["weights"] = batch["weights"].abs()
+    mask = batch["response_mask"]
+    expected = flat(FORMULAS[name](with_gradients(batch)), mask)
+
+    twice = mask if dtype == torch.bool else 2 * mask
+    given = with_gradients(batch | {"response_mask": twice.to(dtype)})
+    before = {key: column.detach().clone() for key, column in given.items()}
+    assert_equal(flat(FORMULAS[name](given), mask), expected)
+    for key, column in before.items():
+        assert torch.equal(given[key].detach().nan_to_num(7), column.nan_to_num(7)), key

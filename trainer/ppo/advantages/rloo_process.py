@@ -1,0 +1,50 @@
+"""RLOO for process rewards: what a step earns from here on, beside the same step of the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from verl_like.tensor_ops.masked import zero_outside
+
+
+@ADVANTAGE_ESTIMATORS.register("rloo_process")
+@compares_samples
+@torch.no_grad()
+def compute_rloo_process_advantage(
+    token_level_scores: Tensor, step_ends: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """The scores of a token's step and all later ones, less their mean over the group's others.
+
+    The k-th step is compared with the k-th steps of the prompt's other samples; `step_ends` says at
+    which tokens steps end. A step that no other sample reached keeps its raw sum; equal scores give
+    zero. Unlike `grpo_process` it is unbiased where the policy chooses how many steps it takes:
+    what is taken off does not depend on the sample's own choices.
+
+    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages keep the scale of the
+    scores. Scale the scores, or bound them (`algorithm.score_clip`).
+
+    Source: leave-one-out of arXiv 2402.14740, step by step
+    """
+    ends = step_ends.bool() & response_mask.bool()
+    rows, places = ends.nonzero(as_tuple=True)
+    num_before = ends.cumsum(dim=-1) - ends.long()  # also the number of a token's own step
+    step = num_before[rows, places]
+    num_steps = int(ends.sum(dim=-1).max())
+
+    # by steps, not by tokens: equal scores then add up to the same bits wherever they lie
+    scores = token_level_scores.new_zeros(len(ends), num_steps)
+    scores[rows, step] = token_level_scores[rows, places]
+    to_go = scores.flip(-1).cumsum(dim=-1).flip(-1)[rows, step]
+
+    groups = Groups.of(index, token_level_scores[:, 0])
+    same_step = Groups.of((groups.of_row[rows] * max(num_steps, 1) + step).tolist(), to_go)
+    from_mean_to_others = same_step.size / (same_step.size - 1).clamp(min=1)
+    lead = same_step.centered(to_go) * from_mean_to_others[same_step.of_row]
+
+    of_steps = token_level_scores.new_zeros(len(ends), num_steps + 1)  # after the last step: zero
+    of_steps[rows, step] = lead
+    advantages = zero_outside(of_steps.gather(1, num_before), response_mask)
+    return advantages, advantages
