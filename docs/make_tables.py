@@ -36,8 +36,7 @@ from trainer.ppo.cards import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.preference.config import PreferenceConfig
-from trainer.preference.recipe import DPO
+from trainer.preference.recipe import DPO, PreferenceConfig
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT

@@ -30,7 +30,7 @@ from tests.loaded_modules import loaded_by
 from trainer.config.placement import roles_of
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.sft.config import SFTConfig
+from trainer.sft.recipe import SFTConfig
 
 BELOW: dict[str, set[str]] = {
     "verl_like": set(),

@@ -1,7 +1,7 @@
 """Memory of a run's roles on their devices: a table for the plan, and held against the device.
 
 What a role takes is counted from the model that its class says it holds (`workers.memory`). A
-recipe says how many tokens a pass of each has (`trainer.ppo.memory`, `trainer.rows.memory`).
+recipe says how many tokens a pass of each has (`trainer.ppo.memory`, `trainer.rows.preflight`).
 """
 
 from __future__ import annotations

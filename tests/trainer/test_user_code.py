@@ -189,7 +189,7 @@ def test_what_a_function_makes_for_a_tracker_is_looked_at(tmp_path: Path) -> Non
 
 
 def test_an_order_of_prompts_is_called_by_keyword() -> None:
-    from trainer.data.order import epoch_order
+    from trainer.data.loader import epoch_order
 
     data = load_config([*NEEDED, f"data.sampler={__name__}.order_of_another"]).data
     with pytest.raises(ConfigError, match=r"data.sampler=.* takes \(count, epoch\), and is called"):

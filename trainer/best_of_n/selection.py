@@ -1,18 +1,21 @@
 """The choice among the samples of each prompt, as rows of the files that other recipes read.
 
 rows, metrics = select(samples, config.selection, tokenizer)
+write_rows(path, rows)                                          # whole or not at all
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.best_of_n.config import SelectionConfig
 from trainer.rollouts.samples import EXTRA
 from verl_like.errors import BatchError
+from verl_like.files import json_lines, lines_of, parse_json, write_whole
 from workers.columns import read_columns
 from workers.rewards.manager import decode_responses
 from workers.rewards.weighted import SKIPPED
@@ -171,3 +174,27 @@ def _about_sample(sample: Sample) -> Row:
         "finish_reason": sample.finish_reason,
         "rewards": sample.rewards or None,
     }
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write them in order: parquet, if the name ends so, else a line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        write_whole(path, _parquet(rows))
+    else:
+        write_whole(path, json_lines(rows))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file of `write_rows`."""
+    return [parse_json(line) for line in lines_of(path)]
+
+
+def _parquet(rows: Sequence[Row]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(rows)), buffer)
+    contents: bytes = buffer.getvalue().to_pybytes()
+    return contents

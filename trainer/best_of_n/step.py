@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.best_of_n.config import BestOfNConfig
-from trainer.best_of_n.rows_file import read_rows, write_rows
-from trainer.best_of_n.selection import select
+from trainer.best_of_n.selection import read_rows, select, write_rows
 from trainer.loop import Metrics
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.trainer import join_results

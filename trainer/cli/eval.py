@@ -20,8 +20,7 @@ from typing import Any
 
 from trainer.config.keys import leaf_keys
 from trainer.config.settings import overrides_of
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.recipe import EVAL
+from trainer.evaluation.recipe import EVAL, EvaluationConfig
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel, find_saved_model
 from verl_like.errors import ConfigError

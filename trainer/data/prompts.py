@@ -22,9 +22,8 @@ import torch
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import listing
-from trainer.data.order import epoch_order
+from trainer.data.loader import OTHER_ROWS, digest_of_rows, epoch_order
 from trainer.data.prompt_table import read_prompts
-from trainer.data.row_digest import OTHER_ROWS, digest_of_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import CheckpointError, ConfigError

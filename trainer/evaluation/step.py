@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict
 from functools import partial
 
-from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.recipe import EvaluationConfig
 from trainer.loop import Metrics
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.rollouts.without_training import SamplingOnlyTrainer

@@ -14,8 +14,8 @@ from typing import Any
 from trainer.chaos import Fault
 from trainer.data.files import check_files
 from trainer.data.lm_rows import LMRow
+from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader, load_tokenizer
-from trainer.data.row_loader import RowLoader
 from trainer.groups.nodes import begin_cluster
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics

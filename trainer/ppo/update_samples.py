@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
-from trainer.data.row_loader import RowLoader
+from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.correct_rollout import correct_rollout
 from trainer.sample_ledger import TRAINED

@@ -10,16 +10,38 @@ is the model before training, or that of ref.model.path; its log-probs are compu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.config.recipe import Recipe, presets
-from trainer.preference.config import PreferenceConfig
-from trainer.rows.recipe import check_pairs_fit, check_rows_config
-from trainer.rows.recipe import load_registries as load_registries_of_rows
+from trainer.data.config import ValidatingTrainerConfig
+from trainer.rows.config import RowConfig, check_pairs_fit, check_rows_config
+from trainer.rows.config import load_registries as load_registries_of_rows
+from verl_like.config_key import key
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
-from workers.config.preference import loss_reads
+from workers.config.preference import PreferenceWorkerConfig, loss_reads
+
+
+@dataclass(kw_only=True)
+class PreferenceTrainerConfig(ValidatingTrainerConfig):
+    """The run: length, devices, folder."""
+
+    cls: str = key("trainer.preference.step.PreferenceTrainer", allows="a dotted path")
+    """Dotted path of the trainer: PreferenceTrainer, or a subclass that overrides its step or
+    hooks.
+    """
+    experiment_name: str = key("dpo", allows="a name", may_change_on_resume=True)
+    """Second part of the run folder's name."""
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
+    """A run of preference training."""
+
+    trainer: PreferenceTrainerConfig = key(factory=PreferenceTrainerConfig)
+    """The run."""
 
 
 def load_registries() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
 from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
-from trainer.preference.config import PreferenceConfig
-from trainer.rows.memory import longest_row
+from trainer.preference.recipe import PreferenceConfig
+from trainer.rows.preflight import longest_row
 from verl_like.batch.protocol import DataProto
 from workers.columns import write_columns
 from workers.config.preference import loss_reads

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.data.labelled import LabelledRow
 from trainer.loop import Metrics
-from trainer.preference.config import PreferenceConfig
+from trainer.preference.recipe import PreferenceConfig
 from trainer.preference.reference import KeptLogProbs, hash_of
 from trainer.preference.rows import (
     NumberedRow,

@@ -13,11 +13,35 @@ that hf_model exports.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.recipe import Recipe, presets
-from trainer.reward_model.config import RewardModelRunConfig
-from trainer.rows import recipe as rows
+from trainer.data.config import ValidatingTrainerConfig
+from trainer.rows import config as rows
+from trainer.rows.config import RowConfig
+from verl_like.config_key import key
+from workers.config.reward_training import RewardTrainingConfig
+
+
+@dataclass(kw_only=True)
+class RewardModelTrainerConfig(ValidatingTrainerConfig):
+    """The run: length, devices, folder."""
+
+    cls: str = key("trainer.reward_model.step.RewardModelTrainer", allows="a dotted path")
+    """Dotted path of the trainer: RewardModelTrainer, or a subclass that overrides its step or
+    hooks.
+    """
+    experiment_name: str = key("reward_model", allows="a name", may_change_on_resume=True)
+    """Second part of the run folder's name."""
+
+
+@dataclass(kw_only=True)
+class RewardModelRunConfig(RowConfig, RewardTrainingConfig):
+    """A run that trains a reward model."""
+
+    trainer: RewardModelTrainerConfig = key(factory=RewardModelTrainerConfig)
+    """The run."""
 
 
 def load_registries() -> None:

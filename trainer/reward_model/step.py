@@ -12,9 +12,9 @@ import torch
 
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.loop import Metrics
-from trainer.reward_model.config import RewardModelRunConfig
 from trainer.reward_model.endings import end_as_samples_do
-from trainer.rows.memory import longest_row
+from trainer.reward_model.recipe import RewardModelRunConfig
+from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns

@@ -5,9 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.schema import RunConfig
-from workers.config.rows import RowWorkerConfig
+from verl_like.errors import ConfigError
+from workers.config.rows import LONGEST_ROW, RowWorkerConfig
 
 
 @dataclass(kw_only=True)
 class RowConfig(RunConfig, RowWorkerConfig):
     """A run, and the model that it trains on rows."""
+
+
+def load_registries() -> None:
+    """Import what registers optimizers; it imports torch."""
+    import workers.training.optim  # noqa: F401
+
+
+def check_rows_config(config: RowConfig) -> None:
+    """The rules between fields that all of them have."""
+    from workers.parallel.sharding import settle
+    from workers.training.schedules import check_optim
+
+    settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
+    check_optim(config.optim, "optim")
+    _check_pass(config, 1, "{length} does not fit into a pass of {room}")
+
+
+def check_pairs_fit(config: RowConfig) -> None:
+    """The rule of recipes whose rows are pairs."""
+    _check_pass(
+        config,
+        2,
+        "Two responses of {length} do not fit into a pass of {room}, and a pair is in one",
+    )
+
+
+def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
+    """Refuse rows of which `num_sides` may be longer than a pass."""
+    data = config.data
+    room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
+    if data.use_dynamic_bsz and num_sides * longest > room:
+        length = f"data.max_length={data.max_length} tokens"
+        if data.max_length is None:
+            length = f"data.max_length=null, {LONGEST_ROW} tokens at most,"
+        story = problem.format(length=length, room=f"data.max_token_len_per_gpu={room} tokens")
+        raise ConfigError(f"{story}; lower the one, or raise the other.")

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from trainer.alarms import AlarmRule, skipped_updates
+from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
-from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.rows.config import RowConfig
-from trainer.rows.memory import longest_row, plan_text
-from trainer.rows.preflight import preflight
+from trainer.rows.preflight import longest_row, plan_text, preflight
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.loop import Metrics
-from trainer.rows.memory import longest_row
+from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer, num_tokens_in_loss
-from trainer.sft.config import SFTConfig
+from trainer.sft.recipe import SFTConfig
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 

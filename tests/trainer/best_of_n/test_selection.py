@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from trainer.best_of_n.config import SelectionConfig
-from trainer.best_of_n.rows_file import read_rows, write_rows
-from trainer.best_of_n.selection import select
+from trainer.best_of_n.selection import read_rows, select, write_rows
 from trainer.data.files import rows_of_files
 from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto

@@ -10,7 +10,7 @@ import pytest
 from tests.import_graph import PACKAGES, parsed, sources
 from tests.trainer.config.key_reads import keys_that_nothing_reads
 from trainer.ppo.config import PPOConfig
-from trainer.reward_model.config import RewardModelRunConfig
+from trainer.reward_model.recipe import RewardModelRunConfig
 
 CHECKS = ("checks.py", "unused_keys.py")
 

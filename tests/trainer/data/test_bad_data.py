@@ -19,9 +19,9 @@ from trainer.data.config import DataConfig
 from trainer.data.encoded_rows import encode_rows
 from trainer.data.formats import DEEPEST
 from trainer.data.lm_rows import LM_ROWS, read_lm_rows
+from trainer.data.loader import RowLoader
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from trainer.data.row_loader import RowLoader
 from verl_like.errors import CheckpointError, ConfigError
 
 

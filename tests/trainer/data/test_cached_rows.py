@@ -16,9 +16,9 @@ from trainer.data.cache import cache_folder
 from trainer.data.files import first_rows
 from trainer.data.labelled import read_labelled
 from trainer.data.lm_rows import lm_batch, read_lm_rows
+from trainer.data.loader import digest_of_rows
 from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
-from trainer.data.row_digest import digest_of_rows
 
 Row = dict[str, Any]
 LM = [{"text": "a" * (number + 1)} for number in range(7)] + [{"prompt": "b", "response": "cd"}]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer.data.lm_rows import LMRow, encode_lm_row, lm_batch, read_lm_rows
+from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
-from trainer.data.row_loader import RowLoader
 from verl_like.errors import CheckpointError, ConfigError
 
 CHAT = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.data.config import DataConfig
-from trainer.data.order import epoch_order
+from trainer.data.loader import epoch_order
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
 

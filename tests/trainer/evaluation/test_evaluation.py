@@ -14,8 +14,7 @@ from trainer import run
 from trainer.cli.eval import main, settings_of_run
 from trainer.config.flat import flat_config
 from trainer.config.settings import overrides_of
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.recipe import EVAL
+from trainer.evaluation.recipe import EVAL, EvaluationConfig
 from trainer.evaluation.step import core_table
 from trainer.ppo.recipe import load_config
 from trainer.recipe_command import run_command

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config.compose import load_config
-from trainer.preference.config import PreferenceConfig
-from trainer.preference.recipe import DPO
+from trainer.preference.recipe import DPO, PreferenceConfig
 from trainer.preference.step import PreferenceTrainer
 from trainer.rows import preflight as preflight_module
-from trainer.rows.memory import held_models, largest_pass, role_memories
-from trainer.rows.preflight import preflight
+from trainer.rows.preflight import held_models, largest_pass, preflight, role_memories
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
 

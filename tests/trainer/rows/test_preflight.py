@@ -9,10 +9,8 @@ import pytest
 
 from trainer.config.compose import load_config
 from trainer.preference.recipe import DPO
-from trainer.rows.memory import longest_row
-from trainer.rows.preflight import preflight
-from trainer.sft.config import SFTConfig
-from trainer.sft.recipe import SFT
+from trainer.rows.preflight import longest_row, preflight
+from trainer.sft.recipe import SFT, SFTConfig
 from verl_like.errors import ConfigError
 
 
