@@ -18,6 +18,6 @@ STATELESS = (RolloutWorker, SamplerWorker, ReferenceWorker, RewardModelWorker, T
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
     """Rollouts, and what reads with weights that do not move; a class of the user's own is not."""
     found = {role for role in groups if groups[role].roles[role] in STATELESS}
-    if config.actor_rollout_ref.ref.update_every is not None:
+    if "ref" in found and config.actor_rollout_ref.ref.update_every is not None:
         found.discard("ref")  # it follows the actor from afar, and no other has its weights
     return frozenset(found)
