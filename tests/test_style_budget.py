@@ -1,4 +1,4 @@
-"""No file or function grows without anyone noticing; a step fits on one screen; plain names."""
+"""Nothing grows, or is copied, without anyone noticing; a step fits on one screen; plain names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import ROOT
 from tests.import_graph import parsed
 
-MAX_FILE, MAX_FUNCTION, MAX_STEP, MAX_COLUMNS = 800, 120, 40, 100
+MAX_FILE, MAX_FUNCTION, MAX_STEP, MAX_COPY = 800, 120, 40, 20
 FOLDERS = ("verl_like", "workers", "trainer", "examples", "tests", "benchmarks", "docs", "tools")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 
@@ -56,15 +56,6 @@ def test_no_file_is_long() -> None:
     assert long == {}
 
 
-def test_no_line_is_wide_nor_hidden_behind_a_noqa_comment() -> None:
-    wide = []
-    for path in files(*FOLDERS):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if len(line) > MAX_COLUMNS:
-                wide.append(f"{path.relative_to(ROOT)}:{number}")
-    assert wide == [], "ruff's E501 lets such a comment stand beyond the limit"
-
-
 def test_no_function_is_long() -> None:
     long = {}
     for path, tree in trees(*FOLDERS):
@@ -87,3 +78,17 @@ def test_a_step_fits_on_one_screen() -> None:
 
 def length_of_docstring(function: Function) -> int:
     return 0 if ast.get_docstring(function) is None else num_lines(function.body[0])
+
+
+def test_no_two_places_of_the_code_share_twenty_lines() -> None:
+    first_place: dict[tuple[str, ...], str] = {}
+    copies = []
+    for path in files("verl_like", "workers", "trainer", "examples", "benchmarks"):
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        code = [line for line in lines if line and not line.startswith(("#", "import ", "from "))]
+        for start in range(len(code) - MAX_COPY + 1):
+            place = f"{path.relative_to(ROOT)}: {code[start]}"
+            earlier = first_place.setdefault(tuple(code[start : start + MAX_COPY]), place)
+            if earlier != place:
+                copies.append(f"{earlier} and {place}")
+    assert copies == [], "give what they share one home"
