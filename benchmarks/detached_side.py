@@ -114,10 +114,10 @@ class SlowUpdate(DetachedTrainer):
 class SlowSend(RolloutWorker):
     """Samples take a while until they are on their way."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
         """The engine's samples, after a rest."""
-        samples = super().generate_sequences(prompts)
+        samples = super().take(max_tokens, seconds)
         time.sleep(DELAY_S)
         return samples
 

@@ -126,8 +126,9 @@ def decode(device: str, tiny: bool, folder: Path) -> None:
     """Achieved GB/s of decoding 64 samples: weights and the cache so far, read at every token."""
     from transformers import AutoModelForCausalLM
 
-    from workers.rollout.base import EngineLimits, Request, SamplingParams
+    from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.sample import Sample
 
     config = make_model(folder, tiny)
     prompt, response = (8, 8) if tiny else (128, 512)
@@ -135,7 +136,7 @@ def decode(device: str, tiny: bool, folder: Path) -> None:
     engine = NativeEngine(module, EngineLimits(prompt, response), owns_weights=False)
     engine.commit(0)
     ids = torch.randint(1, config.vocab_size, (64, prompt)).tolist()
-    requests = [Request(row, key) for key, row in enumerate(ids)]
+    requests = [Sample(row, key) for key, row in enumerate(ids)]
     sampling = SamplingParams(max_tokens=response, stop_token_ids=())
     seconds = seconds_of(lambda: engine.generate(requests, sampling), device, 1 if tiny else 3)
 

@@ -52,12 +52,13 @@ def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
 
 def of_engine(engine: Any, max_tokens: int, stop: tuple[int, ...]) -> Run:
     """One of our engines, as the role calls it."""
-    from workers.rollout.base import Request, SamplingParams
+    from workers.rollout.base import SamplingParams
+    from workers.rollout.sample import Sample
 
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
 
     def run(round_: int) -> int:
-        requests = [Request(prompt, 1000 * round_ + i) for i, prompt in enumerate(prompts(round_))]
+        requests = [Sample(prompt, 1000 * round_ + i) for i, prompt in enumerate(prompts(round_))]
         outputs = engine.generate(requests, sampling)
         assert all(bool(output.log_probs.isfinite().all()) for output in outputs)
         return sum(len(output.tokens) for output in outputs)

@@ -34,7 +34,6 @@ class Column:
 
 _ROLLOUT = "rollout.generate_sequences"
 _DATA = "the data loader"
-_UNFINISHED = "the driver's unfinished_rows, of responses that go on"
 
 COLUMNS: dict[str, Column] = {
     column.name: column
@@ -78,11 +77,6 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance, if it shuffles"),
-        Column("partial_responses", "[rows, R]", "int64", _UNFINISHED),
-        Column("partial_mask", "[rows, R]", "int64", _UNFINISHED),
-        Column("partial_log_probs", "[rows, R]", "float32", _UNFINISHED),
-        Column("partial_versions", "[rows, R]", "int32", _UNFINISHED),
-        Column("partial_truncated_log_probs", "[rows, R]", "float32", _UNFINISHED),
         Column("reward_baselines", "[rows]", "float32", "the driver's greedy_scores, for remax"),
         Column("uid", "[rows]", "object", _DATA),
         Column("raw_prompt", "[rows]", "object", _DATA),
@@ -93,23 +87,11 @@ COLUMNS: dict[str, Column] = {
     )
 }
 
-PARTIAL_RESPONSE = {
-    "partial_responses": "responses",
-    "partial_mask": "response_mask",
-    "partial_log_probs": "rollout_log_probs",
-    "partial_versions": "token_versions",
-    "partial_truncated_log_probs": "rollout_truncated_log_probs",
-}
-"""What a prompt brings with it whose response was begun: column -> that of the samples."""
-
 _NAMED = ("uid", "sample_index")
 _SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *_NAMED)
 
 READS: dict[str, tuple[str, ...]] = {
-    "generate_sequences": (
-        *("input_ids", "attention_mask", "position_ids", *_NAMED),
-        *PARTIAL_RESPONSE,
-    ),
+    "generate_sequences": ("input_ids", "attention_mask", "position_ids", *_NAMED),
     "compute_log_prob": _SEQUENCES,
     "compute_ref_log_prob": _SEQUENCES,
     "compute_teacher_log_prob": _SEQUENCES,

@@ -21,7 +21,7 @@ from trainer.ppo.step import PPOTrainer
 from trainer.ppo.update_samples import samples_of_update
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
-from workers.columns import COLUMNS, PARTIAL_RESPONSE
+from workers.columns import COLUMNS
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.critic_copy import CriticCopyWorker
@@ -140,9 +140,7 @@ def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Rec
     assert of_the_user == ["reward_extra/rule_score", "reward_extra/model_score"]
     for name in of_the_user:
         del found[name]
-    # prompts whose response was begun have these; tests/workers/rollout looks at them
-    written = {name: column for name, column in COLUMNS.items() if name not in PARTIAL_RESPONSE}
-    assert found == {name: (column.shape, column.dtype) for name, column in written.items()}
+    assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
 
 
 def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Recorder]) -> None:

@@ -6,17 +6,16 @@ Usable in vLLM's own environment.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.waiting import wait_until
-from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
+from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 
 VOCAB, PROMPT, RESPONSE, STOP = 64, 9, 14, (2, 5, 7)
@@ -85,10 +84,10 @@ def make_prompts(num_ragged: int = 6) -> list[list[int]]:
     return [*ragged, random.integers(8, VOCAB, size=PROMPT).tolist(), [11]]
 
 
-def requests_of(prompts: list[list[int]], n: int = 1) -> list[Request]:
+def requests_of(prompts: list[list[int]], n: int = 1) -> list[Sample]:
     """`n` samples of every prompt, as the role makes them."""
     return [
-        Request(prompt, noise_key(0, f"{row}-0", index), f"uid {row}-0 sample {index}")
+        Sample(prompt, noise_key(0, f"{row}-0", index), f"uid {row}-0 sample {index}")
         for row, prompt in enumerate(prompts)
         for index in range(n)
     ]
@@ -106,52 +105,34 @@ def full_logits(model: Any, prompt: list[int], tokens: torch.Tensor) -> torch.Te
     return logits[0, len(prompt) - 1 : -1]
 
 
-@contextmanager
-def beside(work: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Something in a thread of its own: what it returned or raised is in the list afterwards."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield found
-    finally:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
 def generate_and(
     engine: RolloutEngine,
-    requests: Sequence[Request],
+    samples: Sequence[Sample],
     sampling: SamplingParams,
-    step: int,
+    max_tokens: int,
     work: Callable[[], Any],
-) -> list[Output]:
-    """`generate`, and `work` from another thread when it has come to that step.
+) -> list[Sample]:
+    """All samples; `work` is done when some has drawn so many tokens."""
+    numbers = engine.submit(samples, sampling)
+    finished = engine.take(max_tokens)
+    assert len(finished) < len(numbers), "some still run"
+    work()
+    finished |= engine.take()
+    return [finished[number] for number in numbers]
 
-    The generation goes on when the work is done, or holds it.
-    """
-    checkpoint, steps = engine.control.checkpoint, []
-    control = engine.control
 
-    def watched() -> bool:
-        steps.append(0)
-        if len(steps) != step:
-            return checkpoint()
-        with beside(work) as done:
-            wait_until(lambda: control._must_wait() or bool(done))
-            stop = checkpoint()
-        return stop
+def first_tokens(sample: Sample, count: int) -> Sample:
+    """A sample as it was when it had so many tokens."""
+    log_probs, versions = sample.log_probs[:count], sample.versions[:count]
+    made = {"tokens": sample.tokens[:count], "log_probs": log_probs, "versions": versions}
+    return replace(sample, **made, finish_reason="abort")
 
-    engine.control.checkpoint = watched
-    try:
-        return engine.generate(requests, sampling)
-    finally:
-        engine.control.checkpoint = checkpoint
-        assert len(steps) >= step, f"it ended after {len(steps)} steps"
+
+def same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
+    """One sample: bit for bit where the engine promises bits."""
+    assert left.tokens.tolist() == right.tokens.tolist()
+    assert left.finish_reason == right.finish_reason
+    assert left.versions.tolist() == right.versions.tolist()
+    exact = type(engine).__name__ in ("HFEngine", "NativeEngine")
+    atol = 0.0 if exact else 1e-4
+    torch.testing.assert_close(left.log_probs, right.log_probs, atol=atol, rtol=0)

@@ -5,8 +5,8 @@
     experiences = buffer.take(num_samples)    # the trainer; waits for a batch
     buffer.publish(version)                   # there are newer weights
 
-It holds references, and bounds samples that are open, queued or being made: by `detached.limit`,
-and by how old they may grow (`trainer.detached.pacing`). One lock guards all of it.
+It bounds samples that are open, queued or being made: by `detached.limit`, and by how old they may
+grow (`trainer.detached.pacing`). One lock guards all of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.endings import EndOfSamples, StalledError, StallWarning
-from trainer.detached.experience import Experience
 from trainer.detached.ledger import IN_FLIGHT, LOST, MADE_AGAIN, QUEUED, TAKEN, TOO_OLD, Ledger
 from trainer.detached.pacing import BufferSettings, Demand, Pacing
-from trainer.detached.pieces import LeftBehind, Order, Piece, PieceStream, num_samples_of
+from trainer.detached.pieces import Begun, Experience, Order, Piece, PieceStream, num_samples_of
 from trainer.detached.samplers.registry import Choice, Sampler, Stock, chosen
+from workers.rollout.client import Submission
 
 LOOK_S = 1.0
 """How often a wait looks whether it has lasted too long."""
@@ -70,13 +70,6 @@ class ExperienceBuffer:
         with self._change():
             self._failure = self._failure or error
 
-    def wait_for_version(self, above: int) -> int | None:
-        """Until there are weights of a higher version: theirs. None: it is over."""
-        with self._changed:
-            while self.version <= above and not self._closed:
-                self._changed.wait(LOOK_S)
-            return None if self._closed else self.version
-
     def leave(self, maker: int, error: BaseException | None = None) -> None:
         """A maker's thread has ended; its error, if it failed, is raised where the trainer is."""
         with self._change():
@@ -116,20 +109,24 @@ class ExperienceBuffer:
             while self._settings.evicts and self._queued() > self._settings.limit:
                 self._drop(self._ready[0], "pushed out of the full buffer")
 
-    def lost(self, maker: int, left_behind: Mapping[int, LeftBehind]) -> list[Piece]:
-        """What this maker was making is to be made again, by whoever may; gives the pieces.
+    def lost(self, maker: int, begun: Mapping[int, Submission]) -> int:
+        """What this maker was making is to be made again, by whoever may; gives the samples lost.
 
-        Of those in `left_behind`, by number, that is the part which is not there.
+        Of pieces in `begun`, by number, that is the part which is not there.
         """
         with self._change():
             orders = [order for who, order in self._in_flight.values() if who == maker]
+            kept, num_lost = {}, 0
             for order in orders:
-                left = left_behind.get(order.piece.number)
-                del self._in_flight[order.piece.number]
-                self.ledger.drop(order.uids, LOST, left.uids if left else ())
-            pieces = [order.piece for order in orders]
-            self.stream.hand_back(pieces, left_behind)
-            return pieces
+                number = order.piece.number
+                del self._in_flight[number]
+                num_lost += order.piece.num_samples
+                if number in begun:
+                    kept[number] = Begun(maker, order.version, begun[number])
+                    num_lost -= begun[number].num_there
+                self.ledger.drop(order.uids, LOST, kept[number].uids if number in kept else ())
+            self.stream.hand_back([order.piece for order in orders], kept)
+            return num_lost
 
     # ---------------------------------------------------------------------------- trainer's side
 
@@ -154,20 +151,6 @@ class ExperienceBuffer:
                 # before the lock is free: what was taken is no longer asked for
                 self._demand = Demand(0, 0, rest_of_version, rest_of_run)
                 self._look_again()
-
-    def take_back(self, taken: Sequence[Experience], gone: Sequence[Experience]) -> None:
-        """Of what was taken some is gone with the machine that held it: its prompts are handed out
-        anew, and the rest is queued again.
-        """
-        numbers = {one.piece.number for one in gone}
-        kept = [one for one in taken if one.piece.number not in numbers]
-        with self._change():
-            for experience in gone:
-                self.ledger.drop(experience.uids, LOST)
-            self.stream.hand_back([one.piece for one in gone])
-            for experience in kept:
-                self.ledger.move(experience.uids, QUEUED)
-            self._ready = kept + self._ready
 
     def drop_taken(self, uids: Iterable[str], reason: str) -> None:
         """Groups that were taken and are not trained on."""
@@ -363,15 +346,15 @@ class ExperienceBuffer:
         return num_samples_of(of_rank) <= bound // len(self.stream.ranks)
 
     def _hand_out(self, piece: Piece, maker: int, version: int) -> Order:
-        left = self.stream.hand_out(piece)
-        if left is not None and not self._has_room(piece, left.version):
-            self.ledger.drop_kept(left.maker, len(left.uids), TOO_OLD)
-            left = None
+        begun = self.stream.hand_out(piece)
+        if begun is not None and not self._has_room(piece, begun.version):
+            self.ledger.drop_kept(begun.maker, begun.submission.num_there, TOO_OLD)
+            begun = None
         prompts = self.stream.prompts(piece)
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         self.ledger.begin(maker, uids, piece.num_samples // len(uids))
-        oldest = version if left is None else min(version, left.version)
-        order = Order(piece, prompts, uids, oldest, self._demand.attempt, left)
+        oldest = version if begun is None else min(version, begun.version)
+        order = Order(piece, prompts, uids, oldest, self._demand.attempt, begun)
         self._in_flight[piece.number] = maker, order
         return order
 

@@ -1,8 +1,8 @@
 """What becomes of a run whose maker has lost a process: `detached.on_maker_loss`.
 
-Called in the maker's thread, when the buffer has been told to have the lost prompts made again; and
-in the trainer's, for queued samples that do not arrive. A maker whose node is lost waits for
-another one as the other groups of a run do (`trainer.restarts.wait_for_room`).
+Called in the maker's thread, when the buffer has been told to have the lost prompts made again. A
+maker whose node is lost waits for another one as the other groups of a run do
+(`trainer.restarts.wait_for_room`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from trainer.detached.config import DetachedConfig
 from trainer.detached.endings import ToldToStop
-from trainer.detached.experience import Experience
 from trainer.detached.topology import Topology, maker_role
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
@@ -64,17 +63,10 @@ class MakerLosses:
             return False
         raise RolloutError(f"{what}: {error} {self._way_out(maker)}") from error
 
-    def of_samples(self, experience: Experience, error: WorkerDiedError) -> None:
-        """Queued samples are gone with their machine; raises where the run cannot go on."""
-        what = f"{experience.num_samples} samples of maker {experience.maker} are lost"
-        if self._policy == "fail":
-            raise RolloutError(f"{what}: {error} {self._way_out(experience.maker)}") from error
-        logger.warning("%s: their prompts are answered again. %s", what, error)
-
     def is_alive(self, maker: int) -> bool:
         """Whether all processes of its group answer."""
         try:
-            self._groups[maker_role(maker)].resume()
+            self._groups[maker_role(maker)].ping()
         except WorkerDiedError:
             return False
         return True

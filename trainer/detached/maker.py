@@ -1,6 +1,9 @@
 """A maker: a thread of the driver that keeps one rollout group generating.
 
-It moves references: what the group has made stays there until the trainer takes it.
+while True:
+    newer weights, if there are any
+    submit a piece, if there is room for it
+    take what is finished: pieces whose samples are all there go to the buffer
 """
 
 from __future__ import annotations
@@ -9,255 +12,182 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
-from trainer.detached.carry_over import CarriedOver
-from trainer.detached.experience import Experience
-from trainer.detached.pieces import LeftBehind, Order
-from trainer.detached.scoring import Reading
+from trainer.detached.pieces import Experience, Order
 from trainer.detached.topology import maker_role
+from trainer.loop import Metrics
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.survivors import has_lost_ranks
 from verl_like.errors import VerlLikeError, WorkerDiedError
-from workers.roles.lost_samples import all_of, keep_samples
+from workers.rollout.client import RolloutClient, Submission
 
 logger = logging.getLogger(__name__)
-StartGenerating = Callable[[str, DataProto, int], Any]
-"""(role, rows, attempt) -> the future of their samples."""
-StartScoring = Callable[[int, Any], list[Reading]]
-"""(number of a maker, samples or the future of them) -> what its roles say of them."""
-TakeWeights = Callable[[int], int]
-"""Number of a maker -> the version that it holds now, the newest there is."""
-OnLoss = Callable[[int, WorkerDiedError, int], bool]
-"""(maker, error, samples that were being made) -> whether the maker goes on."""
+SLICE_S = 0.25
+"""How long a take lasts: weights and the end of a run wait for it."""
+
+
+@dataclass(frozen=True)
+class MakerCalls:
+    """What a maker's thread asks of the run."""
+
+    group: Callable[[], Any]
+    """The rollout group, which may be another one after a loss."""
+    asked: Callable[[DataProto, int], DataProto]
+    """(rows, attempt) -> what the group is sent of them."""
+    take_weights: Callable[[], int]
+    """Brings the newest weights there are; their version."""
+    on_loss: Callable[[WorkerDiedError, int], bool]
+    """(error, samples that were being made) -> whether the maker goes on."""
+    score: Callable[[DataProto], tuple[DataProto, Metrics]] | None = None
+    """What the maker's own roles say of samples; None where the trainers score."""
 
 
 class Maker:
-    """One rollout group and its thread; a second one brings weights, where they come at once."""
+    """One rollout group and its thread."""
 
     def __init__(
         self,
         number: int,
         buffer: ExperienceBuffer,
         activity: Activity,
-        start_generating: StartGenerating,
-        take_weights: TakeWeights,
-        on_loss: OnLoss,
+        calls: MakerCalls,
         *,
-        start_scoring: StartScoring | None = None,
-        weights_come_at_once: bool = False,
-        carries_over: bool = False,
+        max_tokens: int | None = None,
+        weights_at_once: bool = False,
         keeps_samples: bool = False,
     ) -> None:
-        """`start` begins. `carries_over`: a call may leave responses unfinished; without
-        `start_scoring` the trainers score. `keeps_samples`: those of ranks that live are waited
-        for when one is lost.
+        """`start` begins.
+
+        With `max_tokens` a take draws so many of a response, pieces begin beside unfinished ones,
+        and newer weights are taken in between; with `weights_at_once` they are, too.
+        `keeps_samples`: those of ranks that live are waited for when one is lost.
         """
         self.number, self.role, self.name = number, maker_role(number), f"maker {number}"
         self.version = 0
         self._buffer, self._activity = buffer, activity.of(f"maker {number}")
-        self._start_generating, self._take_weights = start_generating, take_weights
-        self._start_scoring, self._on_loss = start_scoring, on_loss
-        self._carried = CarriedOver() if carries_over else None
-        self._keeps_samples = keeps_samples
-        self._left_behind: dict[int, LeftBehind] = {}
-        self._taking = threading.Condition(threading.RLock())
-        """Guards the group's weights, and a restart of the group."""
-        self._may_take = threading.Lock()
-        """Held by whichever of its threads takes weights, and by whoever keeps it from that."""
-        self.num_losses = 0
-        """How often its group has lost a process."""
+        self._calls, self._client = calls, RolloutClient(calls.group())
+        self._orders: dict[Submission, tuple[Order, DataProto]] = {}
+        """What is being made, with the rows of the prompts."""
+        self._max_tokens, self._keeps_samples = max_tokens, keeps_samples
+        self._takes_weights_within = weights_at_once or max_tokens is not None
+        self._owns_group = threading.Lock()
+        """Held while the group takes weights or is restarted, and by whoever validates with it."""
         self.has_ended = False
         """Nothing more comes of it: the run is over, or the group is lost and stays so."""
-        self._threads = [threading.Thread(target=self._run, name=self.name, daemon=True)]
-        if weights_come_at_once:
-            bring = threading.Thread(target=self._bring_weights, name=f"{self.name} weights")
-            bring.daemon = True
-            self._threads.append(bring)
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
         """Generate until the buffer is closed."""
         self._buffer.join(self.number)
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Until its threads have ended."""
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(seconds)
+        """Until its thread has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
 
     @contextmanager
-    def keeps_weights(self) -> Iterator[None]:
-        """Within, only the caller brings it weights: what is published may not be for samples."""
-        with self._may_take:
+    def keeps_group(self) -> Iterator[None]:
+        """Within, only the caller brings it weights and starts it anew."""
+        with self._owns_group:
             yield
-
-    def look_after(self, error: WorkerDiedError, num_losses: int) -> None:
-        """The group has lost a process in a call of the trainer's, while makers rest.
-
-        It is started anew and has weights before its threads go on, or the maker ends; raises where
-        the run cannot go on. `num_losses`: as many as there were before the call.
-        """
-        while self._goes_on_after(error, num_losses):
-            num_losses = self.num_losses
-            try:
-                self.take_weights()
-            except WorkerDiedError as another:
-                error = another
-            else:
-                return
-        self._buffer.leave(self.number)
 
     def take_weights(self) -> None:
         """Bring the group to the newest weights, if it has older ones."""
-        with self._taking:
-            if self.version < self._buffer.version:
-                with self._activity.syncing(f"weights of version {self._buffer.version}"):
-                    self.version = self._take_weights(self.number)
+        if self.version < self._buffer.version:
+            with self._activity.syncing(f"weights of version {self._buffer.version}"):
+                self.version = self._calls.take_weights()
 
-    def _bring_weights(self) -> None:
-        """Newer weights as soon as they are published, whatever is being generated."""
-        try:
-            while self._buffer.wait_for_version(self.version) is not None:
-                num_losses = self.num_losses
-                try:
-                    self._take_newer()
-                except WorkerDiedError:
-                    self._wait_for_restart(num_losses)
-                if self.has_ended:
-                    return
-        except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
-            self._buffer.fail(error)
+    def replace(self, error: WorkerDiedError, num_lost: int = 0) -> bool:
+        """The group has lost a process: whether another one comes in its place, without weights.
 
-    def _take_newer(self) -> None:
-        """Take weights as its own threads do: not while somebody keeps them from that."""
-        if self.version >= self._buffer.version:
-            return
-        with self._taking:
-            pass  # a restart is waited for first: whoever validates need not wait for that
-        with self._activity.waiting("the end of a validation"):
-            self._may_take.acquire()
-        try:
-            self.take_weights()
-        finally:
-            self._may_take.release()
-
-    def _wait_for_restart(self, num_losses: int) -> None:
-        """The other thread sees the death too, and knows what to do: until it has done that."""
-        with self._taking:
-            while self.num_losses == num_losses and not self.has_ended:
-                self._taking.wait()
+        Raises where the run cannot go on.
+        """
+        self.version = 0
+        with self._activity.waiting("processes in the place of the lost ones"):
+            goes_on = self._calls.on_loss(error, num_lost)
+        if goes_on:
+            self._client = RolloutClient(self._calls.group())
+        else:
+            self.has_ended = True
+            self._buffer.leave(self.number)
+        return goes_on
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
             while not (self._buffer.is_closed or self.has_ended):
-                num_losses = self.num_losses
                 try:
                     self._next()
                 except WorkerDiedError as error:
-                    if not self._goes_on_after(error, num_losses):
-                        break
+                    self._hand_back(error)
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
-            self._buffer.leave(self.number, error)
-        else:
-            self._buffer.leave(self.number)
-        finally:
-            with self._taking:
-                self.has_ended = True
-                self._taking.notify_all()
-
-    def _goes_on_after(self, error: WorkerDiedError, num_losses: int) -> bool:
-        """Whether it does; `num_losses`: as many as there were before what died was asked."""
-        left_behind, self._left_behind = self._left_behind, {}
-        pieces = self._buffer.lost(self.number, left_behind)
-        num_lost = sum(piece.num_samples for piece in pieces)
-        num_lost -= sum(len(left.kept.rows) for left in left_behind.values())
-        if self._carried is not None:
-            self._carried.clear()
-        with self._taking:
-            if self.num_losses > num_losses:  # another thread has looked after this one
-                return not self.has_ended
-            self.version = 0  # whatever comes up in its place has no weights
-            with self._activity.waiting("processes in the place of the lost ones"):
-                goes_on = self._on_loss(self.number, error, num_lost)
-            self.num_losses += 1
-            self.has_ended = not goes_on
-            self._taking.notify_all()
-        return goes_on
+            failure = error
+        self._buffer.leave(self.number, failure)
+        self.has_ended = True
 
     def _next(self) -> None:
-        """Newer weights if there are any, and a piece if there is room for it."""
-        self._take_newer()
-        if self._carried is not None:
-            self._next_call(self._carried)
+        is_behind = self.version < self._buffer.version
+        if is_behind and (self._takes_weights_within or not self._orders):
+            with self._activity.waiting("the end of a validation"):
+                self._owns_group.acquire()
+            try:
+                self.take_weights()
+            finally:
+                self._owns_group.release()
+        if not self._orders or self._max_tokens is not None:
+            self._begin()
+        if not self._orders:
             return
-        order = self._buffer.begin(self.number, self.version)
+        with self._activity.busy("generate"):
+            finished = self._client.take(self._max_tokens, None if self._max_tokens else SLICE_S)
+        for submission in finished:
+            order, rows = self._orders[submission]
+            self._put(order, with_responses(rows, submission.samples()))
+            del self._orders[submission]
+
+    def _begin(self) -> None:
+        """Submit a piece, if there is room for it; waits for room where nothing else is to do."""
+        order = self._buffer.begin(self.number, self.version, waits=not self._orders)
         if order is None:
             return
-        rows, left = rows_of(order), order.left_behind
-        asked = rows if left is None else rows.select_idxs(left.kept.lost_rows)
-        future = self._start_generating(self.role, asked, order.attempt)
-        with self._activity.busy("generate"):
-            try:
-                future.wait()
-            except WorkerDiedError:
-                self._keep(order, asked, future)
-                raise
-        if left is None:
-            readings = self._score(future)
-        else:
-            samples = left.kept.with_later(all_of(future.batch())).whole()
-            rows, future = with_responses(rows, samples), None
-            readings = self._score(rows)
+        rows = rows_of(order)
+        begun = order.begun
+        asked = self._calls.asked(rows, order.attempt)
+        submission = Submission(asked) if begun is None else begun.submission
+        self._orders[submission] = order, rows
+        self._client.submit(submission)
+
+    def _put(self, order: Order, samples: DataProto) -> None:
+        metrics: Metrics = {}
+        if self._calls.score is not None and not self._buffer.is_closed:
+            with self._activity.busy("score"):
+                samples, metrics = self._calls.score(samples)
         if not self._buffer.is_closed:
-            self._buffer.put(Experience.of(order, self.number, rows, future, readings))
+            self._buffer.put(Experience.of(order, self.number, samples, metrics))
 
-    def _keep(self, order: Order, asked: DataProto, future: Any) -> None:
-        """The samples of a lost group's ranks that live, for whoever makes the rest."""
-        if not self._keeps_samples or not has_lost_ranks(future):
-            return
-        try:
-            kept = keep_samples(future, asked)
-        except VerlLikeError as error:
-            logger.warning("%s: none of its samples are kept: %s", self.name, error)
-            return
-        before = order.left_behind
-        if before is not None:
-            kept = before.kept.with_later(kept)
-        if kept.rows:
-            uids = rows_of(order).non_tensor_batch["uid"][kept.rows]
-            left = LeftBehind(self.number, order.version, kept, [str(uid) for uid in uids])
-            self._left_behind[order.piece.number] = left
-            words = "%s: %d samples of the lost group are kept, %d are made again."
-            logger.warning(words, self.name, len(kept.rows), len(kept.lost_rows))
-
-    def _next_call(self, carried: CarriedOver) -> None:
-        """One call that draws a part of every response: of those that go on and of a new piece."""
-        order = self._buffer.begin(self.number, self.version, waits=carried.is_empty)
-        if order is None and carried.is_empty:
-            return
-        rows = carried.rows(order, None if order is None else rows_of(order))
-        future = self._start_generating(self.role, rows, 0 if order is None else order.attempt)
-        with self._activity.busy("generate"):
-            samples = future.batch()
-        for made, batch in carried.sort(rows, samples):
-            readings = self._score(batch)
-            self._buffer.put(Experience.of(made, self.number, batch, readings=readings))
-
-    def _score(self, samples: Any) -> list[Reading]:
-        """What this maker's roles say of its samples, on the workers; nothing if trainers score."""
-        if self._start_scoring is None or self._buffer.is_closed:
-            return []
-        readings = self._start_scoring(self.number, samples)
-        with self._activity.busy("score"):
-            for reading in readings:
-                reading.future.wait()
-        return readings
+    def _hand_back(self, error: WorkerDiedError) -> None:
+        """What was being made is to be made by whoever comes; samples that are there stay."""
+        if self._keeps_samples:
+            try:
+                self._client.take_from_living()
+            except VerlLikeError as problem:
+                logger.warning("%s: its other ranks give nothing more: %s", self.name, problem)
+        begun = {}
+        for submission, (order, _) in self._orders.items():
+            if self._keeps_samples and submission.num_there:
+                begun[order.piece.number] = submission
+                words = "%s: %d samples of the lost group are kept, %d are made again."
+                logger.warning(words, self.name, submission.num_there, len(submission.missing))
+        num_lost = self._buffer.lost(self.number, begun)
+        self._orders = {}
+        with self._owns_group:
+            self.replace(error, num_lost)
 
 
 def rows_of(order: Order) -> DataProto:

@@ -10,7 +10,7 @@ from trainer.report.read import RunData, read_run
 from verl_like.errors import ConfigError
 
 Line = Mapping[str, float]
-GENERATION, UPDATE = "generate_sequences", "update_actor"
+GENERATION, UPDATE = ("generate_sequences", "take"), ("update_actor",)
 
 
 def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
@@ -54,11 +54,11 @@ def _of_makers(line: Line, state: str) -> list[float]:
 
 def _notes_on_placement(data: RunData) -> list[str]:
     """That generation and update shared devices, if they did."""
-    pools = {
-        method: {call.pool for call in data.calls if call.method == method}
-        for method in (GENERATION, UPDATE)
-    }
-    if not pools[GENERATION] & pools[UPDATE]:
+    pools = [
+        {call.pool for call in data.calls if call.method in methods}
+        for methods in (GENERATION, UPDATE)
+    ]
+    if not pools[0] & pools[1]:
         return []
     return [
         "its makers and trainers share devices: what follows is for makers that have as many again "

@@ -7,12 +7,13 @@ maker lost is handed back, and handed out again before any later one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from trainer.detached.topology import ANY_RANK
+from trainer.loop import Metrics
 from verl_like.batch.protocol import DataProto
-from workers.roles.lost_samples import KeptSamples
+from workers.rollout.client import Submission
 
 
 class Loader(Protocol):
@@ -45,15 +46,19 @@ def num_samples_of(pieces: Iterable[Piece]) -> int:
 
 
 @dataclass(frozen=True)
-class LeftBehind:
-    """Samples of a piece that were there when their maker lost a process."""
+class Begun:
+    """A piece whose maker lost a process, with the samples that were there."""
 
     maker: int
     version: int
     """Of the weights that the maker held when it began: no token is older."""
-    kept: KeptSamples
-    uids: list[str]
-    """Of the rows that are kept."""
+    submission: Submission
+
+    @property
+    def uids(self) -> list[str]:
+        """Of the samples that are there."""
+        uids = self.submission.rows.non_tensor_batch["uid"]
+        return [str(uids[row]) for row in self.submission.rows_there]
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,33 @@ class Order:
     """Of the weights that the maker holds, or of older ones that have made a part of it."""
     attempt: int
     """The number of the draw, within its step, that it is made for."""
-    left_behind: LeftBehind | None = None
+    begun: Begun | None = None
     """What is there already: the rest alone is to be made."""
+
+
+@dataclass
+class Experience:
+    """The samples of a piece."""
+
+    piece: Piece
+    maker: int
+    version: int
+    """Of the weights that the maker held when it began: no token is older."""
+    uids: list[str]
+    """One for each prompt."""
+    rows: DataProto = field(repr=False)
+    metrics: Metrics = field(default_factory=dict)
+    """Numbers that came with the maker's scores."""
+
+    @classmethod
+    def of(cls, order: Order, maker: int, samples: DataProto, metrics: Metrics) -> Experience:
+        """What the maker made of its order."""
+        return cls(order.piece, maker, order.version, order.uids, samples, metrics)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows."""
+        return self.piece.num_samples
 
 
 class PieceStream:
@@ -93,7 +123,7 @@ class PieceStream:
         self.ranks = list(ranks)
         self._makers_of = makers_of
         self._waiting: list[Piece] = []
-        self._left_behind: dict[int, LeftBehind] = {}
+        self._begun: dict[int, Begun] = {}
         self._batches: dict[int, DataProto] = {}
         self._next_batch = 0
         self._next_number = 0
@@ -116,20 +146,18 @@ class PieceStream:
         """Whether the loader has no further batch."""
         return self._loader.num_prompts(self._next_batch) == 0
 
-    def hand_out(self, piece: Piece) -> LeftBehind | None:
+    def hand_out(self, piece: Piece) -> Begun | None:
         """Take the piece out of the stream; gives what is there of its samples."""
         self._waiting.remove(piece)
-        return self._left_behind.pop(piece.number, None)
+        return self._begun.pop(piece.number, None)
 
-    def hand_back(
-        self, pieces: Sequence[Piece], left_behind: Mapping[int, LeftBehind] | None = None
-    ) -> None:
+    def hand_back(self, pieces: Sequence[Piece], begun: Mapping[int, Begun] | None = None) -> None:
         """Pieces that were not made: the next ones to be handed out, in their order.
 
-        `left_behind` has by number what is there of some.
+        `begun` has by number what is there of some.
         """
         self._waiting = sorted([*self._waiting, *pieces], key=lambda piece: piece.number)
-        self._left_behind.update(left_behind or {})
+        self._begun |= begun or {}
 
     def waiting_before(self, piece: Piece) -> list[Piece]:
         """Pieces that nobody makes yet and that come before this one."""

@@ -1,65 +1,49 @@
 """What makers score beside their rollout, with `detached.score_on=maker`.
 
-    readings = launch_readings(groups, roles, samples)     # a maker's thread; nothing is fetched
-    for reading in readings: reading.future.wait()
-    rows, metrics = join_readings(rows, readings)          # the trainer's, when it takes the rows
-
 `PPOTrainer.score` then finds the columns and makes none of them again. Scores of reward models stay
 columns of their own until the trainer adds them up with those of functions and servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.loop import Metrics
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.rollouts.trainer import join_results
 from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import gather
+from verl_like.calls.result import Result
 from workers.columns import read_columns, rm_column, select_reads
 
 METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
 """Role -> its method; all others are reward models."""
 REWARD_METHOD = "compute_rm_score"
-MADE_BY_MAKERS = frozenset(["generate_sequences", REWARD_METHOD, *METHODS.values()])
+MADE_BY_MAKERS = frozenset(
+    ["generate_sequences", "submit", "take", REWARD_METHOD, *METHODS.values()]
+)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one role says of the samples of a piece."""
-
-    role: str
-    """As maker 0 has it."""
-    future: Any
-
-
-def launch_readings(groups: Any, roles: Mapping[str, str], samples: Any) -> list[Reading]:
-    """Start every role on these samples, or on the future of them, whose pieces then go there.
+def score_samples(
+    groups: Any, roles: Mapping[str, str], samples: DataProto
+) -> tuple[DataProto, Metrics]:
+    """The samples with what every role says of them, and the numbers that came with it.
 
     `roles` are those of one maker: role, as maker 0 has it -> its own name.
     """
-    readings = []
+    futures = []
     for role, own in roles.items():
         group, method = groups[own], METHODS.get(role, REWARD_METHOD)
-        sent = samples
-        if isinstance(samples, DataProto):
-            sent = select_reads(samples, group.roles[own], method)
-        readings.append(Reading(role, getattr(group, method).remote(sent)))
-    return readings
-
-
-def join_readings(rows: DataProto, readings: Iterable[Reading]) -> tuple[DataProto, Metrics]:
-    """The rows with what was read of them, and the numbers that came with it."""
+        sent = select_reads(samples, group.roles[own], method)
+        futures.append(getattr(group, method).remote(sent))
     results = []
-    for reading in readings:
-        result = reading.future.get()
-        if reading.role not in METHODS:
-            batch = result[0] if isinstance(result, tuple) else result
-            batch.rename("rm_scores", rm_column(reading.role))
+    for role, answer in zip(roles, gather(*futures), strict=True):
+        result = Result.of(answer)
+        if role not in METHODS:
+            result.batch.rename("rm_scores", rm_column(role))
         results.append(result)
-    return join_results(rows, results)
+    return join_results(samples, results)
 
 
 class ScoresHere:

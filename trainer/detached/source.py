@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from trainer.detached.buffer import ExperienceBuffer
-from trainer.detached.experience import Experience
 from trainer.detached.maker import Maker
-from trainer.detached.pieces import Piece
+from trainer.detached.pieces import Experience, Piece
 from trainer.ppo.dynamic_sampling import over_draws
 from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import WorkerDiedError
 from workers.columns import count_ones
 
 Metrics = dict[str, float]
@@ -80,13 +78,10 @@ class DetachedSource(SampleSource):
         makers: Sequence[Maker],
         rounds: Rounds,
         assemble: Callable[[Draw], Samples],
-        on_lost_samples: Callable[[Experience, WorkerDiedError], None],
     ) -> None:
-        """`assemble` makes a step's samples of as many draws as it needs; `on_lost_samples` raises
-        where the run does not go on without what a lost machine held.
-        """
+        """`assemble` makes a step's samples of as many draws as it needs."""
         self.buffer, self.makers, self.rounds = buffer, list(makers), rounds
-        self._assemble, self._on_lost_samples = assemble, on_lost_samples
+        self._assemble = assemble
         self._step = 0
         self._num_steps: int | None = None
         self._drawn: list[str] = []
@@ -125,20 +120,6 @@ class DetachedSource(SampleSource):
             taken |= {"detached/reused": 0.0, "detached/batch_of_round": float(place)}
         return batch, metrics | over_draws(self._read) | taken
 
-    def fetch_ahead(self) -> None:
-        """Bring samples here that the next step may take, of those that nobody need wait for."""
-        _, epoch, _ = self.rounds.place(self._step + 1)
-        if epoch:
-            return
-        room = self.buffer.stream.num_samples(self.rounds.num_fresh(self._step + 1) - 1)
-        for one in sorted(self.buffer.ready, key=lambda one: one.piece.number):
-            room -= one.num_samples
-            if room < 0:
-                return
-            if one.is_made:
-                with suppress(WorkerDiedError):  # the step that takes it looks after that
-                    one.fetch()
-
     def in_words(self) -> str:
         """Which samples the step is on, for the report of an error."""
         if not self._drawn:
@@ -159,7 +140,7 @@ class DetachedSource(SampleSource):
         """Within, makers do nothing: their groups are the caller's."""
         with self.buffer.paused(PAUSE_S), ExitStack() as kept:
             for maker in self.makers:
-                kept.enter_context(maker.keeps_weights())
+                kept.enter_context(maker.keeps_group())
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,8 +161,7 @@ class DetachedSource(SampleSource):
         """The samples that were queued at the last `state_dict`, a file a piece."""
         folder.mkdir()
         for one in self._queued:
-            if self._arrives(one):
-                one.fetch().save_to_disk(folder / f"{one.piece.number}.safetensors")
+            one.rows.save_to_disk(folder / f"{one.piece.number}.safetensors")
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
         """Go on there: with the samples that were queued if they are in `folder`, else they are
@@ -224,33 +204,14 @@ class DetachedSource(SampleSource):
             ahead = (self.buffer.pacing.max_staleness + 1) * self.rounds.update_steps
             rest_of_run = sum(map(sizes, range(fresh + 1, min(total, fresh + 1 + ahead))))
 
-        experiences = self._take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
+        rest_of_version = sum(map(sizes, rest))
+        experiences = self.buffer.take(sizes(fresh), attempt, rest_of_version, rest_of_run)
         experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
         self._drawn += [uid for experience in experiences for uid in experience.uids]
-        rows = [experience.fetch() for experience in experiences]
         self._read += [experience.metrics for experience in experiences]
-        drawn = concat_rows(rows)
+        drawn = concat_rows([experience.rows for experience in experiences])
         self._num_tokens += int(count_ones(drawn, "response_mask").sum())
         return drawn
-
-    def _take(
-        self, num_samples: int, attempt: int, rest_of_version: int, rest_of_run: int | None
-    ) -> list[Experience]:
-        """Experiences whose samples are here; what is lost on the way is made again."""
-        while True:
-            experiences = self.buffer.take(num_samples, attempt, rest_of_version, rest_of_run)
-            gone = [experience for experience in experiences if not self._arrives(experience)]
-            if not gone:
-                return experiences
-            self.buffer.take_back(experiences, gone)
-
-    def _arrives(self, experience: Experience) -> bool:
-        try:
-            experience.fetch()
-        except WorkerDiedError as error:
-            self._on_lost_samples(experience, error)
-            return False
-        return True
 
     def _drop_unused(self, batch: DataProto) -> None:
         """Groups that were drawn and are not in the batch: dynamic sampling left them out."""

@@ -11,7 +11,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,18 @@ from trainer.detached.config import DetachedConfig
 from trainer.detached.endings import EndOfSamples, ToldToStop
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
-from trainer.detached.maker import Maker
+from trainer.detached.maker import Maker, MakerCalls
 from trainer.detached.maker_settings import MAKER_SETTINGS
 from trainer.detached.pacing import BufferSettings, Pacing
 from trainer.detached.pieces import PieceStream
 from trainer.detached.plan import plan_lines
 from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.samplers.registry import SAMPLERS
-from trainer.detached.scoring import (
-    MADE_BY_MAKERS,
-    REWARD_METHOD,
-    Reading,
-    ScoresHere,
-    launch_readings,
-)
+from trainer.detached.scoring import MADE_BY_MAKERS, REWARD_METHOD, ScoresHere, score_samples
 from trainer.detached.sizes import open_samples, samples_per_batch
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import ANY_RANK, role_on
-from trainer.detached.validators import (
-    LostValidators,
-    at_once,
-    generate_in_parts,
-    validators_of,
-)
+from trainer.detached.topology import ANY_RANK, maker_role, role_on
+from trainer.detached.validators import at_once, generate_in_parts, replace_lost, validators_of
 from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
@@ -54,7 +44,7 @@ from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, WorkerDiedError, WorkerError
+from verl_like.errors import ConfigError, WorkerDiedError
 from verl_like.files import write_whole
 from workers.columns import has_column, read_columns, rm_column
 
@@ -135,30 +125,32 @@ class DetachedTrainer(PPOTrainer):
                 number,
                 buffer,
                 self.activity,
-                self.start_generating,
-                self.feed.deliver,
-                self.maker_losses,
-                start_scoring=self.start_scoring if score_roles(config) else None,
-                weights_come_at_once=detached.new_weights == "at_once",
-                carries_over=config.rollout_of(number).max_new_tokens_per_call is not None,
+                self.calls_of(number),
+                max_tokens=config.rollout_of(number).max_new_tokens_per_call,
+                weights_at_once=detached.new_weights == "at_once",
                 keeps_samples=detached.on_maker_loss != "fail",
             )
             for number in range(self.topology.makers)
         ]
+        return DetachedSource(buffer, makers, self.rounds, self.make_samples)
 
-        of_samples = self.maker_losses.of_samples
-        return DetachedSource(buffer, makers, self.rounds, self.make_samples, of_samples)
+    def calls_of(self, maker: int) -> MakerCalls:
+        """What a maker's thread asks for."""
+        role = maker_role(maker)
+        own_roles = {kind: role_on(kind, maker) for kind in score_roles(self.config)}
 
-    def start_generating(self, role: str, rows: DataProto, attempt: int) -> Any:
-        """The future of the samples of these rows; called in the thread of a maker."""
-        asked = self.needed(rows, role, "generate_sequences")
-        asked.meta_info = asked.meta_info | {"attempt": attempt}
-        return self.groups[role].generate_sequences.remote(asked)
+        def asked(rows: DataProto, attempt: int) -> DataProto:
+            needed = self.needed(rows, role, "generate_sequences")
+            needed.meta_info = needed.meta_info | {"attempt": attempt}
+            return needed
 
-    def start_scoring(self, maker: int, samples: Any) -> list[Reading]:
-        """What a maker's roles say of samples, or of the future of them; in its thread."""
-        roles = {role: role_on(role, maker) for role in score_roles(self.config)}
-        return launch_readings(self.groups, roles, samples)
+        return MakerCalls(
+            group=lambda: self.groups[role],
+            asked=asked,
+            take_weights=lambda: self.feed.deliver(maker),
+            on_loss=partial(self.maker_losses, maker),
+            score=partial(score_samples, self.groups, own_roles) if own_roles else None,
+        )
 
     # ------------------------------------------------------------------ what is different from PPO
 
@@ -219,12 +211,6 @@ class DetachedTrainer(PPOTrainer):
         self.source.keep(batch)
         return batch, metrics
 
-    def note_samples(self, batch: DataProto) -> Metrics:
-        """As PPO does; then the next samples are brought here, while there is time for it."""
-        noted = super().note_samples(batch)
-        self.source.fetch_ahead()
-        return noted
-
     def update(self, batch: DataProto) -> Metrics:
         """PPO's update; then the ledger says what was trained on."""
         self._trained_by = self.weight_version
@@ -263,12 +249,11 @@ class DetachedTrainer(PPOTrainer):
             self._makers_rest_since = time.time()
             while True:
                 makers = self.validators
-                lost = LostValidators(makers, self.maker_losses)
                 try:
                     at_once(Maker.take_weights, makers)
                     return super().validation_metrics()
                 except WorkerDiedError as error:
-                    lost.look_after(error)
+                    replace_lost(makers, self.maker_losses, error)
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Makers make samples whatever trainers do; while they rest, it is for a validation."""
@@ -320,10 +305,6 @@ class DetachedTrainer(PPOTrainer):
         """End the makers, and check the ledger."""
         self.watch.stop()
         self.source.buffer.close()
-        for maker in self.source.makers:
-            if self.source.buffer.in_flight(maker.number):
-                with suppress(WorkerError):  # whoever is gone has nothing to break off
-                    self.groups[maker.role].abort()
         self.source.close()
         self.source.buffer.check()
         print(self.ledger.describe(), flush=True)

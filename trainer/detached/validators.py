@@ -46,20 +46,17 @@ def at_once(act: Callable[[Maker], Any], makers: Sequence[Maker]) -> None:
         future.result()
 
 
-class LostValidators:
-    """Which makers lose a process from now on."""
+def replace_lost(makers: Sequence[Maker], losses: MakerLosses, error: WorkerDiedError) -> None:
+    """Each of these that has lost a process is started anew, with weights, or ends.
 
-    def __init__(self, makers: Sequence[Maker], losses: MakerLosses) -> None:
-        """None of these has lost any since."""
-        self._before = [(maker, maker.num_losses) for maker in makers]
-        self._losses = losses
-
-    def look_after(self, error: WorkerDiedError) -> None:
-        """Each of them is started anew or ends; where it is none of them, the error is raised."""
-        lost = [(maker, before) for maker, before in self._before if self._lost_one(maker, before)]
-        for maker, before in lost or self._before[:1]:
-            maker.look_after(error, before)
-
-    def _lost_one(self, maker: Maker, before: int) -> bool:
-        """Also where its own thread has seen to that, and another group is there already."""
-        return maker.num_losses > before or not self._losses.is_alive(maker.number)
+    Raises where the run cannot go on; where it is none of them, the error.
+    """
+    lost = [maker for maker in makers if not losses.is_alive(maker.number)] or makers[:1]
+    for maker in lost:
+        death = error
+        while maker.replace(death):
+            try:
+                maker.take_weights()
+                break
+            except WorkerDiedError as another:
+                death = another

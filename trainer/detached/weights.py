@@ -29,7 +29,6 @@ class WeightFeed:
         self._groups, self._topology = groups, topology
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
-        self._at_once = config.detached.new_weights == "at_once"
         self._num_published = 0
         self._critic_version: int | None = None
         self._arrived: dict[int, tuple[Any, int]] = {}
@@ -98,7 +97,6 @@ class WeightFeed:
                 self._groups[role],
                 sender=sender,
                 ahead=ahead,
-                at_once=self._at_once and not ahead,
             )
         except WeightSyncError as error:
             error.add_note(f"It was to bring maker {maker} ({role}) to the actor's.")

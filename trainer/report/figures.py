@@ -20,6 +20,7 @@ P = ParamSpec("P")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c510a")
 METHOD_COLOURS = {
     "generate_sequences": "#009e73",
+    "take": "#009e73",
     "compute_log_prob": "#56b4e9",
     "compute_ref_log_prob": "#8c510a",
     "compute_values": "#e69f00",

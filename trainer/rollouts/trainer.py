@@ -19,12 +19,14 @@ from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result
 from verl_like.errors import LostSamplesError
-from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
+from workers.columns import select_reads
 from workers.config import model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
-from workers.roles.lost_samples import KeptSamples, generate
+from workers.rollout.batches import goes_on
+from workers.rollout.client import RolloutClient, Submission
 
+ASK = "rollout", "generate_sequences"
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
@@ -50,8 +52,11 @@ class SamplingTrainer(Trainer):
         return list(headline(metrics))
 
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
-        """The rows of prompts with a response each; `settings` go before those of the batch."""
-        asked = self.needed(batch, "rollout", "generate_sequences")
+        """The rows of prompts with a response each; `settings` go before those of the batch.
+
+        Rows of `unfinished_rows` go on where they ended.
+        """
+        asked = batch.select() if goes_on(batch) else self.needed(batch, *ASK)
         asked.meta_info = asked.meta_info | settings
         return with_responses(batch, self.ask_rollout(asked))
 
@@ -61,13 +66,13 @@ class SamplingTrainer(Trainer):
         If it loses a process meanwhile and can be replaced, its samples alone are made again.
         """
         replace = self.replace_rollout if self.can_replace("rollout") else None
-        return generate(self.groups["rollout"], asked, replace)
+        return RolloutClient(self.groups["rollout"]).generate(asked, replace)
 
-    def replace_rollout(self, error: LostSamplesError, kept: KeptSamples) -> Any:
+    def replace_rollout(self, error: LostSamplesError, begun: Submission) -> Any:
         """The rollout's group that comes in the place of a lost one, with the weights of now."""
         self.replace_lost(error)
         self.send_weights()
-        self.restarts.note_samples(self.global_step, len(kept.rows), len(kept.lost_rows))
+        self.restarts.note_samples(self.global_step, begun.num_there, len(begun.missing))
         return self.groups["rollout"]
 
     def send_weights(self) -> Metrics:
@@ -117,9 +122,10 @@ class SamplingTrainer(Trainer):
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """The rows of prompts with what the rollout made of them."""
-    begun = [name for name in PARTIAL_RESPONSE if has_column(batch, name)]
-    batch.pop([*PROMPT_COLUMNS, *begun])
-    batch.non_tensor_batch.pop(RESPONSE_TEXT, None)  # of other responses
+    begun = [name for name in samples.columns if name in batch.columns]
+    batch.pop([*PROMPT_COLUMNS, *(name for name in begun if name not in PROMPT_COLUMNS)])
+    for name in (RESPONSE_TEXT, "finish_reason"):  # of other responses
+        batch.non_tensor_batch.pop(name, None)
     samples.meta_info = {}
     return batch.union(samples)
 

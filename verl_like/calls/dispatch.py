@@ -112,15 +112,13 @@ class Mode:
 
     `form` tells what the results are together: one `batch`, a `list`, the `first` of them, or
     something of the collect function's `own`. `collecting_ranks` gives those whose results count,
-    where it is not all of them. `piece_numbers` says by rank which piece of a batch it gets, where
-    several ranks get the same one.
+    where it is not all of them.
     """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     collect_fn: Callable[[Any, list[Any]], Any]
     form: str = "own"
     collecting_ranks: Callable[[CallTarget], list[int]] | None = None
-    piece_numbers: Callable[[CallTarget], list[int]] = all_ranks
 
 
 @dataclass(frozen=True)
@@ -302,7 +300,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     def collect_fn(target: CallTarget, outputs: list[Any]) -> Any:
         return collect_dataproto(target, [outputs[rank] for rank in collecting_ranks(target)])
 
-    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks, piece_numbers)
+    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks)
 
 
 def mode_of(dispatch_mode: Any, where: str) -> Mode:

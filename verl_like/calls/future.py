@@ -54,14 +54,12 @@ class WorkerFuture:
         form: str,
         pieces: Sequence[Pending],
         rows: int = 0,
-        piece_numbers: Sequence[int] = (),
     ):
         """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
         `form` says how `pieces`, the answers that count, make the result: a `batch`, `metrics`, a
         `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
-        `rows` are those of its batches, where they are known; `piece_numbers` say by rank which of
-        the `pieces` a rank helps to make.
+        `rows` are those of its batches, where they are known.
         """
         self.name = name
         self.transport = transport
@@ -78,7 +76,7 @@ class WorkerFuture:
         self._is_late = False
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._launched, self.rows = time.time(), rows
-        self.piece_numbers, self.known = list(piece_numbers), KnownAnswers()
+        self.known = KnownAnswers()
 
     def get(self, timeout: float | None = None) -> Any:
         """The result; waits for it, at most `timeout` seconds.
@@ -178,6 +176,12 @@ class WorkerFuture:
         """Whether `get` would return (or raise) at once."""
         headers = [p.header for p in self.pending]
         return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """Ranks that waits for this call have found gone."""
+        failures = self.known.failures
+        return [rank for rank, error in failures.items() if isinstance(error, WorkerDiedError)]
 
     def can_be_passed_to(self, transport: Transport) -> bool:
         """Whether another group's workers can be given the pieces by reference."""

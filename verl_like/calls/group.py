@@ -76,25 +76,39 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it and return a future at once."""
+        if self.first_rank_only:
+            return self.remote_on(0, *args, **kwargs)
+        return self._launch(_Target(self.group, self.site), args, kwargs)
+
+    def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Run it on one rank alone, which gets all rows: a future of the result of that rank."""
+        return self._launch(_OneRank(self.group, self.site, rank), args, kwargs)
+
+    def collecting_ranks(self) -> list[int]:
+        """The ranks whose results count: with tensor parallelism one of those that work as one."""
+        return self._collecting_ranks(_Target(self.group, self.site))
+
+    def _launch(
+        self, target: _Target, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> WorkerFuture:
         group = self.group
         group.refuse_after_shutdown(self.site)
-        target = _FirstRank(group, self.site) if self.first_rank_only else _Target(group, self.site)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
 
         sender = Sender(group.transport, self.call, self.mark.materialize_futures)
         pending = []
-        for rank in range(target.world_size):
-            its_args = [values[rank] for values in split_args]
-            its_kwargs = {name: values[rank] for name, values in split_kwargs.items()}
+        for place, rank in enumerate(target.ranks):
+            its_args = [values[place] for values in split_args]
+            its_kwargs = {name: values[place] for name, values in split_kwargs.items()}
             pending.append(sender.submit(rank, its_args, its_kwargs))
 
-        pieces = [pending[rank] for rank in self._collecting_ranks(target)]
+        pieces = [pending[place] for place in self._collecting_ranks(target)]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
         collect = functools.partial(self._collect, target)
         batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
         rows = max(map(len, batches), default=0)
-        about = self.form, pieces, rows, self.mode.piece_numbers(target)
+        about = self.form, pieces, rows
         future = kind(self.site.name, group.transport, pending, collect, *about)
         future.keeps = sender.keeps
         group.outstanding.add(future)
@@ -147,6 +161,7 @@ class _Target:
         self._meshes: dict[str, MeshFacts] = {}
         self.name, self.call_site, self.transport = group.name, site, group.transport
         self.world_size = group.world_size
+        self.ranks = list(range(group.world_size))
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
         """Asked of the group once: a call is collected by the layout that it was split by."""
@@ -155,12 +170,12 @@ class _Target:
         return self._meshes[mesh_name]
 
 
-class _FirstRank(_Target):
-    """The same for a call that rank 0 runs alone: it gets and returns everything."""
+class _OneRank(_Target):
+    """The same for a call that one rank runs alone: it gets and returns everything."""
 
-    def __init__(self, group: WorkerGroup, site: CallSite) -> None:
+    def __init__(self, group: WorkerGroup, site: CallSite, rank: int) -> None:
         super().__init__(group, site)
-        self.world_size = 1
+        self.world_size, self.ranks = 1, [rank]
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
         """A mesh of one rank."""

@@ -13,24 +13,29 @@ Decoding issues no collective: ranks decode different numbers of steps. Ranks th
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.calls.dispatch import (
+    Dispatch,
+    collect_list,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.columns import require
 from workers.models.folder import generation_eos
-from workers.rollout.base import Output, Request, SamplingParams
+from workers.rollout.base import SamplingParams
+from workers.rollout.batches import REQUEST, oldest_versions, sample_columns, samples_of
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine
-from workers.rollout.partial import partial_outputs
+from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
-from workers.weights.channel import Channel
 from workers.weights.host_copy import host_copy
 from workers.weights.sync import SyncReport, WeightReceiver
 
@@ -39,6 +44,9 @@ if TYPE_CHECKING:
 
 MESH = "rollout"
 """Ranks with one data rank share an engine."""
+SPLIT = make_nd_compute_dataproto_dispatch_fn(MESH)
+ASK = replace(SPLIT, collect_fn=collect_list, form="list", collecting_ranks=None)
+"""Rows are split over the engines; nothing comes back."""
 
 
 class RolloutWorker(WeightReceiver, Worker):
@@ -62,6 +70,8 @@ class RolloutWorker(WeightReceiver, Worker):
         )
         self._whole_config = config
         self.copy = host_copy(self.config)
+        self._submitted: dict[int, tuple[DataProto, int]] = {}
+        """By the engine's number of a sample: the batch that it came in, and its row there."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -72,74 +82,69 @@ class RolloutWorker(WeightReceiver, Worker):
         self.open_process_group()
         self.engine = build_engine(self._whole_config, self)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    @register(dispatch_mode=SPLIT, readonly=True)
     def generate_sequences(self, data: DataProto) -> DataProto:
-        """One response per row, or the rest of one: see `workers.rollout.partial`.
+        """One response per row, or the rest of one, where the rows are unfinished samples.
 
-        `meta_info` carries the ids of eos and pad, and may override the sampling settings.
+        `meta_info` carries the ids of eos and pad, and may override the sampling settings. With
+        `max_new_tokens_per_call` in it a response that is longer comes unfinished.
         """
-        require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
-        sampling, pad = self.sampling_of(data), data.meta_info.get("pad_token_id")
+        sampling = self.sampling_of(data)
+        max_tokens = data.meta_info.get("max_new_tokens_per_call")
+        samples = self.engine.generate(self.requests_of(data), sampling, max_tokens)
+        return self._batch_of(data, samples)
+
+    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    def submit(self, data: DataProto) -> None:
+        """Begin the samples of these rows, which `take` gives with their column `request`."""
+        require(data, REQUEST)
+        samples = self.requests_of(data)
+        if samples:
+            numbers = self.engine.submit(samples, self.sampling_of(data))
+            self._submitted |= {number: (data, row) for row, number in enumerate(numbers)}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
+        """The samples that are finished after so many further tokens of one, or so long."""
+        try:
+            return self._rows_of(self.engine.take(max_tokens, seconds))
+        finally:
+            if not self.engine.num_running:
+                self._submitted = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abort(self) -> DataProto | None:
+        """Let go of all that was submitted; the unfinished samples, which can be submitted on."""
+        return self._rows_of(self.engine.abort())
+
+    def _rows_of(self, samples: dict[int, Sample]) -> DataProto | None:
+        """Samples as rows, with what was submitted beside the prompts."""
+        by_batch: dict[int, list[int]] = defaultdict(list)
+        for number in samples:
+            by_batch[id(self._submitted[number][0])].append(number)
+        parts = []
+        for numbers in by_batch.values():
+            origins = [self._submitted.pop(number) for number in numbers]
+            asked = origins[0][0].select_idxs([row for _, row in origins])
+            asked.shard = None
+            part = self._batch_of(asked, [samples[number] for number in numbers])
+            parts.append(part.union(asked.select([REQUEST])))
+        return DataProto.concat(parts) if parts else None
+
+    def _batch_of(self, data: DataProto, samples: list[Sample]) -> DataProto:
+        pad = data.meta_info.get("pad_token_id")
         if pad is None:
             raise RolloutError(
                 "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
             )
-        outputs = self.engine.generate(self.requests_of(data), sampling)
-        columns = response_columns(
-            data, outputs, self.response_width, int(pad), sampling.truncated_log_probs
-        )
+        truncated = self.sampling_of(data).truncated_log_probs
+        columns = sample_columns(data, samples, self.response_width, int(pad), truncated)
         columns["weights_id"] = torch.full((len(data),), self.engine.weights_id)
-        columns["policy_version"] = oldest_versions(outputs, len(data), self.engine.version or 0)
-        reasons = [output.finish_reason for output in outputs]
+        columns["policy_version"] = oldest_versions(samples, len(data), self.engine.version or 0)
+        reasons = [sample.finish_reason for sample in samples]
         return DataProto.from_dict(
             columns, {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))}
         )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def receive_weights_now(self, address: str, version: int) -> SyncReport:
-        """`receive_weights` in the middle of a generation, which goes on with them.
-
-        It stands still from the first of them, or with `rollout.double_buffer` once all are here,
-        until the vote. Its later tokens are of the new version; where a rank has refused the
-        weights, it ends with an error instead.
-        """
-        if not self.engine.can_take_weights_in_flight:
-            raise WeightSyncError(
-                f"rollout: {type(self.engine).__name__} takes no weights within a generation; "
-                "receive_weights brings them between two."
-            )
-        with ExitStack() as standing:
-
-            def take(channel: Channel) -> list[str]:
-                if self.copy is None:
-                    standing.enter_context(self.engine.control.held())
-                    return self._load(channel)
-                problems = self._keep(channel)  # while the engine goes on
-                if not problems:
-                    standing.enter_context(self.engine.control.held())
-                    problems = self._load_copy()
-                return problems
-
-            return self._receive(address, take, lambda: self.engine.commit(version))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def pause(self) -> None:
-        """Hold the generation in flight, or the next; returns when it stands still."""
-        self.engine.control.pause()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def resume(self) -> None:
-        """Let it go on."""
-        self.engine.control.resume()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def abort(self) -> None:
-        """End the generation in flight: it returns what it has.
-
-        Unfinished samples have the finish reason "abort".
-        """
-        if hasattr(self, "engine"):  # one that is being built generates nothing
-            self.engine.control.abort()
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """The config's settings under those of the batch; for validation `val_kwargs` alone.
@@ -158,38 +163,25 @@ class RolloutWorker(WeightReceiver, Worker):
 
         names = ("temperature", "top_k", "top_p", "do_sample")
         validates = bool(data.meta_info.get("validate"))
-        per_call = "max_new_tokens_per_call"
-        settings = {name: getattr(self.config, name) for name in (*names, per_call)}
+        settings = {name: getattr(self.config, name) for name in names}
         if validates:
             settings = {name: getattr(self.config.val_kwargs, name) for name in names}
         for name, value in self.config.sampling_kwargs.items():
             if name in STOPS or not validates:
                 settings[name] = value
-        own = {*names, "max_tokens", per_call, *EXTRA_SAMPLING} & data.meta_info.keys()
+        own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
         settings |= {name: data.meta_info[name] for name in own}
         return sampling_params(settings, self.response_width, stop)
 
-    def requests_of(self, data: DataProto) -> list[Request]:
-        """The prompts of the real rows, without padding."""
-        ids = data.batch["input_ids"]
-        mask = data.batch["attention_mask"].bool()
-        indices = data.batch["sample_index"]
-        if ids.shape[1] != self.prompt_width:
-            raise RolloutError(
-                f"rollout: prompts are {ids.shape[1]} columns wide, data.max_prompt_length is "
-                f"{self.prompt_width}; pad them to that width on the left (and do not generate a "
-                "batch twice)."
-            )
+    def requests_of(self, data: DataProto) -> list[Sample]:
+        """The real rows as samples that are to be drawn, or drawn on."""
         attempt = data.meta_info.get("attempt", 0)
         stream = "validate" if data.meta_info.get("validate") else "train"
 
-        requests = []
-        for row, partial in enumerate(partial_outputs(data)):
-            uid, index = str(data.non_tensor_batch["uid"][row]), int(indices[row])
-            key = noise_key(self.seed, uid, index, attempt, stream)
-            prompt, name = ids[row][mask[row]].tolist(), f"uid {uid} sample {index}"
-            requests.append(Request(prompt, key, name, partial))
-        return requests
+        def noise_of(uid: str, index: int) -> int:
+            return noise_key(self.seed, uid, index, attempt, stream)
+
+        return samples_of(data, self.prompt_width, noise_of)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:
@@ -232,48 +224,3 @@ class RolloutWorker(WeightReceiver, Worker):
     def wake_up(self) -> None:
         """Allocate it again."""
         self.engine.wake_up()
-
-
-def oldest_versions(outputs: list[Output], rows: int, current: int) -> Tensor:
-    """[rows]: the version of each response's oldest token; of an empty one the engine's own."""
-    oldest = torch.full((rows,), current, dtype=torch.long)
-    for row, output in enumerate(outputs):
-        if len(output.versions):
-            oldest[row] = int(output.versions.min())
-    return oldest
-
-
-def response_columns(
-    data: DataProto, outputs: list[Output], width: int, pad: int, truncated: bool = False
-) -> dict[str, Tensor]:
-    """The columns that `generate_sequences` writes; pad rows get an empty response."""
-    prompts, prompt_mask = data.batch["input_ids"], data.batch["attention_mask"]
-    rows = len(prompts)
-    responses = torch.full((rows, width), pad, dtype=torch.long)
-    log_probs = torch.zeros((rows, width))
-    optional = {"rollout_truncated_log_probs": torch.zeros((rows, width))} if truncated else {}
-    versions = torch.zeros((rows, width), dtype=torch.int32)
-    lengths = torch.zeros(rows, dtype=torch.long)
-
-    for row, output in enumerate(outputs):
-        lengths[row] = count = len(output.tokens)
-        responses[row, :count] = output.tokens
-        log_probs[row, :count] = output.log_probs
-        versions[row, :count] = output.versions
-        for column in optional.values():
-            column[row, :count] = output.truncated_log_probs
-
-    columns = torch.arange(width)
-    response_mask = (columns < lengths[:, None]).long()
-    positions = data.batch["position_ids"]
-    return {
-        "prompts": prompts.clone(),
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
-        "position_ids": torch.cat([positions, positions[:, -1:] + 1 + columns], dim=1),
-        "response_mask": response_mask,
-        "rollout_log_probs": log_probs,
-        "token_versions": versions,
-        **optional,
-    }

@@ -1,30 +1,27 @@
-"""The interface of a rollout engine, and its data types: sampling, requests, outputs, limits.
+"""The interface of a rollout engine, and what it is told: how to sample, and its limits.
 
 The engines are `rollout.hf`, `rollout.native.engine` and `rollout.vllm.engine`.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.control import GenerationControl
+from verl_like.errors import ConfigError, RolloutError
+from workers.rollout.sample import Sample
 from workers.weights.checksum import CopyCheck, Fingerprint, checksum_of
 from workers.weights.module_writer import refuse_problems
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn: bias, minimum length, then temperature, top-k, top-p, min-p.
-
-    A response that is unfinished after `max_new_tokens_per_call` tokens of this call is returned as
-    an aborted one is.
-    """
+    """How tokens are drawn: bias, minimum length, then temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0
     top_k: int = -1
@@ -32,7 +29,6 @@ class SamplingParams:
     min_p: float = 0.0
     do_sample: bool = True
     max_tokens: int
-    max_new_tokens_per_call: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
@@ -43,14 +39,12 @@ class SamplingParams:
         """Refuse values that draw nothing."""
         greedy = "for greedy decoding set do_sample=false"
         in_range = 0 <= self.min_tokens <= self.max_tokens
-        per_call = self.max_new_tokens_per_call
         checks = (
             ("temperature", self.temperature > 0, f"above 0; {greedy}"),
             ("top_k", self.top_k >= 1 or self.top_k == -1, "1 or more, or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("max_new_tokens_per_call", per_call is None or per_call >= 1, "1 or more, or null"),
             ("min_tokens", in_range, "between 0 and max_tokens"),
             ("stop_strings", all(self.stop_strings), "without empty strings"),
         )
@@ -64,12 +58,6 @@ class SamplingParams:
         """What logits are divided by in reported log-probs: greedy counts as 1."""
         return self.temperature if self.do_sample else 1.0
 
-    def longest(self, num_made: int) -> int:
-        """Tokens that a response may have after this call, `num_made` of which it had before."""
-        if self.max_new_tokens_per_call is None:
-            return self.max_tokens
-        return min(self.max_tokens, num_made + self.max_new_tokens_per_call)
-
     @property
     def num_log_probs(self) -> int:
         """Log-probs per token: the policy's, and with `truncated_log_probs` those drawn from."""
@@ -77,52 +65,11 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Output:
-    """A sample: token ids to the stop token and with it, their log-probs, the version of each.
-
-    `finish_reason` is "stop", "length", or "abort" for a partial result, which a later `Request`
-    can continue: of an aborted generation, or of a call that drew as much as it may.
-    `truncated_log_probs` are those of the distribution that was drawn from, where the sampling asks
-    for them.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    finish_reason: str
-    versions: Tensor
-    truncated_log_probs: Tensor | None = None
-
-    def log_probs_for(self, sampling: SamplingParams) -> Tensor:
-        """[tokens, kinds], as engines keep them."""
-        kinds = [self.log_probs, self.truncated_log_probs][: sampling.num_log_probs]
-        return torch.stack([kind for kind in kinds if kind is not None], dim=1)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sample to generate: prompt ids without padding, its noise key, its name in errors.
-
-    With `partial`, an aborted output of the same prompt and key, it goes on where that one ended.
-    """
-
-    prompt: Sequence[int]
-    key: int = 0
-    name: str = "request"
-    partial: Output | None = None
-
-    @property
-    def num_made(self) -> int:
-        """Tokens of the response that were made before."""
-        return 0 if self.partial is None else len(self.partial.tokens)
-
-
-@dataclass(frozen=True)
 class EngineLimits:
     """What an engine is built for: widths of columns, how much it decodes and stores at once.
 
-    With `keep_kv` weights that arrive within a generation leave its KV cache as it is. What an
-    engine holds after a load is compared with what came at the first of every `read_back_every`
-    loads.
+    With `keep_kv` new weights leave the KV cache of unfinished samples as it is. What an engine
+    holds after a load is compared with what came at the first of every `read_back_every` loads.
     """
 
     prompt_width: int
@@ -133,27 +80,40 @@ class EngineLimits:
     read_back_every: int = 1
 
 
+class Budget:
+    """How far one `take` goes: drawn tokens of any one sample, and seconds; None is no bound."""
+
+    def __init__(self, max_tokens: int | None = None, seconds: float | None = None) -> None:
+        self.max_tokens = max_tokens
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self._until is not None and time.monotonic() >= self._until
+
+
 class RolloutEngine(ABC):
-    """Token ids in, token ids and log-probs out.
+    """Token ids in, token ids and log-probs out, by request.
 
         for version in count():
             engine.wake_up()
             engine.load_weights(named_tensors)  # the engine is stale and refuses to generate ...
             engine.commit(version)              # ... until every rank has verified its weights
-            outputs = engine.generate(requests, sampling)
+            ids = engine.submit(samples, sampling)
+            while engine.num_running:           # other samples may be submitted, and newer weights
+                done = engine.take(seconds=1.0) # be loaded, between two takes
             engine.sleep()                      # training takes the memory
 
+    `generate` submits all and takes all. A sample's tokens do not depend on what runs beside it.
     An engine that shares the trainer's module needs no `load_weights`. `version` is the last
-    commit's, None when stale; `weights_id` names the weights themselves. `control` aborts, pauses
-    and resumes `generate` from another thread.
+    commit's, None when stale; `weights_id` names the weights themselves.
     """
 
     version: int | None = None
     weights_id: int = 0
     asleep: bool = False
     owns_weights: bool = True
-    can_take_weights_in_flight: bool = False
-    """Whether a generation goes on with weights that are loaded while it stands still."""
     num_bytes: int = 0
     hash_s: float = 0.0
     """What it cost to compare the weights of the last load with what the engine holds."""
@@ -165,40 +125,85 @@ class RolloutEngine(ABC):
         """`decode` turns token ids into text; only stop strings need it."""
         self.limits = limits
         self.decode = decode
-        self.control = GenerationControl()
         self._fingerprint = Fingerprint()
         self._came = CopyCheck()
         self._num_loads = 0
+        self._ids = itertools.count()
+        self._running: dict[int, Sample] = {}
+        self._sampling: SamplingParams | None = None
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        """One output per request, in the order of the requests.
+    @property
+    def num_running(self) -> int:
+        """Samples that were submitted and neither taken nor aborted."""
+        return len(self._running)
 
-        Where weights are arriving it begins when they are there.
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
+        """Begin these samples, or go on with them; gives a number for each.
+
+        All samples that run together are sampled in one way.
         """
-        with self.control.running(len(requests)):
-            self._check_ready()
-            self._check_requests(requests, sampling)
-            if not requests:
-                return []
-            outputs = self._generate(requests, sampling)
-        log_probs = torch.cat([output.log_probs for output in outputs])
-        if not bool(log_probs.isfinite().all()):
-            self._refuse_broken(requests, outputs)
-        return outputs
-
-    def asked_to_stop(self) -> bool:
-        """Between two steps of `_generate`: waits while it is to stand still; True ends it.
-
-        The weights may be others afterwards; without verified ones no further token is drawn.
-        """
-        stop = self.control.checkpoint()
-        if self.version is None and not stop:
+        self._check_ready()
+        self._check_samples(samples, sampling)
+        if self._running and sampling != self._sampling:
             raise RolloutError(
-                f"rollout: new weights came within a generation of {self.control.num_running} "
-                "samples and were refused, so there are none to go on with; "
+                f"rollout: {self.num_running} samples are running with other sampling settings; "
+                "take or abort them first."
+            )
+        self._sampling = sampling
+        added = {next(self._ids): sample for sample in samples}
+        self._submit(added, sampling)
+        self._running |= added
+        return list(added)
+
+    def take(
+        self, max_tokens: int | None = None, seconds: float | None = None
+    ) -> dict[int, Sample]:
+        """Step until all samples are finished; the finished ones, by number.
+
+        With `max_tokens` until one has drawn so many more; with `seconds` no longer than that,
+        though a step at least.
+        """
+        if not self._running:
+            return {}
+        if self.version is None or self.asleep:
+            num_lost = self.num_running
+            self.abort()
+            raise RolloutError(
+                f"rollout: new weights came within a generation of {num_lost} samples and were "
+                "refused, so there are none to go on with; "
                 "sync_weights(actor_group, rollout_group, version), then generate them again."
             )
-        return stop
+        try:
+            finished = self._advance(Budget(max_tokens, seconds))
+            for sample in finished.values():
+                self._refuse_broken(sample)
+        except BaseException:
+            self.abort()
+            raise
+        for number in finished:
+            del self._running[number]
+        return finished
+
+    def abort(self, numbers: Iterable[int] | None = None) -> dict[int, Sample]:
+        """Stop these samples, or all: unfinished ones, which can be submitted again to go on."""
+        stopped = set(self._running if numbers is None else numbers) & self._running.keys()
+        samples = self._abort(stopped)
+        for number in stopped:
+            del self._running[number]
+        return samples
+
+    def generate(
+        self, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int | None = None
+    ) -> list[Sample]:
+        """All of them, in their order; with `max_tokens` some may come unfinished."""
+        if self._running:
+            raise RolloutError(
+                f"rollout: this engine is generating {self.num_running} samples already."
+            )
+        numbers = self.submit(samples, sampling)
+        finished = self.take(max_tokens)
+        finished |= self.abort()
+        return [finished[number] for number in numbers]
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
@@ -206,13 +211,9 @@ class RolloutEngine(ABC):
         """Overwrite every weight; names and shapes must be exactly the module's.
 
         Where the engine `reads_back`, what it then holds is compared with what came, whose hashes
-        are taken on the way unless `hashes` has them by then. Leaves the engine stale.
+        are taken on the way unless `hashes` has them by then. Leaves the engine stale. Samples that
+        are running go on with them.
         """
-        if self.control.in_flight and not self.control.is_paused:
-            raise WeightSyncError(
-                f"engine: {self.control.num_running} samples are being generated; control.pause() "
-                "them or control.abort() them first."
-            )
         self.version = None
         self.wake_up()
         self._fingerprint, self._came = Fingerprint(), CopyCheck()
@@ -242,10 +243,10 @@ class RolloutEngine(ABC):
 
     def sleep(self) -> None:
         """Give memory back; an engine that owns its weights loses them and becomes stale."""
-        if self.control.in_flight:
+        if self._running:
             raise RolloutError(
-                f"rollout: sleep with {self.control.num_running} samples in flight; "
-                "control.abort() returns them first."
+                f"rollout: sleep with {self.num_running} samples in flight; abort() returns them "
+                "first."
             )
         if not self.asleep and self.owns_weights:
             self.version = None
@@ -270,11 +271,19 @@ class RolloutEngine(ABC):
         """The weights as they are in the engine, under Hugging Face's names."""
 
     @abstractmethod
-    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        """`generate` on checked requests; asks `asked_to_stop()` between steps.
+    def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
+        """Take in checked samples, by number."""
 
-        After that the version may be another: later tokens are of it.
+    @abstractmethod
+    def _advance(self, budget: Budget) -> dict[int, Sample]:
+        """Step all that runs until it is finished or the budget is spent; gives what is finished.
+
+        The version may be another than at the last call: later tokens are of it.
         """
+
+    @abstractmethod
+    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        """Let go of these samples and give them as they are; of an error's, those that are left."""
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -302,7 +311,7 @@ class RolloutEngine(ABC):
                 "makes it ready."
             )
 
-    def _check_requests(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+    def _check_samples(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
         limits = self.limits
         if sampling.max_tokens > limits.response_width:
             raise RolloutError(
@@ -320,23 +329,22 @@ class RolloutEngine(ABC):
                 f"{self.vocab_size}."
             )
 
-        for request in requests:
-            self._check_prompt(request)
-            if request.partial is not None:
-                self._check_partial(request, request.partial, sampling)
+        for sample in samples:
+            self._check_prompt(sample)
+            if len(sample.tokens):
+                self._check_response(sample, sampling)
 
-    def _refuse_broken(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
-        for request, output in zip(requests, outputs, strict=True):
-            broken = (~output.log_probs.isfinite()).nonzero()
-            if len(broken):
-                raise RolloutError(
-                    f"rollout: the model's logits are not finite for {request.name} at response "
-                    f"token {int(broken[0])} (weights of version {self.version}); look for NaN in "
-                    "the last update."
-                )
+    def _refuse_broken(self, sample: Sample) -> None:
+        broken = (~sample.log_probs.isfinite()).nonzero()
+        if len(broken):
+            raise RolloutError(
+                f"rollout: the model's logits are not finite for {sample.name} at response "
+                f"token {int(broken[0])} (weights of version {self.version}); look for NaN in "
+                "the last update."
+            )
 
-    def _check_prompt(self, request: Request) -> None:
-        length = len(request.prompt)
+    def _check_prompt(self, sample: Sample) -> None:
+        length = len(sample.prompt)
         if not 1 <= length <= self.limits.prompt_width:
             way_out = "drop it from the data"
             if length:
@@ -345,25 +353,25 @@ class RolloutEngine(ABC):
                     "data.filter_overlong_prompts=true"
                 )
             raise RolloutError(
-                f"rollout: the prompt of {request.name} has {length} tokens; 1 to "
+                f"rollout: the prompt of {sample.name} has {length} tokens; 1 to "
                 f"{self.limits.prompt_width} fit: {way_out}."
             )
 
-        self._check_ids("prompt", request.prompt, request.name)
+        self._check_ids("prompt", sample.prompt, sample.name)
 
-    def _check_partial(self, request: Request, partial: Output, sampling: SamplingParams) -> None:
-        if sampling.truncated_log_probs and partial.truncated_log_probs is None:
+    def _check_response(self, sample: Sample, sampling: SamplingParams) -> None:
+        if sampling.truncated_log_probs and sample.truncated_log_probs is None:
             raise RolloutError(
-                f"rollout: {request.name} was begun without truncated_log_probs; go on without."
+                f"rollout: {sample.name} was begun without truncated_log_probs; go on without."
             )
-        if request.num_made >= sampling.max_tokens:
+        num_made = len(sample.tokens)
+        if num_made >= sampling.max_tokens or sample.finish_reason != "abort":
             raise RolloutError(
-                f"rollout: {request.name} was begun with {request.num_made} tokens and may have "
+                f"rollout: {sample.name} was begun with {num_made} tokens and may have "
                 f"{sampling.max_tokens}: there is nothing to go on with. Only responses of finish "
                 'reason "abort" are unfinished.'
             )
-        if request.num_made:
-            self._check_ids("partial response", partial.tokens.tolist(), request.name)
+        self._check_ids("partial response", sample.tokens.tolist(), sample.name)
 
     def _check_ids(self, what: str, ids: Sequence[int], name: str) -> None:
         low, high = min(ids), max(ids)

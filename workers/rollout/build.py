@@ -10,7 +10,7 @@ one's own     an engine per rank, of a class (module, limits, decode=) with weig
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from workers.config.rollout import ENGINES
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import set_buffer_dtype
-from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
+from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.sample import Sample
 from workers.rollout.vllm.setup import check_options
 
 if TYPE_CHECKING:
@@ -171,18 +172,24 @@ class StandbyEngine(RolloutEngine):
     """Takes part in syncs and generates nothing: another rank's engine uses this rank's device."""
 
     vocab_size = 2**31
-    can_take_weights_in_flight = True
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+    def generate(
+        self, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int | None = None
+    ) -> list[Sample]:
         """Nothing: the engine's own rank answers."""
         return []
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """None."""
         return ()
 
-    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        return []
+    def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
+        raise RolloutError("rollout: this rank stands by; its engine is in another process.")
+
+    def _advance(self, budget: Budget) -> dict[int, Sample]:
+        return {}
+
+    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        return {}
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _ in tensors:

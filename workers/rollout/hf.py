@@ -9,7 +9,7 @@ as a logits processor, so that one seed draws the same noise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.rotary import factor_border
 from workers.models.state import named_state
-from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
+from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.hf_proof import why_no_cache
 from workers.rollout.module_engine import ModuleEngine
-from workers.rollout.responses import ends_with_stop_string, num_of_older_weights, output_of
+from workers.rollout.sample import Sample, ends_with_stop_string, num_of_older_weights
 from workers.rollout.sampling import choose_tokens, uniforms
 
 logger = logging.getLogger(__name__)
@@ -50,18 +50,35 @@ class HFEngine(ModuleEngine):
                 module.config.model_type,
                 reason,
             )
+        self._decodings: dict[int, _Decoding] = {}
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The module's parameters and persistent buffers."""
         return named_state(self.module)
 
-    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+    def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
+        for number, sample in samples.items():
+            self._decodings[number] = _Decoding(self, sample, sampling)
+
+    def _advance(self, budget: Budget) -> dict[int, Sample]:
+        """One sample after the other; the time is looked at between two of them."""
+        finished: dict[int, Sample] = {}
         was_training = self.module.training
         self.module.eval()
         try:
-            return [_Sample(self, request, sampling).run() for request in requests]
+            for number, decoding in list(self._decodings.items()):
+                decoding.run(budget.max_tokens)
+                if decoding.finish_reason != "abort":
+                    finished[number] = self._decodings.pop(number).so_far()
+                if budget.is_over:
+                    break
         finally:
             self.module.train(was_training)
+        return finished
+
+    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        known = self._decodings.keys() & set(numbers)
+        return {number: self._decodings.pop(number).so_far() for number in known}
 
 
 def _check_rotary(config: Any, width: int) -> None:
@@ -76,47 +93,44 @@ def _check_rotary(config: Any, width: int) -> None:
         )
 
 
-class _Sample:
-    """One request: a logits processor that leaves one token, and a stop criterion.
+class _Decoding:
+    """One sample: a logits processor that leaves one token, and a stop criterion.
 
     Tokens that are there already are fed one by one, as they were drawn; those of older weights are
-    read at once with the prompt.
+    read at once with the prompt, unless their keys and values are to be kept.
     """
 
-    def __init__(self, engine: HFEngine, request: Request, sampling: SamplingParams) -> None:
-        self.engine, self.request, self.sampling = engine, request, sampling
-        self.tokens: list[int] = []
-        self.log_probs: list[list[float]] = []
-        self.versions: list[int] = []
-        self.finish_reason = ""
-        if request.partial is not None:
-            self.tokens = request.partial.tokens.tolist()
-            self.log_probs = request.partial.log_probs_for(sampling).tolist()
-            self.versions = request.partial.versions.tolist()
-        self.longest = sampling.longest(len(self.tokens))
+    def __init__(self, engine: HFEngine, sample: Sample, sampling: SamplingParams) -> None:
+        self.engine, self.sample, self.sampling = engine, sample, sampling
+        self.tokens: list[int] = sample.tokens.tolist()
+        self.log_probs = sample.stacked_log_probs(sampling.num_log_probs).tolist()
+        self.versions: list[int] = sample.versions.tolist()
+        self.finish_reason = "abort"
+        self.longest = sampling.max_tokens
+        """Tokens that the response may have at the end of this run."""
+        self.version: int | None = None
+        self.cache: Any = None
         self.position = 0
         """Tokens of the response that the model has read, or will have with the next."""
 
-    def run(self) -> Output:
-        if self.engine.asked_to_stop():
-            self.finish_reason = "abort"
-        while not self.finish_reason:
-            self._decode()
-
-        tokens = torch.tensor(self.tokens, dtype=torch.long)
-        versions = torch.tensor(self.versions, dtype=torch.int32)
-        log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
-        return output_of(tokens, log_probs, versions, self.finish_reason)
-
-    def _decode(self) -> None:
-        """Until it is finished, or there are new weights to read it again with."""
+    def run(self, max_tokens: int | None) -> None:
+        """Until it is finished, or has drawn so many more tokens."""
         from transformers import GenerationConfig
 
-        self.version = self.engine.version or 0
-        self.position = num_of_older_weights(self.versions, self.version)
-        ids = [*self.request.prompt, *self.tokens[: self.position]]
+        self.finish_reason, self.longest = "", self.sampling.max_tokens
+        if max_tokens is not None:
+            self.longest = min(self.longest, len(self.tokens) + max_tokens)
+        if self.cache is None or (
+            self.engine.version != self.version and not self.engine.limits.keep_kv
+        ):
+            self.cache = None
+            self.position = num_of_older_weights(self.versions, self.engine.version)
+        self.version = self.engine.version
+
+        ids = [*self.sample.prompt, *self.tokens[: self.position]]
         row = torch.tensor([ids], device=self.engine.module.device)
-        self.engine.module.generate(
+        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        found = self.engine.module.generate(
             row,
             attention_mask=torch.ones_like(row),
             generation_config=GenerationConfig(
@@ -124,10 +138,21 @@ class _Sample:
                 do_sample=False,
                 pad_token_id=0,
                 use_cache=self.engine.uses_cache,
+                return_dict_in_generate=True,
             ),
             logits_processor=[self],
             stopping_criteria=[self._finished],
+            **cache,
         )
+        if self.engine.uses_cache:
+            self.cache = found.past_key_values
+
+    def so_far(self) -> Sample:
+        """The sample with what is drawn."""
+        tokens = torch.tensor(self.tokens, dtype=torch.long)
+        versions = torch.tensor(self.versions, dtype=torch.int32)
+        log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
+        return self.sample.with_response(tokens, log_probs, versions, self.finish_reason)
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores that leave greedy search the token that is there, or that the noise draws."""
@@ -139,7 +164,7 @@ class _Sample:
 
     def _draw(self, scores: Tensor) -> None:
         position = np.array([len(self.tokens)])
-        noise = torch.from_numpy(uniforms(np.array([self.request.key], dtype=np.uint64), position))
+        noise = torch.from_numpy(uniforms(np.array([self.sample.key], dtype=np.uint64), position))
         token, log_prob = choose_tokens(
             scores, noise.to(scores.device), self.sampling, torch.from_numpy(position)
         )
@@ -148,13 +173,10 @@ class _Sample:
         self.versions.append(self.engine.version or 0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """Whether transformers is to return: the response is finished, or the weights are new."""
+        """Whether transformers is to return."""
         if self.position == len(self.tokens):
             self.finish_reason = self._reason()
-        if not self.finish_reason and self.engine.asked_to_stop():
-            self.finish_reason = "abort"
-        is_read_again = self.engine.version != self.version and not self.engine.limits.keep_kv
-        return torch.tensor([bool(self.finish_reason) or is_read_again], device=ids.device)
+        return torch.tensor([bool(self.finish_reason)], device=ids.device)
 
     def _reason(self) -> str:
         """Why the response ends with its newest token; nothing if it does not."""

@@ -18,8 +18,6 @@ from workers.weights.module_writer import ModuleWriter
 class ModuleEngine(RolloutEngine):
     """Loads the state of `module`; frees and allocates its parameters."""
 
-    can_take_weights_in_flight = True
-
     def __init__(
         self, module: Any, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
     ) -> None:

@@ -91,20 +91,19 @@ def deliver_weights(
     version: int | None = None,
     sender: int = 0,
     ahead: bool = False,
-    at_once: bool = False,
 ) -> dict[str, float]:
     """Bring one rollout group to the published `version`, proven equal; call it from any thread.
 
     Without a version to the newest; `training/weight_version` says which one it was.
 
     The actor goes on with whatever it computes. The group takes the weights when it has ended the
-    calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
-    With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
-    group the two are called one after the other. What a rank refuses is sent once more. Raises
-    `WeightSyncError` where it fails on any rank, with what both sides say, and `WorkerDiedError`
-    where a rank of either side is gone.
+    calls before, and its next ones wait: where samples are running, between two takes. With `ahead`
+    it keeps them beside its engine, which goes on too, until `load_delivered`; to one group the two
+    are called one after the other. What a rank refuses is sent once more. Raises `WeightSyncError`
+    where it fails on any rank, with what both sides say, and `WorkerDiedError` where a rank of
+    either side is gone.
     """
-    how = sender, ahead, at_once
+    how = sender, ahead
     return once_more_if_refused(partial(_deliver, actor_group, rollout_group, version, *how))
 
 
@@ -114,7 +113,6 @@ def _deliver(
     version: int | None,
     sender: int,
     ahead: bool,
-    at_once: bool,
 ) -> dict[str, float]:
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -123,8 +121,6 @@ def _deliver(
             "sync_weights(actor_group, rollout_group, version) hands it over."
         )
     receive = rollout_group.receive_ahead if ahead else rollout_group.receive_weights
-    if at_once:
-        receive = rollout_group.receive_weights_now
     address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from tests.waiting import wait_until
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
-from workers.roles.rollout import MESH, RolloutWorker
+from workers.roles.rollout import ASK, RolloutWorker
 from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
@@ -28,43 +26,42 @@ ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
 
 
 class LongRollout(RolloutWorker):
-    """From the second call on it generates for seconds."""
+    """From the second take on it generates for seconds."""
 
     num_calls = 0
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def generate_sequences(self, data: DataProto) -> DataProto:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
         self.num_calls += 1
         if self.num_calls > 1:
             time.sleep(GENERATION_S)
-        return super().generate_sequences(data)
+        return super().take(max_tokens, seconds)
 
 
 class DiesOnce(RolloutWorker):
-    """Maker 0's last rank is killed in its second generation; what comes in its place is not."""
+    """Maker 0's last rank is killed in its second piece; what comes in its place is not."""
 
     num_calls = 0
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
-    def generate_sequences(self, data: DataProto) -> DataProto:
+    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    def submit(self, data: DataProto) -> None:
         self.num_calls += 1
         has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
         is_it = self.role == "rollout" and self.rank == self.world_size - 1
         if is_it and self.num_calls == 2 and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().generate_sequences(data)
+        super().submit(data)
 
 
 class DiesAtOnce(RolloutWorker):
-    """Killed in its first generation, and leaves the moment."""
+    """Killed in its first piece, and leaves the moment."""
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
-    def generate_sequences(self, data: DataProto) -> DataProto:
+    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    def submit(self, data: DataProto) -> None:
         folder = Path(self._whole_config.trainer.default_local_dir)
         folder.joinpath("killed_at").write_text(str(time.time()), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
-        return super().generate_sequences(data)
 
 
 class DiesAsItSends(ActorWorker):
@@ -144,12 +141,12 @@ def note_uids(worker: Worker, folder: str, data: DataProto) -> None:
 class NotingRollout(RolloutWorker):
     """Notes which prompts it answers; none goes on with its first ones before all three have."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def generate_sequences(self, data: DataProto) -> DataProto:
+    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    def submit(self, data: DataProto) -> None:
         folder = self._whole_config.trainer.default_local_dir
         note_uids(self, folder, data)
         wait_until(lambda: len(list(Path(folder).glob("uids_of_rollout*"))) == 3)
-        return super().generate_sequences(data)
+        super().submit(data)
 
 
 class NotingActor(ActorWorker):
@@ -166,32 +163,34 @@ class NotingActor(ActorWorker):
 
 
 class WaitsForWeights(RolloutWorker):
-    """From the second generation on it stands at the fourth token until newer weights are here."""
+    """From the second piece on it goes no further than four tokens with the weights of before."""
 
-    num_calls = 0
+    num_pieces = 0
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
-    def generate_sequences(self, data: DataProto) -> DataProto:
-        self.num_calls += 1
-        engine, steps = self.engine, itertools.count(1)
-        asked_to_stop, began_with = type(engine).asked_to_stop, engine.version
+    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    def submit(self, data: DataProto) -> None:
+        self.num_pieces += 1
+        self.began_with, self.num_takes = self.engine.version, 0
+        super().submit(data)
 
-        def at_a_step() -> bool:
-            if self.num_calls > 1 and next(steps) == 4:
-                wait_until(lambda: asked_to_stop(engine) or engine.version != began_with)
-            return asked_to_stop(engine)
-
-        with mock.patch.object(engine, "asked_to_stop", at_a_step):
-            return super().generate_sequences(data)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
+        if self.num_pieces == 1 or self.engine.version != self.began_with:
+            return super().take(max_tokens, seconds)
+        self.num_takes += 1
+        if self.num_takes == 1:
+            return super().take(4)
+        time.sleep(0.01)
+        return None
 
 
 class SleepingRollout(RolloutWorker):
     """As long at every row as the phases of a prediction say, and at taking weights."""
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
-    def generate_sequences(self, data: DataProto) -> DataProto:
+    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    def submit(self, data: DataProto) -> None:
         time.sleep(ROW_S * len(data))
-        return super().generate_sequences(data)
+        super().submit(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from trainer.data.prompts import as_objects
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
-from trainer.detached.experience import Experience
 from trainer.detached.ledger import Ledger
 from trainer.detached.pacing import BufferSettings, Pacing
-from trainer.detached.pieces import Order, PieceStream
+from trainer.detached.pieces import Experience, Order, PieceStream
 from trainer.detached.samplers import SAMPLERS, Sampler
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerDiedError
+from workers.rollout.batches import REQUEST
 
 
 class NumberedPrompts:
@@ -31,7 +35,8 @@ class NumberedPrompts:
         first = number * self.size
         uids = [str(first + place) for place in range(self.size)]
         rows = torch.arange(first, first + self.size)[:, None]
-        tensors = {"input_ids": rows, "response_mask": torch.ones_like(rows)}
+        names = ("input_ids", "attention_mask", "position_ids", "response_mask")
+        tensors = {name: rows if name == "input_ids" else torch.ones_like(rows) for name in names}
         return DataProto.from_dict(tensors, {"uid": as_objects(uids)})
 
 
@@ -92,3 +97,42 @@ def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> No
     rows = {uid: [(0, one.version)] for one in taken for uid in one.uids}
     buffer.trained(rows)
     buffer.publish(version)
+
+
+class Answer:
+    """The future of a call on one rank."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.lost_ranks: list[int] = []
+        self._work = functools.cache(work)
+
+    def get(self, timeout: float | None = None) -> Any:
+        try:
+            return [self._work()]
+        except WorkerDiedError:
+            self.lost_ranks = [0]
+            raise
+
+
+class StandInGroup:
+    """A rollout group of one rank that makes responses of one token, when `finish` says so."""
+
+    def __init__(self) -> None:
+        self.running: list[DataProto] = []
+        self.generate_sequences = SimpleNamespace(collecting_ranks=lambda: [0])
+        self.submit = SimpleNamespace(remote_on=lambda rank, rows: Answer(lambda: self.add(rows)))
+        self.take = SimpleNamespace(remote_on=lambda rank, *_: Answer(self.finished))
+
+    def add(self, rows: DataProto) -> None:
+        self.running.append(rows)
+
+    def finished(self) -> DataProto | None:
+        """The oldest submission."""
+        rows = self.running.pop(0)
+        ones = torch.ones(len(rows), 1)
+        return rows.select([REQUEST]).union(DataProto.from_dict({"responses": ones}))
+
+
+def asked_of(rows: DataProto, attempt: int) -> DataProto:
+    """What a stand-in for a group reads."""
+    return rows.select(["sample_index", "input_ids"], ["uid"])

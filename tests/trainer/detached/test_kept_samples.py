@@ -12,8 +12,8 @@ from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_n
 from trainer import load_config, run
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.ledger import LOST, TOO_OLD
-from trainer.detached.pieces import LeftBehind, Order
-from workers.roles.lost_samples import KeptSamples
+from trainer.detached.pieces import Order
+from workers.rollout.client import Submission
 
 TWO_RANKS = (
     "resource_pool_spec={trainer_pool: [1], maker_0_pool: [2]}",
@@ -23,29 +23,29 @@ TWO_RANKS = (
 )
 
 
-def left_behind(buffer: ExperienceBuffer) -> Order:
+def half_made(buffer: ExperienceBuffer) -> Order:
     """Maker 0 is lost with a piece of two prompts, of which it has made the second one's sample."""
     order = begin(buffer, maker=0)
-    kept = KeptSamples([1], order.prompts[1:2], [0])
-    left = LeftBehind(0, order.version, kept, order.uids[1:])
-    assert buffer.lost(0, {order.piece.number: left}) == [order.piece]
+    submission = Submission(order.prompts)
+    submission.add([1], order.prompts[1:2])
+    assert buffer.lost(0, {order.piece.number: submission}) == 1
     return order
 
 
 def test_whoever_makes_the_piece_again_gets_what_is_there_of_it() -> None:
     buffer = make_buffer(max_staleness=4)
-    lost = left_behind(buffer)
+    lost = half_made(buffer)
     again = begin(buffer, maker=1)
     assert again.piece == lost.piece
-    assert again.left_behind is not None
-    assert again.left_behind.kept.lost_rows == [0]
+    assert again.begun is not None
+    assert again.begun.submission.missing == [0]
     finish(buffer, again, maker=1)
-    assert begin(buffer, maker=1).left_behind is None
+    assert begin(buffer, maker=1).begun is None
 
 
 def test_the_ledger_counts_what_was_kept_for_the_maker_of_the_rest() -> None:
     buffer = make_buffer(max_staleness=4)
-    left_behind(buffer)
+    half_made(buffer)
     finish(buffer, begin(buffer, maker=1), maker=1)
     buffer.ledger.check()
     first, second = buffer.ledger.makers[0], buffer.ledger.makers[1]
@@ -55,17 +55,17 @@ def test_the_ledger_counts_what_was_kept_for_the_maker_of_the_rest() -> None:
 
 def test_a_piece_of_which_a_part_is_older_is_as_old_as_that() -> None:
     buffer = make_buffer(max_staleness=4)
-    left_behind(buffer)
+    half_made(buffer)
     buffer.publish(2)
     assert begin(buffer, maker=1).version == 1
 
 
 def test_what_would_be_too_old_by_now_is_made_again_too() -> None:
     buffer = make_buffer(max_staleness=1, batch=2)
-    left_behind(buffer)
+    half_made(buffer)
     buffer.publish(3)
     again = begin(buffer, maker=0)
-    assert (again.left_behind, again.version) == (None, 3)
+    assert (again.begun, again.version) == (None, 3)
     buffer.ledger.check()
     account = buffer.ledger.makers[0]
     assert (account.made, account.dropped) == (4, {LOST: 1, TOO_OLD: 1})

@@ -17,7 +17,7 @@ from verl_like.errors import WorkerDiedError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 ON_RAY = ("trainer.backend=ray", "cpus_per_process=0.25")
-MAKING = {"__init__", "init_model", "receive_weights", "generate_sequences"}
+MAKING = {"__init__", "init_model", "receive_weights", "submit", "take"}
 
 
 def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from tests.trainer.detached.stand_ins import make_buffer, train
+from tests.trainer.detached.stand_ins import StandInGroup, asked_of, make_buffer, train
 from trainer.detached.activity import Activity
-from trainer.detached.maker import Maker
+from trainer.detached.maker import Maker, MakerCalls
 from trainer.detached.overlap import Phases, Setup, one_step_ahead, simulate, what_limits
 from verl_like.batch.protocol import DataProto
 
@@ -143,14 +144,19 @@ def test_200_steps_are_simulated_at_once() -> None:
     assert time.process_time() - began < 0.2
 
 
-class Sleep:
-    """A future whose answer takes some seconds."""
+class SleepingGroup(StandInGroup):
+    """Every piece takes the seconds of its batch's phase."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, phases: Phases, setup: Setup, batch: int) -> None:
+        super().__init__()
+        self.phases, self.setup, self.batch = phases, setup, batch
 
-    def wait(self) -> None:
-        time.sleep(self.seconds)
+    def finished(self) -> DataProto | None:
+        # not as the simulation has it computed, or both could be wrong in one way
+        of_batch = int(self.running[0].batch["input_ids"][0]) // self.batch
+        seconds = self.phases.generate[of_batch % len(self.phases.generate)]
+        time.sleep(seconds / self.setup.num_pieces)
+        return super().finished()
 
 
 def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
@@ -161,19 +167,16 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
     )
     taken_at = buffer.version
 
-    def generate(role: str, rows: DataProto, attempt: int) -> Sleep:
-        piece = int(rows.batch["input_ids"][0]) * setup.num_pieces // size
-        # not as the simulation has it computed, or both could be wrong in one way
-        of_batch = phases.generate[piece // setup.num_pieces % len(phases.generate)]
-        return Sleep(of_batch / setup.num_pieces)
-
-    def take_weights(maker: int) -> int:
+    def take_weights() -> int:
         version = buffer.version
         time.sleep(phases.sync[0])
         return version
 
+    group = partial(SleepingGroup, phases, setup, size)
     makers = [
-        Maker(number, buffer, Activity(), generate, take_weights, lambda *_: False)
+        Maker(
+            number, buffer, Activity(), MakerCalls(group, asked_of, take_weights, lambda *_: False)
+        )
         for number in range(setup.num_makers)
     ]
     began = time.perf_counter()

@@ -59,7 +59,7 @@ def test_a_resumed_run_repeats_no_sample_and_loses_none(
     detached(tiny_dir, tmp_path, "detached.max_staleness=2", "trainer.save_freq=1", *settings)
 
     assert uids_of(tmp_path, 3) == uids_in_order(tiny_dir, 3)
-    assert len(calls(tmp_path, "generate_sequences")) == num_calls
+    assert len(calls(tmp_path, "submit")) == num_calls
     ledger = ledger_of(tmp_path)
     assert ledger["trainers"] == {"0": 3 * 16}
     lost = [row["dropped"] for row in ledger["makers"].values()]

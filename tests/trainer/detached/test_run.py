@@ -111,7 +111,7 @@ def test_responses_made_in_parts_are_those_made_at_once(
     for name, setting in parts.items():
         folder = detached(tiny_dir, tmp_path / name, *ours, setting)
         assert shared_numbers(folder) == shared_numbers(plain)[:2]
-        assert len(calls(folder, "generate_sequences")) >= 4
+        assert len(calls(folder, "take")) >= 4
 
 
 def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_every_prompt_is_trained_on_once_in_every_epoch(ahead: Path) -> None:
 
 
 def test_makers_and_trainers_are_processes_of_their_own(ahead: Path) -> None:
-    makers = {event["args"]["pid"] for event in calls(ahead, "generate_sequences")}
+    makers = {event["args"]["pid"] for event in calls(ahead, "submit")}
     trainers = {event["args"]["pid"] for event in calls(ahead, "update_actor")}
     assert len(makers) == 2
     assert not makers & trainers

@@ -76,7 +76,7 @@ def test_scores_of_makers_are_those_of_the_synchronous_run_bit_for_bit(
     assert set.union(*asked.values()) == first | second
     drawn_as_recorded(folder, overrides(tiny_dir, folder, LOCAL, *more, *ours))
     scored = {event["args"]["pid"] for method in SCORES for event in calls(folder, method)}
-    assert scored == {event["args"]["pid"] for event in calls(folder, "generate_sequences")}
+    assert scored == {event["args"]["pid"] for event in calls(folder, "submit")}
 
 
 def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
@@ -86,7 +86,8 @@ def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
     made = defaultdict[tuple[str, str], set[str]](set)
     for event in calls(folder):
         if event["args"]["stage"] in ("gen", "score", "update") and event["name"] not in SYNCING:
-            name = f"{config.kind_of(event['cat'])}.{event['name']}"
+            method = "generate_sequences" if event["name"] in ("submit", "take") else event["name"]
+            name = f"{config.kind_of(event['cat'])}.{method}"
             made[event["args"]["stage"], name].add(pools[event["cat"]])
     for node in step_nodes(config):
         if node.pool != "driver":
@@ -124,7 +125,7 @@ def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path:
     assert len(list(queued.glob("*.safetensors"))) == 2
     detached(tiny_dir, tmp_path, *settings, "detached.max_staleness=2", "trainer.save_freq=1")
     assert roles_of(tmp_path)["compute_values"] == {"critic_copy"}
-    for method in ("generate_sequences", "compute_values", "compute_ref_log_prob"):
+    for method in ("submit", "compute_values", "compute_ref_log_prob"):
         assert len(calls(tmp_path, method)) == 3, "none after the resume"
     assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 8}
 
@@ -153,9 +154,7 @@ def test_groups_that_dynamic_sampling_draws_are_scored_on_makers(
 ) -> None:
     more = (two_models(classifier), "algorithm.filter_groups.enable=true")
     folder = detached(tiny_dir, tmp_path, ON_MAKER, *more, TWO_STEPS)
-    num_made, num_scored = (
-        len(calls(folder, name)) for name in ("generate_sequences", "compute_rm_score")
-    )
+    num_made, num_scored = (len(calls(folder, name)) for name in ("submit", "compute_rm_score"))
     # of the last piece, which nobody waits for, there may be none
     assert 2 * (num_made - 1) <= num_scored <= 2 * num_made
 

@@ -7,55 +7,38 @@ from typing import Any
 
 import torch
 
-from trainer.detached.scoring import Reading, ScoresHere, join_readings, launch_readings
+from trainer.detached.scoring import ScoresHere, score_samples
 from verl_like.batch.protocol import DataProto
-
-
-class Asked:
-    """A group whose methods remember what they were given."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
-
-    def __getattr__(self, method: str) -> Any:
-        def remote(samples: Any) -> str:
-            self.given[method] = samples
-            return f"future of {method}"
-
-        return SimpleNamespace(remote=remote)
+from verl_like.calls.result import Result
 
 
 class Answer:
-    """A future whose result is there."""
+    """A group whose every method gives one result, which is there."""
 
     def __init__(self, metrics: dict[str, float], **columns: list[float]) -> None:
         tensors = {name: torch.tensor(values)[:, None] for name, values in columns.items()}
-        self.result = DataProto.from_dict(tensors), metrics
+        self.result = Result(DataProto.from_dict(tensors), metrics)
+        kind = SimpleNamespace(compute_ref_log_prob=Answer, compute_rm_score=Answer)
+        self.roles = dict.fromkeys(("ref_1", "reward_model_1", "reward_model_b_1"), kind)
+        self.asked: list[str] = []
 
-    def get(self) -> Any:
-        return self.result
-
-
-def test_every_role_of_the_maker_gets_the_future_itself() -> None:
-    groups = {name: Asked() for name in ("ref_1", "critic_copy_1", "reward_model_b_1")}
-    roles = {name.removesuffix("_1"): name for name in groups}
-    samples = object()
-    readings = launch_readings(groups, roles, samples)
-    assert groups["ref_1"].given == {"compute_ref_log_prob": samples}
-    assert groups["critic_copy_1"].given == {"compute_values": samples}
-    assert groups["reward_model_b_1"].given == {"compute_rm_score": samples}
-    assert [reading.role for reading in readings] == ["ref", "critic_copy", "reward_model_b"]
+    def __getattr__(self, method: str) -> Any:
+        future = SimpleNamespace(get=lambda timeout=None: self.result)
+        return SimpleNamespace(remote=lambda samples: self.asked.append(method) or future)
 
 
 def test_scores_of_two_models_stay_apart_and_numbers_come_along() -> None:
-    readings = [
-        Reading("ref", Answer({"perf/x": [1.0, 3.0]}, ref_log_prob=[0.5, 0.25])),
-        Reading("reward_model", Answer({}, rm_scores=[1.0, 2.0])),
-        Reading("reward_model_b", Answer({}, rm_scores=[3.0, 4.0])),
-    ]
+    groups = {
+        "ref_1": Answer({"perf/x": [1.0, 3.0]}, ref_log_prob=[0.5, 0.25]),
+        "reward_model_1": Answer({}, rm_scores=[1.0, 2.0]),
+        "reward_model_b_1": Answer({}, rm_scores=[3.0, 4.0]),
+    }
+    roles = {name.removesuffix("_1"): name for name in groups}
     rows = DataProto.from_dict({"responses": torch.zeros(2, 1)})
-    rows, metrics = join_readings(rows, readings)
+    rows, metrics = score_samples(groups, roles, rows)
     assert metrics == {"perf/x": 2.0}
+    assert groups["ref_1"].asked == ["compute_ref_log_prob"]
+    assert groups["reward_model_b_1"].asked == ["compute_rm_score"]
     assert rows.batch["ref_log_prob"].flatten().tolist() == [0.5, 0.25]
     for role, scores in (("reward_model", [1.0, 2.0]), ("reward_model_b", [3.0, 4.0])):
         found = ScoresHere(rows, role)

@@ -60,7 +60,7 @@ def test_shards_of_the_weights_and_more_makers_change_no_curve(
     assert hashes.makers == hashes.trainers
     assert [len(each) for each in hashes.trainers] == [1, 1]
     assert len(set.union(*hashes.trainers)) == 2
-    assert len({c["args"]["pid"] for c in calls(tmp_path, "generate_sequences")}) == makers
+    assert len({c["args"]["pid"] for c in calls(tmp_path, "submit")}) == makers
     assert len({c["args"]["pid"] for c in calls(tmp_path, "update_actor")}) == trainers
 
     ledger = json.loads((tmp_path / "detached.json").read_text())["ledger"]

@@ -23,7 +23,7 @@ def test_makers_of_other_engines_and_sizes_share_the_prompts_of_a_run(
 ) -> None:
     folder = detached(tiny_dir, tmp_path, *UNLIKE, *POLICY_ALONE)
     assert uids_of(folder, 3) == uids_in_order(tiny_dir, 3)
-    generations = calls(folder, "generate_sequences")
+    generations = calls(folder, "submit")
     processes = {(event["cat"], event["args"]["pid"]) for event in generations}
     assert sorted(role for role, _ in processes) == ["rollout", "rollout", "rollout_1"]
 

@@ -13,12 +13,12 @@ from tests.integration.runs import POLICY_ALONE, calls
 from tests.trainer.detached.test_run import detached
 from trainer import load_config
 from trainer.detached.recipe import DETACHED
-from trainer.detached.validators import LostValidators, at_once, validators_of
+from trainer.detached.validators import at_once, replace_lost, validators_of
 from verl_like.errors import WorkerDiedError
 
 
 def some_makers(num: int) -> list[Any]:
-    return [SimpleNamespace(number=number, has_ended=False, num_losses=0) for number in range(num)]
+    return [SimpleNamespace(number=number, has_ended=False) for number in range(num)]
 
 
 def numbers_of(makers: list[Any]) -> list[int]:
@@ -60,19 +60,18 @@ def test_makers_that_live_are_reached_where_another_is_not() -> None:
     assert sorted(reached) == [1, 2]
 
 
-def test_those_that_lost_a_process_are_looked_after_and_else_the_first_knows_more() -> None:
-    looked_after: list[int] = []
+def test_those_that_lost_a_process_are_replaced_and_else_the_first_knows_more() -> None:
+    replaced: list[int] = []
+    taken: list[int] = []
     dead = {1}
     makers = some_makers(3)
     for maker in makers:
-        maker.look_after = lambda error, before, maker=maker: looked_after.append(maker.number)
+        maker.replace = lambda error, number=maker.number: replaced.append(number) or number == 1
+        maker.take_weights = lambda number=maker.number: taken.append(number)
     losses: Any = SimpleNamespace(is_alive=lambda number: number not in dead)
-    lost = LostValidators(makers, losses)
-    makers[2].num_losses = 1
-
-    lost.look_after(WorkerDiedError("a process is gone"))
-    assert looked_after == [1, 2]
+    replace_lost(makers, losses, WorkerDiedError("a process is gone"))
+    assert (replaced, taken) == ([1], [1])
 
     dead.clear()
-    LostValidators(makers, losses).look_after(WorkerDiedError("a trainer's"))
-    assert looked_after == [1, 2, 0]
+    replace_lost(makers, losses, WorkerDiedError("a trainer's"))
+    assert (replaced, taken) == ([1, 0], [1])

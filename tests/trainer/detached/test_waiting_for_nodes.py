@@ -27,7 +27,7 @@ class Group:
     def __init__(self, started: list[str], role: str) -> None:
         self.started, self.role = started, role
 
-    def resume(self) -> None:
+    def ping(self) -> None:
         raise LOST
 
     def init_model(self) -> None:

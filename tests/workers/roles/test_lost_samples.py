@@ -17,9 +17,9 @@ from verl_like.calls import answers
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import LostSamplesError
 from workers.config import WorkersConfig
-from workers.roles.lost_samples import KeptSamples, generate
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.build import build_engine
+from workers.rollout.client import RolloutClient, Submission
 
 MADE: Counter[str] = Counter()
 """By name, how often a sample was asked for of ranks that lived."""
@@ -79,16 +79,16 @@ def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
 ) -> None:
     config, prompts = tiny_config(one_layer_dir), prompt_batch(10)
     config.actor_rollout_ref.rollout.name = engine
-    whole = generate(engines(config, 1), prompts)
+    whole = RolloutClient(engines(config, 1)).generate(prompts)
     MADE.clear()
-    of_next, numbers_kept = [then, ()], []
+    of_next, numbers_kept = [then, ()], list[int]()
 
-    def replace(error: LostSamplesError, found: KeptSamples) -> Any:
-        assert f"samples {len(found.lost_rows)} (uid/index) were not finished" in str(error)
-        numbers_kept.append(len(found.rows))
+    def replace(error: LostSamplesError, found: Submission) -> Any:
+        assert f"samples {len(found.missing)} (uid/index) were not finished" in str(error)
+        numbers_kept.append(found.num_there - sum(numbers_kept))
         return engines(config, 2, of_next.pop(0))
 
-    assert equal(generate(engines(config, 3, dead), prompts, replace), whole)
+    assert equal(RolloutClient(engines(config, 3, dead)).generate(prompts, replace), whole)
     assert numbers_kept[0] == kept
     assert f"role rank {dead[0]} of 3 (here): gone The other ranks finish" in caplog.text
     assert len(numbers_kept) == (2 if then else 1)
@@ -101,4 +101,4 @@ def test_a_group_that_is_not_replaced_ends_the_generation_with_the_names_of_what
 ) -> None:
     words = r"Of 10 samples 4 \(uid/index\) were not finished: 2-0/0, 2-0/1, 3-0/0, 3-0/1\."
     with pytest.raises(LostSamplesError, match=words):
-        generate(engines(tiny_config(one_layer_dir), 3, (1,)), prompt_batch(10))
+        RolloutClient(engines(tiny_config(one_layer_dir), 3, (1,))).generate(prompt_batch(10))

@@ -1,4 +1,4 @@
-"""The rollout role: processes that die within a generation, pauses, aborts, weights by dtype."""
+"""The rollout role: processes that die within a generation, aborts, weights by dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.waiting import wait_until
 from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
@@ -24,8 +23,8 @@ from verl_like.errors import ConfigError, RolloutError
 from verl_like.placement.pools import ResourcePool
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
-from workers.roles.lost_samples import generate
 from workers.roles.rollout import RolloutWorker
+from workers.rollout.client import RolloutClient, Submission
 
 
 class Doomed(RolloutWorker):
@@ -35,14 +34,10 @@ class Doomed(RolloutWorker):
     def be_current(self) -> None:
         self.engine.commit(0)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def is_standing(self) -> bool:
-        return self.engine.control.is_paused
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def be_doomed(self) -> None:
         if self.rank == 1:
-            self.engine.generate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            self.engine.submit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -60,25 +55,28 @@ def engines(config: WorkersConfig, backend: str, count: int) -> Iterator[Any]:
     pool.release()
 
 
-def standing_still(group: Any) -> Any:
-    """A generation that `pause` holds, from the driver, while the workers are busy with it."""
-    group.pause()
-    future = group.generate_sequences.remote(prompt_batch(10, meta=META | {"do_sample": False}))
-    wait_until(lambda: all(group.is_standing()))
-    assert not future.done()
-    return future
+GREEDY = META | {"do_sample": False}
 
 
-def held_for_a_while(group: Any) -> DataProto:
-    future = standing_still(group)
-    group.resume()
-    return future.get()
+def in_slices(group: Any) -> DataProto:
+    """Two submissions, of which the second joins the first, token by token."""
+    client, prompts = RolloutClient(group), prompt_batch(10, meta=GREEDY)
+    parts = [Submission(prompts[:6]), Submission(prompts[6:])]
+    client.submit(parts[0])
+    client.take(max_tokens=2)
+    client.submit(parts[1])
+    while client.submissions:
+        client.take(max_tokens=1)
+    return DataProto.concat([part.samples() for part in parts])
 
 
-def aborted(group: Any) -> DataProto:
-    future = standing_still(group)
-    group.abort()
-    return future.get()
+def abort_in_the_middle(group: Any) -> None:
+    begun = RolloutClient(group)
+    begun.submit(Submission(prompt_batch(10, meta=GREEDY)))
+    begun.take(max_tokens=2)
+    parts = [part for part in group.abort() if part is not None]
+    assert sum(map(len, parts)) > 5
+    assert all(set(part.non_tensor_batch["finish_reason"]) == {"abort"} for part in parts)
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
@@ -90,25 +88,23 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
     config, samples = tiny_config(one_layer_dir), []
     for kind, count in (("local", 1), (backend, 2)):
         with engines(config, kind, count) as group:
-            group.abort()  # nothing is being generated before there is an engine
             group.init_model()
             group.be_current()
             samples += [
-                generate(group, prompt_batch(10, meta=META | {"do_sample": draws}))
+                RolloutClient(group).generate(prompt_batch(10, meta=META | {"do_sample": draws}))
                 for draws in (True, False)
             ]
             if count == 2:
-                assert torch.equal(
-                    held_for_a_while(group).batch["responses"], samples[-1].batch["responses"]
-                )
-                assert set(aborted(group).non_tensor_batch["finish_reason"]) == {"abort"}
+                for name, column in in_slices(group).batch.items():
+                    assert torch.equal(column, samples[-1].batch[name]), name
+                abort_in_the_middle(group)
                 group.be_doomed()
                 words = (
                     r"Of 10 samples 5 \(uid/index\) were not finished: "
                     "2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
                 )
                 with pytest.raises(RolloutError, match=words):
-                    generate(group, prompt_batch(10))
+                    RolloutClient(group).generate(prompt_batch(10))
     for one, two in zip(samples[:2], samples[2:], strict=True):
         assert all(torch.equal(one.batch[name], column) for name, column in two.batch.items())
     assert not torch.equal(samples[0].batch["responses"], samples[1].batch["responses"])

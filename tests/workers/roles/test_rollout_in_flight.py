@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.waiting import wait_until
 from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
+from trainer.rollouts.trainer import with_responses
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto
@@ -20,35 +19,17 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import MissingColumnError, RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
-from workers.columns import PARTIAL_RESPONSE
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.partial import join_prompts, unfinished_rows
+from workers.rollout.batches import unfinished_rows
+from workers.rollout.client import RolloutClient, Submission
 from workers.weights.delivery import deliver_weights, publish_weights
 
 WITHOUT_EOS = META | {"eos_token_id": 63}
 
 
-class Stepping(RolloutWorker):
-    """Its next generations stand still before one of their steps, until they are resumed."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def stand_before_step(self, step: int) -> None:
-        control = self.engine.control
-        checkpoint, steps = type(control).checkpoint, []
-
-        def counted() -> bool:
-            steps.append(0)
-            if len(steps) == step:
-                threading.Thread(target=control.pause).start()
-                wait_until(control._must_wait)
-            return checkpoint(control)
-
-        control.checkpoint = counted
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def is_standing(self) -> bool:
-        return self.engine.control.is_paused
+class Refusing(RolloutWorker):
+    """One of its ranks takes no weights, once that is said."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def refuse_on_rank(self, rank: int) -> None:
@@ -66,7 +47,7 @@ def group(one_layer_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks, which have no weights yet."""
     config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.rollout.double_buffer = "buffer" in request.param
-    recipe = ClassWithInitArgs(Stepping, config)
+    recipe = ClassWithInitArgs(Refusing, config)
     if request.param != "ray":
         made: Any = LocalWorkerGroup(ResourcePool([2]), recipe)
         made.init_model()
@@ -82,7 +63,7 @@ def group(one_layer_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     pool.release()
 
 
-def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_error(
+def test_weights_come_between_two_takes_or_all_ranks_end_with_an_error(
     one_layer_dir: Path, group: Any
 ) -> None:
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
@@ -91,32 +72,29 @@ def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_err
     publish_weights(actor, 0)
     deliver_weights(actor, group, 0)
 
-    group.stand_before_step(3)
-    one_row = prompt_batch(1, meta=WITHOUT_EOS)  # and nothing but padding for the second rank
-    future = group.generate_sequences.remote(one_row)
-    wait_until(lambda: group.is_standing()[0])
+    client = RolloutClient(group)
+    client.submit(Submission(prompt_batch(1, meta=WITHOUT_EOS)))  # nothing for the second rank
+    assert client.take(max_tokens=2) == []
     actor.update_actor(make_batch(8)).get()
     publish_weights(actor, 1)
-    deliver_weights(actor, group, 1, at_once=True)
-    assert not future.done()
-    group.resume()
-    samples = future.get()
+    deliver_weights(actor, group, 1)
+    (submission,) = client.take()
+    samples = submission.samples()
     assert samples.batch["token_versions"].tolist() == [[0, 0, 1, 1, 1]]
     assert samples.batch["policy_version"].tolist() == [0]
     assert group.weights_checksum() == actor.weights_checksum() * 2
+    samples = submission.rows.select(["sample_index"]).union(samples)
     now = actor.compute_log_prob(samples)[0].batch["old_log_probs"]
     gap = (now - samples.batch["rollout_log_probs"]).abs()[0]
     assert gap[2:].max() < 1e-5 < gap[:2].max()
 
     group.refuse_on_rank(1)
-    group.stand_before_step(3)
-    future = group.generate_sequences.remote(one_row)
-    wait_until(lambda: group.is_standing()[0])
+    client.submit(Submission(prompt_batch(1, meta=WITHOUT_EOS)))
+    client.take(max_tokens=2)
     with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
-        deliver_weights(actor, group, 1, at_once=True)
-    group.resume()
+        deliver_weights(actor, group, 1)
     with pytest.raises(RolloutError, match="new weights came within a generation .* were refused"):
-        future.get()
+        client.take()
     actor.shutdown()
 
 
@@ -127,23 +105,13 @@ def worker(one_layer_dir: Path) -> RolloutWorker:
     return worker
 
 
-def test_an_engine_that_cannot_says_so(
-    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker.engine, "can_take_weights_in_flight", False)
-    with pytest.raises(WeightSyncError, match="NativeEngine takes no weights within a generation"):
-        worker.receive_weights_now("nowhere:1/1", 4)
-
-
 FEW_AT_A_TIME = WITHOUT_EOS | {"eos_token_id": [7, 9, 13, 21], "max_new_tokens_per_call": 2}
 
 
 def drawn(worker: RolloutWorker, prompts: DataProto) -> DataProto:
     """The prompts with their samples, as the driver joins them."""
     samples = worker.generate_sequences(prompts)
-    begun = [name for name in PARTIAL_RESPONSE if name in prompts.batch.keys()]
-    prompts.pop(["input_ids", "attention_mask", "position_ids", *begun])
-    return prompts.union(samples)
+    return with_responses(prompts, samples)
 
 
 def by_sample(parts: list[DataProto]) -> dict[tuple[str, int], DataProto]:
@@ -177,34 +145,16 @@ def test_responses_over_several_calls_are_those_of_one_bit_for_bit(
         assert (in_parts[name].non_tensor_batch["finish_reason"] == reasons).all()
 
 
-def test_unfinished_rows_go_on_in_one_batch_with_others_that_begin(worker: RolloutWorker) -> None:
-    first = drawn(worker, prompt_batch(4, meta=FEW_AT_A_TIME))
-    rest = unfinished_rows(first)
-    begins = prompt_batch(10, meta=FEW_AT_A_TIME)[4:]
-    together = worker.generate_sequences(join_prompts(rest, begins))
-    apart = DataProto.concat([worker.generate_sequences(part) for part in (rest, begins)])
-    assert len(rest) >= 2
-    assert len(together) == len(rest) + 6
-    for name, column in apart.batch.items():
-        assert torch.equal(together.batch[name], column), name
-    lengths = together.batch["response_mask"].sum(dim=1)
-    assert lengths[: len(rest)].max() == 4
-    assert lengths[len(rest) :].max() == 2
-
-
-def test_a_batch_with_half_of_a_partial_response_is_refused(worker: RolloutWorker) -> None:
+def test_rows_that_lack_a_column_of_what_they_have_so_far_are_refused(
+    worker: RolloutWorker,
+) -> None:
     rest = unfinished_rows(drawn(worker, prompt_batch(4, meta=FEW_AT_A_TIME)))
-    rest.pop(["partial_versions"])
-    with pytest.raises(MissingColumnError, match="no 'partial_versions' .written by the driver's"):
+    assert len(rest) >= 2
+    rest.pop(["token_versions"])
+    with pytest.raises(MissingColumnError, match="no 'token_versions'"):
         worker.generate_sequences(rest)
 
 
-def test_the_configuration_limits_a_call_and_validation_has_whole_responses(
-    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker.config, "max_new_tokens_per_call", 3)
-    for validates, longest in ((False, 3), (True, RESPONSE)):
-        samples = worker.generate_sequences(
-            prompt_batch(4, meta=WITHOUT_EOS | {"validate": validates})
-        )
-        assert samples.batch["response_mask"].sum(dim=1).max() == longest
+def test_finished_rows_are_not_generated_again(worker: RolloutWorker) -> None:
+    with pytest.raises(RolloutError, match="there is nothing to go on with"):
+        worker.generate_sequences(drawn(worker, prompt_batch(4)))

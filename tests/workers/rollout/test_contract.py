@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,23 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.waiting import wait_until
 from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
     STOP,
     VOCAB,
     decode,
+    first_tokens,
     full_logits,
     load,
     make_engine,
     make_model,
     make_prompts,
     requests_of,
+    same,
     settings,
 )
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.base import Output, Request, RolloutEngine
+from workers.rollout.base import RolloutEngine
+from workers.rollout.sample import Sample
 from workers.rollout.sampling import filtered_probs
 
 PROMPTS = make_prompts(num_ragged=3)
@@ -44,7 +45,7 @@ def oracle(model: Any, folder: Path) -> RolloutEngine:
     return engine
 
 
-def lists(outputs: Sequence[Output]) -> list[list[int]]:
+def lists(outputs: Sequence[Sample]) -> list[list[int]]:
     return [output.tokens.tolist() for output in outputs]
 
 
@@ -99,17 +100,13 @@ def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abo
         )
         torch.testing.assert_close(output.truncated_log_probs, expected, atol=1e-4, rtol=0)
     whole = max(outputs, key=lambda output: len(output.tokens))
-    tokens, log_probs = whole.tokens[:2], whole.log_probs[:2]
-    begun = Output(tokens, log_probs, "abort", whole.versions[:2], whole.truncated_log_probs[:2])
-    request = requests_of(PROMPTS)[next(i for i, output in enumerate(outputs) if output is whole)]
-    (rest,) = engine.generate([replace(request, partial=begun)], sampling)
+    begun = replace(first_tokens(whole, 2), truncated_log_probs=whole.truncated_log_probs[:2])
+    (rest,) = engine.generate([begun], sampling)
     torch.testing.assert_close(
         rest.truncated_log_probs, whole.truncated_log_probs, atol=1e-4, rtol=0
     )
     with pytest.raises(RolloutError, match="was begun without truncated_log_probs"):
-        engine.generate(
-            [replace(request, partial=replace(begun, truncated_log_probs=None))], sampling
-        )
+        engine.generate([replace(begun, truncated_log_probs=None)], sampling)
 
 
 def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(
@@ -185,7 +182,7 @@ def test_first_tokens_follow_the_truncated_distribution(
 ) -> None:
     prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFEngine" else 120
     sampling = settings(max_tokens=1, **changes)
-    requests = [Request(prompt, 977 * i + 5, f"draw {i}") for i in range(draws)]
+    requests = [Sample(prompt, 977 * i + 5, f"draw {i}") for i in range(draws)]
     counts = Counter(int(output.tokens[0]) for output in engine.generate(requests, sampling))
     log_probs = torch.log_softmax(
         full_logits(model, prompt, torch.tensor([0])) / sampling.temperature, -1
@@ -204,67 +201,59 @@ def test_first_tokens_follow_the_truncated_distribution(
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.3 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
+def test_samples_join_and_leave_a_running_engine_and_are_those_of_one_call(
+    engine: RolloutEngine,
+) -> None:
+    requests = requests_of(PROMPTS, n=2)
+    whole = engine.generate(requests, settings())
+    joined = [requests[:1], requests[1:8], requests[8:]]
+    numbers: list[int] = []
+    found: dict[int, Sample] = {}
+    for group in joined:
+        numbers += engine.submit(group, settings())
+        found |= engine.take(max_tokens=3)
+    left = numbers[2]
+    aborted = engine.abort([left]) if left not in found else {}
+    while engine.num_running:
+        found |= engine.take(seconds=0.0)
+    for number, sample in aborted.items():
+        (again,) = engine.submit([sample], settings())
+        found[number] = engine.take()[again]
+    assert engine.take() == {}
+    for number, expected in zip(numbers, whole, strict=True):
+        same(found[number], expected, engine)
+
+
 def test_an_aborted_generation_goes_on_where_it_stopped(engine: RolloutEngine) -> None:
     whole = engine.generate(requests_of(PROMPTS), settings())
-    checkpoint, seen = engine.control.checkpoint, []
+    partial = engine.generate(requests_of(PROMPTS), settings(), max_tokens=4)
+    assert "abort" in {sample.finish_reason for sample in partial}
+    for sample, complete in zip(partial, whole, strict=True):
+        assert complete.tokens.tolist()[: len(sample.tokens)] == sample.tokens.tolist()
+    unfinished = [i for i, sample in enumerate(partial) if sample.finish_reason == "abort"]
+    again = engine.generate([partial[i] for i in unfinished], settings())
+    for i, sample in zip(unfinished, again, strict=True):
+        same(sample, whole[i], engine)
+    finished = next(sample for sample in partial if sample.finish_reason == "stop")
+    with pytest.raises(RolloutError, match="there is nothing to go on with"):
+        engine.generate([finished], settings())
 
-    def abort_at_the_fifth() -> Any:
-        seen.append(0)
-        if len(seen) == 5:
-            engine.control.abort()
-        return checkpoint()
 
-    engine.control.checkpoint = abort_at_the_fifth
+def test_what_runs_forbids_sleep_another_batch_and_other_settings(engine: RolloutEngine) -> None:
+    requests = requests_of(PROMPTS)
+    whole = lists(engine.generate(requests, settings()))
+    numbers = engine.submit(requests, settings())
     try:
-        partial = engine.generate(requests_of(PROMPTS), settings())
-    finally:
-        engine.control.checkpoint = checkpoint
-    assert "abort" in {output.finish_reason for output in partial}
-    for output, complete in zip(partial, whole, strict=True):
-        assert complete.tokens.tolist()[: len(output.tokens)] == output.tokens.tolist()
-    unfinished = [i for i, output in enumerate(partial) if output.finish_reason == "abort"]
-    requests = [
-        Request(PROMPTS[i], requests_of(PROMPTS)[i].key, "again", partial[i]) for i in unfinished
-    ]
-    for i, output in zip(unfinished, engine.generate(requests, settings()), strict=True):
-        assert output.tokens.tolist() == whole[i].tokens.tolist()
-        assert output.finish_reason == whole[i].finish_reason
-        torch.testing.assert_close(output.log_probs, whole[i].log_probs, atol=1e-4, rtol=0)
-
-
-def test_a_pause_holds_the_generation_and_forbids_sleep(engine: RolloutEngine) -> None:
-    whole = lists(engine.generate(requests_of(PROMPTS), settings()))
-    results: list[Any] = []
-    engine.control.pause()
-    thread = threading.Thread(
-        target=lambda: results.append(engine.generate(requests_of(PROMPTS), settings()))
-    )
-    thread.start()
-    try:
-        wait_until(lambda: engine.control.is_paused)
-        engine.control.pause()
-        assert not results
         with pytest.raises(RolloutError, match=f"sleep with {len(PROMPTS)} samples in flight"):
             engine.sleep()
+        with pytest.raises(RolloutError, match=f"generating {len(PROMPTS)} samples already"):
+            engine.generate(requests, settings())
+        with pytest.raises(RolloutError, match="running with other sampling settings"):
+            engine.submit(requests, settings(temperature=0.5))
+        found = engine.take()
     finally:
-        engine.control.resume()
-        thread.join(60)
-    assert lists(results[0]) == whole
-
-
-def test_weights_within_a_generation_are_refused_unless_it_is_paused(
-    engine: RolloutEngine, model: Any
-) -> None:
-    with (
-        engine.control.running(7),
-        pytest.raises(WeightSyncError, match="7 samples are being generated"),
-    ):
-        load(engine, model, 4)
-    with (
-        pytest.raises(RolloutError, match="generating 2 samples already"),
-        engine.control.running(2),
-    ):
-        engine.generate(requests_of(PROMPTS), settings())
+        engine.abort()
+    assert lists([found[number] for number in numbers]) == whole
 
 
 def test_five_versions_are_taken_over_and_stamped(engine: RolloutEngine, folder: Path) -> None:
@@ -333,7 +322,7 @@ def test_prompts_that_cannot_work_are_refused_by_name(
     engine: RolloutEngine, prompt: list[int], words: str
 ) -> None:
     with pytest.raises(RolloutError, match=words):
-        engine.generate([Request(prompt, 1, "row 0")], settings())
+        engine.generate([Sample(prompt, 1, "row 0")], settings())
 
 
 def test_settings_that_cannot_work_are_refused(

@@ -10,9 +10,10 @@ import torch
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
-from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.hf import HFEngine
 from workers.rollout.hf_proof import why_no_cache
+from workers.rollout.sample import Sample
 
 
 def largest_gap(engine: HFEngine, module: Any) -> float:
@@ -20,7 +21,7 @@ def largest_gap(engine: HFEngine, module: Any) -> float:
     engine.commit(0)
     prompt = list(range(6, 24))
     sampling = SamplingParams(max_tokens=12, stop_token_ids=(), do_sample=False)
-    (output,) = engine.generate([Request(prompt, 0)], sampling)
+    (output,) = engine.generate([Sample(prompt, 0)], sampling)
     with torch.no_grad():
         ids = torch.tensor([[*prompt, *output.tokens]])
         steps = module(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -47,7 +48,7 @@ def test_a_class_that_carries_its_state_from_row_to_row_is_decoded_without_a_cac
     assert not engine.uses_cache
     sampling = SamplingParams(max_tokens=8, stop_token_ids=(), do_sample=False)
     engine.commit(0)
-    (output,) = engine.generate([Request([7], 0)], sampling)
+    (output,) = engine.generate([Sample([7], 0)], sampling)
     with torch.no_grad():
         ids = torch.tensor([[7, *output.tokens]])
         steps = module(ids, use_cache=False).logits[0, :-1].log_softmax(-1)

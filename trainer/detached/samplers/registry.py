@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.detached.experience import Experience
-from trainer.detached.pieces import Piece
+from trainer.detached.pieces import Experience, Piece
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_methods

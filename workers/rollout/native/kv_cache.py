@@ -146,9 +146,9 @@ class Slots:
     ) -> None:
         self.num_slots, self.memory = num_slots, memory or CacheMemory()
         self.width = self.least_width = least
-        self.columns = torch.arange(widest, device=device)
-        self.order = torch.where(self.columns > 0, self.columns, widest)
-        """The columns, with column 0 beyond them all."""
+        self.columns = self.order = torch.empty(0, dtype=torch.long, device=device)
+        """The columns, and the columns with column 0 beyond them all."""
+        self.set_widest(widest)
         self.spare: dict[int, Tensor] = {}
         """Memory of slots before their last change of width, by its size.
 
@@ -160,6 +160,11 @@ class Slots:
         self.first = 0
         self.targets = self.sources = torch.empty(0, dtype=torch.long, device=device)
         self.gather = torch.empty(0, dtype=torch.long, device=device)
+
+    def set_widest(self, widest: int) -> None:
+        """How many columns a slot may have."""
+        self.columns = torch.arange(widest, device=self.columns.device)
+        self.order = torch.where(self.columns > 0, self.columns, widest)
 
     def allocate(self, like: Tensor) -> Tensor:
         """Slots for states such as these, and memory in which they can become as wide as any."""
@@ -173,13 +178,13 @@ class Slots:
         that masked columns need.
         """
         count = self.num_slots * old.shape[1] * len(self.columns) * old.shape[3]
-        whole = old.as_strided((count,), (1,))
         spare = self.spare.pop(count, None)
         new = self._slots_in(self.memory.take(count, old) if spare is None else spare, old)
 
         kept = min(self.width, old.shape[2])
         new[:num_used, :, :kept] = old[:num_used, :, :kept]
-        self.spare[count] = whole
+        if old.untyped_storage().nbytes() >= count * old.itemsize:  # not after `SlotCache.grow`
+            self.spare[count] = old.as_strided((count,), (1,))
         return new
 
     def _slots_in(self, memory: Tensor, like: Tensor) -> Tensor:
@@ -295,6 +300,13 @@ class SlotCache(Cache):
             slots.width = needed
             for layer in self.slot_layers:
                 layer.resize(num_used)
+
+    def grow(self, num_slots: int, widest: int, num_used: int) -> None:
+        """Room for more and wider slots; only the first `num_used` keep what they hold."""
+        self.slots.num_slots, self.slots.spare = num_slots, {}
+        self.slots.set_widest(max(widest, len(self.slots.columns)))
+        for layer in self.slot_layers:
+            layer.resize(num_used)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""

@@ -11,8 +11,9 @@ its own. On GPUs it takes the `vllm` extra.
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
-from workers.rollout.responses import ends_with_stop_string, output_of
+from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.sample import Sample, ends_with_stop_string
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.read_back import UNQUANTIZED
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
@@ -47,8 +48,6 @@ class VllmSettings:
 
 class VllmEngine(RolloutEngine):
     """One vLLM engine with random weights, to be loaded by the first sync."""
-
-    can_take_weights_in_flight = True
 
     def __init__(
         self,
@@ -81,6 +80,12 @@ class VllmEngine(RolloutEngine):
         """Weights of the last load that could not be read back: they were compared as they
         arrived, not as vLLM holds them."""
         self._found_damaged: list[str] = []
+        self._requests: dict[int, _Request] = {}
+        self._num_rows = 0
+        """Of the table of log-probs in vLLM's processes."""
+        self._drawn_by: int | None = None
+        """The version that the keys and values of what runs are of."""
+        self._prefixes_are_old = False
 
     def _start(self) -> Any:
         from vllm import LLM
@@ -126,20 +131,101 @@ class VllmEngine(RolloutEngine):
         """Not held in Hugging Face's layout."""
         return ()
 
-    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        self._everywhere("begin_generation", sampling, len(requests))
-        generation = _Generation(self, requests, sampling)
-        try:
-            generation.run()
-        finally:
-            log_probs = self._everywhere("end_generation")[0]
-        return generation.outputs(log_probs)
+    def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
+        free = sorted(set(range(self._num_rows)) - {one.row for one in self._requests.values()})
+        missing = len(samples) - len(free)
+        if missing > 0:
+            free += range(self._num_rows, self._num_rows + missing)
+            self._num_rows += missing
+        self._everywhere("begin_requests", sampling, self._num_rows)
+        for row, (number, sample) in zip(free, samples.items(), strict=False):
+            self._requests[number] = _Request(sample, row)
+            self._add(number, sampling)
+        if self._drawn_by is None:
+            self._drawn_by = self.version
+
+    def _add(self, number: int, sampling: SamplingParams) -> None:
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request = self._requests[number]
+        tokens = request.sample.tokens.tolist()
+        params = VllmParams(
+            max_tokens=sampling.max_tokens - len(tokens),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"row": request.row, "key": request.sample.key, "made": len(tokens)},
+        )
+        prompt = {"prompt_token_ids": [*request.sample.prompt, *tokens]}
+        self.llm.llm_engine.add_request(str(number), prompt, params)
+
+    def _advance(self, budget: Budget) -> dict[int, Sample]:
+        if self._drawn_by != self.version:
+            self._drawn_by, self._prefixes_are_old = self.version, True
+            if not self.limits.keep_kv:
+                self.drop_prefixes(of_running=True)
+        start = {number: len(one.tokens) for number, one in self._requests.items()}
+        finished: list[int] = []
+        while len(finished) < len(start):
+            num_drawn = 0
+            for output in self.llm.llm_engine.step():
+                number = int(output.request_id)
+                if self._note(number, output):
+                    finished.append(number)
+                num_drawn = max(num_drawn, len(self._requests[number].tokens) - start[number])
+            if budget.is_over or num_drawn >= (budget.max_tokens or math.inf):
+                break
+        return self._take_out(finished)
+
+    def _note(self, number: int, output: Any) -> bool:
+        """Take in what a step drew for a request; whether it is finished."""
+        request, (new,), sampling = self._requests[number], output.outputs, self._sampling
+        assert sampling is not None, "set with the first sample"
+        request.tokens.extend(new.token_ids)
+        request.versions.extend([int(self.version or 0)] * len(new.token_ids))
+        if output.finished:
+            is_stop = request.tokens[-1] in sampling.stop_token_ids
+            request.finish_reason = "stop" if is_stop else "length"
+        elif self._ends_with_stop_string(request, sampling):
+            request.finish_reason = "stop"
+            self.llm.llm_engine.abort_request([str(number)])
+        return request.finish_reason != "abort"
+
+    def _ends_with_stop_string(self, request: _Request, sampling: SamplingParams) -> bool:
+        strings, tokens = sampling.stop_strings, request.all_tokens()
+        if not strings or self.decode is None or len(tokens) < sampling.min_tokens:
+            return False
+        return ends_with_stop_string(tokens, strings, self.decode)
+
+    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        known = [number for number in numbers if number in self._requests]
+        self.llm.llm_engine.abort_request([str(number) for number in known])
+        return self._take_out(known)
+
+    def _take_out(self, numbers: list[int]) -> dict[int, Sample]:
+        """These samples as they are; vLLM has nothing of them any more."""
+        samples: dict[int, Sample] = {}
+        if numbers:
+            assert self._sampling is not None, "set with the first sample"
+            requests = [self._requests.pop(number) for number in numbers]
+            table = self._everywhere("log_probs_of", [request.row for request in requests])[0]
+            for number, request, log_probs in zip(numbers, requests, table, strict=True):
+                samples[number] = request.so_far(log_probs, self._sampling.num_log_probs)
+        if not self._requests:
+            self._num_rows, self._drawn_by = 0, None
+            self._everywhere("end_requests")
+            if self._prefixes_are_old:
+                self._prefixes_are_old = False
+                self.drop_prefixes()
+        return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Layer by layer, bucket by bucket where vLLM has processes of its own.
 
-        Then cached prefixes are dropped: other weights computed them. A generation that is in
-        flight does so itself.
+        Then cached prefixes are dropped: other weights computed them. Where requests are running,
+        that is done before they go on.
         """
         handover = Handover(self.expected)
         self.rank_checksums = []
@@ -149,7 +235,7 @@ class VllmEngine(RolloutEngine):
                 self._send(bucket)
         finally:
             arrivals = self._everywhere("finish_load")
-            if not self.control.in_flight:
+            if not self.num_running:
                 self.drop_prefixes()
 
         self.rank_checksums = handover.verify(arrivals)
@@ -212,93 +298,28 @@ class VllmEngine(RolloutEngine):
         return results
 
 
-class _Generation:
-    """One call of `generate`: vLLM's steps, with a look at control and stop strings in between."""
+@dataclass
+class _Request:
+    """A sample in vLLM: what it had before, what it has drawn since, and its row of log-probs."""
 
-    def __init__(
-        self, engine: VllmEngine, requests: Sequence[Request], sampling: SamplingParams
-    ) -> None:
-        self.engine, self.requests, self.sampling = engine, requests, sampling
-        self.core = engine.llm.llm_engine
-        self.before = [[] if r.partial is None else r.partial.tokens.tolist() for r in requests]
-        self.tokens: list[list[int]] = [[] for _ in requests]
-        self.versions: list[list[int]] = [[] for _ in requests]
-        self.stopped = [False] * len(requests)
-        self.running: dict[str, int] = {}
+    sample: Sample
+    row: int
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = "abort"
 
-    def run(self) -> None:
-        """Until all are finished, have drawn as many tokens as this call may, or are aborted."""
-        first = version = self.engine.version
-        for index in range(len(self.requests)):
-            self._add(index)
-        try:
-            while self.running and not self.engine.asked_to_stop():
-                if self.engine.version != version:
-                    version = self.engine.version
-                    if not self.engine.limits.keep_kv:
-                        self.engine.drop_prefixes(of_running=True)
-                for output in self.core.step():
-                    self._take(output)
-        finally:
-            if self.running:
-                self.core.abort_request(list(self.running))
-            if self.engine.version != first:
-                self.engine.drop_prefixes()
+    def all_tokens(self) -> list[int]:
+        """Of the response."""
+        return [*self.sample.tokens.tolist(), *self.tokens]
 
-    def outputs(self, log_probs: Tensor) -> list[Output]:
-        """What every request has produced."""
-        results = []
-        for index, request in enumerate(self.requests):
-            start = len(self.before[index])
-            tokens = torch.tensor(self.before[index] + self.tokens[index])
-            made = log_probs[index, : len(tokens)]
-            versions = torch.tensor(self.versions[index], dtype=torch.int32)
-            if request.partial is not None:
-                made[:start] = request.partial.log_probs_for(self.sampling)
-                versions = torch.cat([request.partial.versions, versions])
-
-            reason = "length" if len(tokens) == self.sampling.max_tokens else "abort"
-            if self.stopped[index]:
-                reason = "stop"
-            results.append(output_of(tokens.long(), made, versions, reason))
-        return results
-
-    def _add(self, index: int) -> None:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
-        request, made = self.requests[index], len(self.before[index])
-        params = VllmParams(
-            max_tokens=self.sampling.longest(made) - made,
-            stop_token_ids=list(self.sampling.stop_token_ids),
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"index": index, "key": request.key, "made": made},
-        )
-        prompt = {"prompt_token_ids": [*request.prompt, *self.before[index]]}
-        self.core.add_request(str(index), prompt, params)
-        self.running[str(index)] = index
-
-    def _take(self, output: Any) -> None:
-        name = output.request_id
-        index, (new,) = self.running[name], output.outputs
-        self.tokens[index].extend(new.token_ids)
-        self.versions[index].extend([int(self.engine.version or 0)] * len(new.token_ids))
-        if output.finished:
-            del self.running[name]
-            self.stopped[index] = self.tokens[index][-1] in self.sampling.stop_token_ids
-        elif self._ends_with_stop_string(index):
-            self.stopped[index] = True
-            del self.running[name]
-            self.core.abort_request([name])
-
-    def _ends_with_stop_string(self, index: int) -> bool:
-        strings, decode = self.sampling.stop_strings, self.engine.decode
-        tokens = self.before[index] + self.tokens[index]
-        if not strings or decode is None or len(tokens) < self.sampling.min_tokens:
-            return False
-        return ends_with_stop_string(tokens, strings, decode)
+    def so_far(self, log_probs: Tensor, num_kinds: int) -> Sample:
+        """The sample; `log_probs` [tokens, kinds] are those of its row."""
+        before, tokens = self.sample, torch.tensor(self.all_tokens(), dtype=torch.long)
+        made = log_probs[: len(tokens)].clone()
+        made[: len(before.tokens)] = before.stacked_log_probs(num_kinds)
+        new = torch.tensor(self.versions, dtype=torch.int32)
+        versions = torch.cat([before.versions, new])
+        return before.with_response(tokens, made, versions, self.finish_reason)
 
 
 def _buckets(
@@ -329,9 +350,7 @@ def check_vllm(model_path: str) -> str:
     module = load_model(ModelConfig(path=model_path), "token", torch.device("cpu"))
     engine.load_weights(named_state(module))
     engine.commit(0)
-    (output,) = engine.generate(
-        [Request([0], 1)], SamplingParams(max_tokens=1, stop_token_ids=(0,))
-    )
+    (output,) = engine.generate([Sample([0], 1)], SamplingParams(max_tokens=1, stop_token_ids=(0,)))
     found = check_version(device_type)
     return (
         f"vLLM {found} on {device_type}: took {len(engine.expected.shapes)} weights, drew token "

@@ -28,7 +28,8 @@ from workers.rollout.vllm.read_back import WrittenPieces
 class Sampler(nn.Module):
     """Stands in for vLLM's sampler.
 
-    `extra_args` of a request hold its index, its noise key and its number of tokens made before.
+    `extra_args` of a request hold its row in the table of log-probs, its noise key and its number
+    of tokens made before.
     """
 
     def __init__(self, runner: Any, original: nn.Module) -> None:
@@ -36,11 +37,15 @@ class Sampler(nn.Module):
         self.runner = runner
         self.original = original
         self.sampling: SamplingParams | None = None
+        self.log_probs = torch.zeros(0, 0, 0)
 
-    def begin(self, sampling: SamplingParams, num_requests: int) -> None:
-        """Room for the log-probs of a generation."""
+    def begin(self, sampling: SamplingParams, num_rows: int) -> None:
+        """Room for the log-probs of so many requests at once; what is there stays."""
+        shape = (num_rows, sampling.max_tokens, sampling.num_log_probs)
+        old, self.log_probs = self.log_probs, torch.zeros(shape)
+        if old.shape[1:] == shape[1:]:
+            self.log_probs[: len(old)] = old[:num_rows]
         self.sampling = sampling
-        self.log_probs = torch.zeros((num_requests, sampling.max_tokens, sampling.num_log_probs))
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """The next token of every row of the runner's batch; outside our generations vLLM's own."""
@@ -60,7 +65,7 @@ class Sampler(nn.Module):
         noise = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
         steps = torch.from_numpy(positions)
         tokens, log_probs = choose_tokens(logits, noise, self.sampling, steps)
-        self.log_probs[[fact["index"] for fact in facts], steps] = log_probs.cpu()
+        self.log_probs[[fact["row"] for fact in facts], steps] = log_probs.cpu()
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
@@ -87,16 +92,18 @@ class WorkerExtension:
                 methods.add(type(method).__name__)
         return sorted(methods)
 
-    def begin_generation(self, sampling: SamplingParams, num_requests: int) -> None:
-        """Before the requests of one `generate` are added."""
-        self.model_runner.sampler.begin(sampling, num_requests)
+    def begin_requests(self, sampling: SamplingParams, num_rows: int) -> None:
+        """Before requests are added: the table of log-probs has so many rows from here on."""
+        self.model_runner.sampler.begin(sampling, num_rows)
 
-    def end_generation(self) -> Tensor:
-        """The log-probs [requests, max tokens, kinds] of what was drawn."""
-        sampler = self.model_runner.sampler
-        sampler.sampling = None
-        log_probs: Tensor = sampler.log_probs
+    def log_probs_of(self, rows: list[int]) -> Tensor:
+        """The log-probs [rows, max tokens, kinds] of what was drawn for these rows of the table."""
+        log_probs: Tensor = self.model_runner.sampler.log_probs[rows]
         return log_probs
+
+    def end_requests(self) -> None:
+        """Nothing runs."""
+        self.model_runner.sampler.sampling = None
 
     def begin_load(self) -> None:
         """Take the kernels' own layout back to the checkpoint's, by layers, as weights arrive."""

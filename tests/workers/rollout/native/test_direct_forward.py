@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import engine as native_rollout
-from workers.rollout.native import linear
+from workers.rollout.native import linear, scheduler
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.native.module_forward import ModuleForward
+from workers.rollout.sample import Sample
 
 VOCAB, PROMPT, RESPONSE = 70, 40, 12
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -79,12 +80,12 @@ def generate(
     rows: Sequence[int],
     max_num_seqs: int = 256,
     **changes: Any,
-) -> dict[int, Output]:
+) -> dict[int, Sample]:
     """Row -> output, and the kind of pass that made them."""
     engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False)
     engine.commit(0)
     sampling = SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": (3, 5), **changes})
-    outputs = engine.generate([Request(prompts[row], 1000 + row) for row in rows], sampling)
+    outputs = engine.generate([Sample(prompts[row], 1000 + row) for row in rows], sampling)
     return dict(zip(rows, outputs, strict=True))
 
 
@@ -184,7 +185,7 @@ def test_steps_follow_the_tokens_generated(
     qwen2: Any, prompts: list[list[int]], passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "NARROW", 0)
-    monkeypatch.setattr(native_rollout, "rows_of_pass", lambda count, least: max(least, count))
+    monkeypatch.setattr(scheduler, "rows_of_pass", lambda count, least: max(least, count))
     outputs = generate(qwen2, prompts * 3, range(3 * len(prompts)), max_num_seqs=8)
     needed = sum(len(output.tokens) - 1 for output in outputs.values())
     decoded = [rows for _, rows in passes]
@@ -197,7 +198,7 @@ def test_steps_follow_the_tokens_generated(
 def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads(
     least: int, fewest: list[int]
 ) -> None:
-    rows = {count: native_rollout.rows_of_pass(count, least) for count in range(1, 1025)}
+    rows = {count: scheduler.rows_of_pass(count, least) for count in range(1, 1025)}
     for count, found in rows.items():
         assert max(least, count) <= found < max(2 * count, count + 16, least + 1)
     assert sorted(set(rows.values())) == [*fewest, *range(16, 1025, 16)]
@@ -211,7 +212,7 @@ def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(), do_sample=False)
     for version in range(2):
         engine.commit(version)
-        found = engine.generate([Request(prompts[3])], sampling)[0].tokens.tolist()
+        found = engine.generate([Sample(prompts[3])], sampling)[0].tokens.tolist()
         assert (
             found
             == model.generate(torch.tensor([prompts[3]]), max_new_tokens=4, do_sample=False)[

@@ -18,9 +18,10 @@ from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.native.linear import MIN_ROWS_OF_MKL
+from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 
 VOCAB, PROMPT, RESPONSE, STOP = 60, 9, 14, (2, 5, 7)
@@ -68,9 +69,9 @@ def generate(
     rows: Sequence[int],
     max_num_seqs: int = 256,
     **changes: Any,
-) -> dict[int, Output]:
+) -> dict[int, Sample]:
     """Row -> output, for these rows of the prompts in this order."""
-    requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
+    requests = [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
     outputs = engine_of(model, max_num_seqs).generate(requests, settings(**changes))
     return dict(zip(rows, outputs, strict=True))
 
@@ -141,7 +142,7 @@ def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is
     model: Any, prompts: list[list[int]]
 ) -> None:
     rows = range(len(prompts))
-    requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
+    requests = [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
     expected, engine = generate(model, prompts, rows), engine_of(model)
     pages = []
     for limit in (RESPONSE, 5):
@@ -171,7 +172,7 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ(
         lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     outputs = engine.generate(
-        [Request(prompts[0], noise_key(0, "0-0", i)) for i in range(40)], settings()
+        [Sample(prompts[0], noise_key(0, "0-0", i)) for i in range(40)], settings()
     )
     handle.remove()
     assert seen[0] == (4, PROMPT)
@@ -274,9 +275,12 @@ def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker: Rollou
 def test_a_samples_policy_version_is_that_of_its_oldest_token(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def generate(requests: Any, sampling: Any) -> list[Output]:
+    def generate(samples: Any, *_: Any) -> list[Sample]:
         versions = [torch.tensor(row, dtype=torch.int32) for row in ([1, 1, 3], [2], [])]
-        return [Output(row.long(), row.float(), "stop", row) for row in versions]
+        return [
+            sample.with_response(row.long(), row.float()[:, None], row, "stop")
+            for sample, row in zip(samples, versions, strict=True)
+        ]
 
     monkeypatch.setattr(worker.engine, "generate", generate)
     found = worker.generate_sequences(prompt_batch(3)).batch["policy_version"]

@@ -11,9 +11,10 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
 from workers.models.stand_in import stand_in
 from workers.rollout import decoding_proof
-from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import proof
 from workers.rollout.native.engine import NativeEngine
+from workers.rollout.sample import Sample
 
 PROMPT, RESPONSE = 32, 40
 
@@ -31,7 +32,7 @@ def engine_of(module: Any) -> NativeEngine:
 def test_what_is_taken_is_decoded_as_transformers_computes_it(case: str) -> None:
     module = build_tiny(tiny_model_config(case))
     prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in range(4)]
-    requests = [Request(prompt, row, f"row {row}") for row, prompt in enumerate(prompts)]
+    requests = [Sample(prompt, row, f"row {row}") for row, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
     for prompt, output in zip(prompts, engine_of(module).generate(requests, sampling), strict=True):
         with torch.no_grad():

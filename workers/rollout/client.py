@@ -1,0 +1,202 @@
+"""The driver's side of a rollout group: what is asked of its ranks, and what of it is there.
+
+    client = RolloutClient(group)
+    client.submit(Submission(rows))
+    while client.submissions:
+        for submission in client.take(seconds=0.5):   # those whose samples are all there
+            samples = submission.samples()
+
+Decoding issues no collective, so each rank is asked for samples of its own. Weights, or further
+submissions, may come between two takes. A sample depends neither on who makes it nor on what is
+made beside it: what a lost rank had not given is submitted to the group that comes in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import WorkerFuture, gather
+from verl_like.errors import LostSamplesError, WorkerDiedError
+from workers.rollout.batches import REQUEST
+
+logger = logging.getLogger(__name__)
+ROW_BITS = 32
+"""A request's number is that of its submission, then that of its row."""
+
+
+class Submission:
+    """Rows that are to be generated, and those of their samples that are there."""
+
+    def __init__(self, rows: DataProto) -> None:
+        self.rows = rows
+        self._numbers: list[int] = []
+        self._parts: list[DataProto] = []
+
+    def add(self, numbers: Iterable[int], samples: DataProto) -> None:
+        """The samples of the rows with these numbers."""
+        self._numbers += numbers
+        self._parts.append(samples)
+
+    @property
+    def num_there(self) -> int:
+        """Samples that are there."""
+        return len(self._numbers)
+
+    @property
+    def rows_there(self) -> list[int]:
+        """The numbers of their rows."""
+        return sorted(self._numbers)
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the other rows."""
+        return np.delete(np.arange(len(self.rows)), self._numbers).tolist()
+
+    def samples(self) -> DataProto:
+        """All samples in the order of their rows, once none is missing."""
+        assert not self.missing, "a submission is taken when it is whole"
+        whole = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
+        if self._numbers == list(range(len(self.rows))):
+            return whole
+        return whole.select_idxs(np.argsort(self._numbers))
+
+
+Replace = Callable[[LostSamplesError, Submission], Any]
+"""Gives the group that comes in the place of the lost one; raises where there is none."""
+
+
+class RolloutClient:
+    """What one rollout group is asked for."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.submissions: dict[int, Submission] = {}
+        """Those that are not taken, by number."""
+        self._last_number = 0
+        self._num_open: dict[int, int] = {}
+        """Rank -> samples that it is making."""
+        self._lost: set[int] = set()
+        self._sent: list[WorkerFuture] = []
+        """Futures of what was submitted since the last take."""
+
+    def generate(self, rows: DataProto, replace: Replace | None = None) -> DataProto:
+        """`group.generate_sequences(rows)`, also where the group loses a process meanwhile.
+
+        Without `replace` an error then names the samples that are lost.
+        """
+        submission = Submission(rows)
+        while missing := submission.missing:
+            shares = self._shares(missing)
+            ask = self.group.generate_sequences
+            calls = {
+                rank: ask.remote_on(rank, _rows(rows, share)) for rank, share in shares.items()
+            }
+            grace_s = None if replace else self.group.transport.deadlines.grace_s
+            try:
+                gather(*calls.values(), grace_s=grace_s)
+            except WorkerDiedError as error:
+                lost = [rank for rank, call in calls.items() if call.lost_ranks]
+                if replace is None or not lost:
+                    missing = [row for rank in lost or calls for row in shares[rank]]
+                    raise lost_samples(submission, error, missing) from error
+                logger.warning("%s The other ranks finish their samples.", error)
+                for rank in calls.keys() - lost:
+                    submission.add(shares[rank], calls[rank].get())
+                if submission.missing:
+                    found = lost_samples(submission, error, submission.missing)
+                    self.group = replace(found, submission)
+            else:
+                for rank, call in calls.items():
+                    submission.add(shares[rank], call.get())
+        return submission.samples()
+
+    def submit(self, submission: Submission) -> None:
+        """Begin the samples that are missing of it, beside those that are being made."""
+        self._last_number = number = self._last_number + 1
+        self.submissions[number] = submission
+        for rank, share in self._shares(submission.missing).items():
+            asked = _rows(submission.rows, share)
+            requests = torch.tensor(share) + (number << ROW_BITS)
+            asked = asked.select().union(DataProto.from_dict({REQUEST: requests}))
+            self._sent.append(self.group.submit.remote_on(rank, asked))
+            self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
+
+    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
+        """The submissions that are whole, once every rank has gone so far; see an engine's `take`.
+
+        Raises `WorkerDiedError` where a rank is lost; what the others gave is there.
+        """
+        ranks = [rank for rank, number in self._num_open.items() if number]
+        calls = {rank: self.group.take.remote_on(rank, max_tokens, seconds) for rank in ranks}
+        sent, self._sent = self._sent, []
+        try:
+            gather(*sent, *calls.values())
+        finally:
+            self._collect(calls)
+        whole = [number for number, one in self.submissions.items() if not one.missing]
+        return [self.submissions.pop(number) for number in whole]
+
+    def take_from_living(self) -> None:
+        """All that the ranks make which live, after another one was lost."""
+        ranks = [rank for rank, num in self._num_open.items() if num and rank not in self._lost]
+        calls = {rank: self.group.take.remote_on(rank) for rank in ranks}
+        with suppress(WorkerDiedError):
+            gather(*calls.values())
+        self._collect(calls)
+
+    def forget(self) -> list[Submission]:
+        """What is not taken; nothing of it comes any more."""
+        left = list(self.submissions.values())
+        self.submissions, self._num_open, self._sent = {}, {}, []
+        return left
+
+    def _collect(self, calls: Mapping[int, WorkerFuture]) -> None:
+        for rank, call in calls.items():
+            if call.lost_ranks:
+                self._lost.add(rank)
+            else:
+                self._add(rank, call.get())
+
+    def _add(self, rank: int, answers: Sequence[DataProto | None]) -> None:
+        samples = answers[0]
+        if samples is None:
+            return
+        self._num_open[rank] -= len(samples)
+        requests = samples.pop([REQUEST]).batch[REQUEST]
+        of_submission = requests >> ROW_BITS
+        for number in of_submission.unique().tolist():
+            places = of_submission == number
+            rows = (requests[places] & ((1 << ROW_BITS) - 1)).tolist()
+            part = samples if bool(places.all()) else samples.select_idxs(places)
+            self.submissions[number].add(rows, part)
+
+    def _shares(self, rows: list[int]) -> dict[int, list[int]]:
+        """Rank -> the rows that it makes; as many as the others."""
+        ranks = self.group.generate_sequences.collecting_ranks()
+        size = -(-len(rows) // len(ranks))
+        shares = {rank: rows[place * size :][:size] for place, rank in enumerate(ranks)}
+        return {rank: share for rank, share in shares.items() if share}
+
+
+def _rows(rows: DataProto, numbers: Sequence[int]) -> DataProto:
+    return rows if len(numbers) == len(rows) else rows.select_idxs(list(numbers))
+
+
+def lost_samples(
+    submission: Submission, error: Exception, missing: Sequence[int]
+) -> LostSamplesError:
+    """The error that names the samples that are not there."""
+    rows = submission.rows.select_idxs(list(missing))
+    uids, indices = rows.non_tensor_batch["uid"], rows.batch["sample_index"].tolist()
+    names = [f"{uid}/{index}" for uid, index in zip(uids, indices, strict=True)]
+    return LostSamplesError(
+        f"rollout: {error} Of {len(submission.rows)} samples {len(names)} (uid/index) were not "
+        f"finished: {', '.join(names)}. Generating them again gives the same samples."
+    )

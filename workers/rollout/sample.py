@@ -1,0 +1,89 @@
+"""`Sample`: a prompt and its response so far, which is what engines are asked for and give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _no_tokens() -> Tensor:
+    return torch.empty(0, dtype=torch.long)
+
+
+def _no_log_probs() -> Tensor:
+    return torch.empty(0)
+
+
+def _no_versions() -> Tensor:
+    return torch.empty(0, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: prompt ids without padding, the noise key, a name for messages, and the response.
+
+    `tokens` are those of the response to the stop token and with it, each with its log-prob and
+    the version of the weights that drew it (-1 marks a token that was observed, not drawn).
+    `finish_reason` is "stop" or "length"; "abort" is an unfinished response, which can be submitted
+    again and goes on where it ended; a sample that is yet to begin has none.
+    `truncated_log_probs` are those of the distribution that was drawn from, where the sampling asks
+    for them.
+    """
+
+    prompt: Sequence[int]
+    key: int = 0
+    name: str = "sample"
+    tokens: Tensor = field(default_factory=_no_tokens)
+    log_probs: Tensor = field(default_factory=_no_log_probs)
+    versions: Tensor = field(default_factory=_no_versions)
+    finish_reason: str = ""
+    truncated_log_probs: Tensor | None = None
+
+    def with_response(
+        self, tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str
+    ) -> Sample:
+        """This sample with copies of what was drawn; `log_probs` is [tokens, kinds]."""
+        policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
+        return replace(
+            self,
+            tokens=tokens.clone(),
+            log_probs=policy,
+            versions=versions.clone(),
+            finish_reason=finish_reason,
+            truncated_log_probs=truncated[0] if truncated else None,
+        )
+
+    def stacked_log_probs(self, num_kinds: int) -> Tensor:
+        """[tokens, kinds]: the policy's, then the truncated ones."""
+        kinds = [self.log_probs, self.truncated_log_probs][:num_kinds]
+        return torch.stack([kind for kind in kinds if kind is not None], dim=1)
+
+
+def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
+    """How many tokens of a response come before the first that only `version` drew since.
+
+    What these were drawn after is read in one pass with the prompt, as it was when `version` came;
+    the tokens behind them are read one by one, as they were drawn. So a response that goes on has
+    the bits of one that was never cut off.
+    """
+    for count in range(len(versions), 0, -1):
+        if versions[count - 1] != version:
+            return count
+    return 0
+
+
+def ends_with_stop_string(
+    tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]
+) -> bool:
+    """Whether the newest token completes a stop string: it is in the text now, and was not before.
+
+    Only a tail is decoded: every character of a stop string takes at least a byte and at most four
+    tokens of it.
+    """
+    window = list(tokens[-(4 * max(map(len, stop_strings)) + 4) :])
+    after, before = decode(window), decode(window[:-1])
+    return any(after.count(text) > before.count(text) for text in stop_strings)
