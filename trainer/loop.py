@@ -38,7 +38,7 @@ from verl_like.process.garbage import old_objects_kept
 
 Metrics = dict[str, float]
 Result = TypeVar("Result")
-IN_BACKGROUND = ("write_checkpoint", "hurry_checkpoint", "complete_checkpoint")
+IN_BACKGROUND = ("write_checkpoint", "hurry_checkpoint")
 """Calls that are of no stage of the step in which they end."""
 
 

@@ -2,7 +2,7 @@
 
 There is one when roles have left files to write:
 
-    commit = BackgroundCommit(groups, put_in_place)    # a thread waits for their writing
+    commit = BackgroundCommit(groups, part, put_in_place)    # a thread waits for their writing
     ...                                                # steps
     if commit.is_done:
         folder = commit.result()                       # or the error
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import CheckpointError, VerlLikeError
+from workers.training.manifest import add_files
 
 POLL_S = 0.05
 DROP_S = 5.0
@@ -31,14 +32,17 @@ class BackgroundCommit:
     """The roles' writing, and the commit after it, in a thread."""
 
     def __init__(
-        self, groups: Mapping[str, Any], commit: Callable[[Callable[[], dict[str, Any]]], Path]
+        self,
+        groups: Mapping[str, Any],
+        part: Path,
+        commit: Callable[[Callable[[], dict[str, Any]]], Path],
     ) -> None:
-        """`groups` are those with files to write.
+        """`groups` are those with files to write, each into its folder of `part`.
 
         `commit` is given what writes them and gives their fingerprints, calls it, and gives the
         checkpoint's folder.
         """
-        self._groups, self._commit = groups, commit
+        self._groups, self._part, self._commit = groups, part, commit
         self._folder: Path | None = None
         self._error: Exception | None = None
         self._is_told = False
@@ -72,14 +76,14 @@ class BackgroundCommit:
     def _drop(self) -> None:
         """Break off: nothing more of it is written, and it is never committed."""
         self._is_dropped.set()
-        self._tell_all("drop_checkpoint")
+        self._tell_all(is_wanted=False)
         self._thread.join(DROP_S)
 
-    def _tell_all(self, method: str) -> None:
-        """Call a method of every group that writes."""
+    def _tell_all(self, is_wanted: bool) -> None:
+        """Have every group that writes hurry, or end."""
         for group in self._groups.values():
             with suppress(VerlLikeError):  # whoever is gone writes nothing
-                getattr(group, method).remote().get(timeout=DROP_S)
+                group.hurry_checkpoint.remote(is_wanted).get(timeout=DROP_S)
 
     def _run(self) -> None:
         try:
@@ -97,11 +101,11 @@ class BackgroundCommit:
             if all(future.done() for future in writing.values()):
                 break
         else:
-            self._tell_all("hurry_checkpoint")
+            self._tell_all(is_wanted=True)
         written: dict[str, Any] = {}
         for role, future in writing.items():
             files = {name: facts for of_rank in future.get() for name, facts in of_rank.items()}
-            self._groups[role].complete_checkpoint.remote(files).get()
+            add_files(self._part / role, files)
             written |= {f"{role}/{name}": facts for name, facts in files.items()}
         self._refuse_if_dropped()
         return written

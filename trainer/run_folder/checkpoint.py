@@ -151,7 +151,7 @@ class Checkpoints:
             self._saved_at = time.monotonic()
             if self._unwritten:
                 commit = partial(self._commit_later, step)
-                self._background = BackgroundCommit(self._unwritten, commit)
+                self._background = BackgroundCommit(self._unwritten, self._part(step), commit)
             else:
                 with self._naming_failures(step):
                     self._committed.append(self._put_in_place(step))

@@ -4,8 +4,7 @@ The driver calls, on every rank:
 
     start_checkpoint(path, step)     # in its turn: copies; training goes on
     write_checkpoint()               # past the queue, beside the steps: writes
-    hurry_checkpoint()               # past the queue: somebody waits for the writing
-    complete_checkpoint(files)       # past the queue, on rank 0: the manifest over all ranks' files
+    hurry_checkpoint(is_wanted)      # past the queue: somebody waits for it, or wants it no more
 """
 
 from __future__ import annotations
@@ -44,28 +43,17 @@ class SavesInBackground(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def write_checkpoint(self) -> Files:
         """Write what was copied, beside whatever is being computed."""
+        assert self._own_copies is not None, "start_checkpoint comes first"
         try:
-            return self._started().write()
+            return self._own_copies.write()
         except CheckpointError as error:
             raise CheckpointError(f"rank {self.rank}: {error}") from error
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, past_queue=True)
-    def complete_checkpoint(self, files: Files) -> None:
-        """Take note of all ranks' files, which are written."""
-        complete = self._started().complete
-        if complete is not None:
-            complete(files)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def hurry_checkpoint(self) -> None:
-        """Write the rest as fast as it goes: somebody waits for it."""
-        self._started().hurry()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def drop_checkpoint(self) -> None:
-        """End the writing: nobody wants it any more."""
-        self._started().drop()
-
-    def _started(self) -> FileCopies:
+    def hurry_checkpoint(self, is_wanted: bool = True) -> None:
+        """Write the rest as fast as it goes, or nothing more if it is wanted no longer."""
         assert self._own_copies is not None, "start_checkpoint comes first"
-        return self._own_copies
+        if is_wanted:
+            self._own_copies.hurry()
+        else:
+            self._own_copies.drop()

@@ -1,26 +1,23 @@
 """One role's part of a checkpoint: a folder, complete or absent.
 
-    manifest.json       step, schedule, shape of every tensor, size and checksum of every file;
-                        written last
+    manifest.json       step, schedule, size and checksum of every file; written last
     shards/             weights and optimizer state, each rank's own pieces (`shards`)
     random/<rank>.json  each rank's random state
     huggingface/        with hf_model: what plain `from_pretrained` loads (`hf_export`)
     lora_adapter/       with LoRA: the adapter as peft loads it
 
-Everything is first written beside the folder (`<folder>.part`), then renamed. What is written in
-the background (`background_save`, beside) goes into the folder itself, which the driver renames
-when all is there, and gets its manifest last. Tensors are stored by parameter name at full shape,
-so another number of ranks, another strategy, or a plain module can load them. With LoRA only what
-is trained is stored: the base comes from the model's path. Ranks agree after each stage: an error
-of one ends all.
+Everything is first written beside the folder (`<folder>.part`), then renamed. With files that are
+written in the background (`background_save`) it goes into the folder itself; the driver adds these
+files to the manifest, and renames the step's folder when all is there. Tensors are stored by
+parameter name at full shape, so another number of ranks, another strategy, or a plain module can
+load them. With LoRA only what is trained is stored: the base comes from the model's path. Ranks
+agree after each stage: an error of one ends all.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +26,17 @@ from torch import Tensor, nn
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.files import file_fault, fingerprint, put_in_place, write_whole
+from verl_like.files import file_fault, fingerprint, put_in_place
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
-from workers.models.tensor_files import FileWriter
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
 from workers.training.background_save import SavesInBackground
-from workers.training.file_copies import FileCopies, Files, writer_of
+from workers.training.file_copies import FileCopies, writer_of
 from workers.training.hf_export import export_huggingface, model_file_bytes
-from workers.training.manifest import (
-    MANIFEST,
-    dtype_of,
-    loaded_files,
-    read_manifest,
-    refuse_damaged,
-)
-from workers.training.shards import read_shards, write_shards
+from workers.training.manifest import loaded_files, read_manifest, refuse_damaged, write_manifest
+from workers.training.shards import read_shards, stored_tensors, write_shards
 
 if TYPE_CHECKING:
     from workers.config import CheckpointConfig
@@ -97,19 +87,11 @@ def save_engine(
     ranks = Ranks(
         engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)"
     )
-    tensors = saved_tensors(engine, config.save_contents, average)
-    exports = "hf_model" in config.save_contents and ranks.mine == 0
-    writer = writer_of(copies, ranks, tensors, lambda: exports and model_file_bytes(engine))
-    if copies is not None and writer is copies:
-        manifest = _write(engine, ranks, folder, step, config.save_contents, tensors, writer)
-        copies.complete = partial(_complete, folder, manifest)
-        return
-
-    part = folder.with_name(folder.name + ".part")
+    part = folder if copies is not None else folder.with_name(folder.name + ".part")
     try:
-        manifest = _write(engine, ranks, part, step, config.save_contents, tensors, writer)
-        ranks.first_does(lambda: _complete(part, manifest, {}))
-        ranks.first_does(lambda: put_in_place(part, folder))
+        _write(engine, ranks, part, step, config.save_contents, average, copies)
+        if part != folder:
+            ranks.first_does(lambda: put_in_place(part, folder))
     except CheckpointError:
         if ranks.mine == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -122,10 +104,16 @@ def _write(
     part: Path,
     step: int,
     contents: list[str],
-    tensors: dict[str, Tensor],
-    writer: FileWriter,
-) -> dict[str, Any]:
-    """All but the manifest, which it gives; of the files it names those that are there."""
+    average: WeightAverage | None,
+    copies: FileCopies | None,
+) -> None:
+    """All files, the manifest last; it names those that are there."""
+    tensors = saved_tensors(engine, contents, average)
+    exports = "hf_model" in contents
+    is_first = ranks.mine == 0
+    writer = writer_of(
+        copies, ranks, tensors, lambda: model_file_bytes(engine) if exports and is_first else 0
+    )
     ranks.first_does(lambda: _make_empty(part))
     if tensors:
         shards = part / "shards"
@@ -139,41 +127,21 @@ def _write(
                 part / "lora_adapter", engine.module, engine.model_config, adapter, writer
             )
         )
-    if "hf_model" in contents:
-        folder, is_first = part / "huggingface", ranks.mine == 0
-        ranks.all_do(lambda: export_huggingface(engine, folder, is_first, writer=writer))
+    if exports:
+        ranks.all_do(
+            lambda: export_huggingface(engine, part / "huggingface", is_first, writer=writer)
+        )
 
-    files = ranks.share_files(part, fingerprint)
-    return manifest_of(engine, step, ranks.count, contents, tensors, files)
-
-
-def manifest_of(
-    engine: TrainEngine,
-    step: int,
-    num_ranks: int,
-    contents: list[str],
-    tensors: dict[str, Tensor],
-    files: Files,
-) -> dict[str, Any]:
-    """What a manifest says of `tensors`, which so many ranks have written into these files."""
-    return {
+    manifest = {
         "step": step,
-        "num_ranks": num_ranks,
+        "num_ranks": ranks.count,
         "contents": list(contents),
         "schedule_step": engine.scheduler.num_steps,
         "skipped_steps": engine.guard.total,
         "skipped_in_a_row": engine.guard.in_a_row,
-        "tensors": {
-            name: {"shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
-        },
-        "files": files,
+        "files": ranks.share_files(part, fingerprint),
     }
-
-
-def _complete(folder: Path, manifest: dict[str, Any], more: Files) -> None:
-    """Write the manifest, with `more` files beside those that it names."""
-    files = dict(sorted((manifest["files"] | more).items()))
-    write_whole(folder / MANIFEST, json.dumps(manifest | {"files": files}, indent=1))
+    ranks.first_does(lambda: write_manifest(part, manifest))
 
 
 def saved_tensors(
@@ -204,14 +172,15 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
     )
     refuse_damaged(folder, faults)
 
-    saved = manifest["tensors"]
+    shards = folder / "shards"
+    saved = stored_tensors(shards) if shards.is_dir() else {}
     shapes = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
     refuse_other_model(folder, shapes, saved)
     with engine.running(engine.optimizer):
         state = empty_optimizer_state(engine, saved)
         averaged = {name: own for name, own in averages(average).items() if name in saved}
         tensors = weights(engine) | state | averaged
-        ranks.all_do(lambda: read_shards(tensors, folder / "shards"))
+        ranks.all_do(lambda: read_shards(tensors, shards))
         put_optimizer_state(engine, state)
         if average is not None and not averaged:
             logger.warning("%s holds no moving average: it starts from the weights.", folder)
@@ -224,8 +193,7 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
     if "extra" in manifest["contents"]:
         engine.scheduler.set_step(manifest["schedule_step"])
         engine.guard.total = manifest["skipped_steps"]
-        # an older one has no such number
-        engine.guard.in_a_row = manifest.get("skipped_in_a_row", 0)
+        engine.guard.in_a_row = manifest["skipped_in_a_row"]
         if manifest["num_ranks"] == ranks.count:
             ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
 
@@ -289,7 +257,7 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
     beside_weights = any(group.get("fused") or group.get("capturable") for group in groups)
 
     state: dict[str, Tensor] = {}
-    for name, facts in saved.items():
+    for name, stored in saved.items():
         if not name.startswith("optimizer."):
             continue
         parameter = parameters.get(name.split(".", 2)[-1])
@@ -297,8 +265,8 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
             raise CheckpointError(
                 f"the checkpoint has {name}, of a weight that is not trained here"
             )
-        dtype = dtype_of(facts["dtype"])
-        if facts["shape"]:
+        dtype = stored.properties.dtype
+        if stored.size:
             state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             device = parameter.device if beside_weights else "cpu"
@@ -324,9 +292,10 @@ def refuse_other_model(
 ) -> None:
     """Refuse a checkpoint that lacks tensors, has others, or has them in another shape.
 
-    One error lists them all. `here` maps names to the shapes of this model.
+    One error lists them all. `here` maps names to the shapes of this model, `saved` to what
+    `stored_tensors` says.
     """
-    there = {name: facts["shape"] for name, facts in saved.items() if name.startswith("model.")}
+    there = {name: list(found.size) for name, found in saved.items() if name.startswith("model.")}
     if not there:
         raise CheckpointError(
             f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "

@@ -23,7 +23,7 @@ from workers.models.state import named_state
 from workers.training.checkpoint import refuse_other_model, stored_weights
 from workers.training.hf_export import write_model_folder
 from workers.training.manifest import loaded_files, read_manifest, refuse_damaged
-from workers.training.shards import read_shards
+from workers.training.shards import read_shards, stored_tensors
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -73,7 +73,7 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
     manifest = read_manifest(checkpoint)
     names = [name for name in loaded_files(manifest) if name.startswith("shards/")]
     refuse_damaged(checkpoint, {n: file_fault(checkpoint / n, manifest["files"][n]) for n in names})
-    saved = manifest["tensors"]
+    saved = stored_tensors(checkpoint / "shards")
     has_adapter = model_config.lora_rank > 0
 
     head = "scalar" if f"model.{SCORE}" in saved else "token"
@@ -93,9 +93,9 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
 
 def _put_average(checkpoint: Path, module: Any, saved: Mapping[str, Any]) -> None:
     averages: dict[str, Tensor] = {}
-    for name, facts in saved.items():
+    for name, stored in saved.items():
         if name.startswith("average."):
-            averages[name] = torch.empty(facts["shape"], dtype=torch.float32)
+            averages[name] = torch.empty(stored.size, dtype=torch.float32)
     if not averages:
         raise CheckpointError(
             f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. Leave "

@@ -3,16 +3,28 @@
     copies.begin(folder)
     write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
     files = copies.write()                                    # in another thread
+    copies.hurry()                                            # from a third: somebody waits
+    copies.drop()                                             # or nobody wants the files any more
 
-The copies lie as the files do, in shared memory that the next checkpoint uses again, page-locked
-where the tensors are on a GPU. A process of its own writes them (`workers.training.copy_writer`).
+A process of low priority writes a large file (`workers.training.write_copy`). A thread would hold
+the interpreter's lock now and then, without the priority to go on and give it back. What the
+process leaves when it is ended is written here.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import mmap
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,14 +34,17 @@ from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
 from workers.models.tensor_files import AT_ONCE, FileWriter, bytes_of
 from workers.parallel.collectives import Ranks
-from workers.training.copy_writer import CopyWriter
-from workers.training.host_buffer import HostBuffer
+from workers.training import write_copy
 from workers.training.shards import pieces_to_write
 
 LEAST_BYTES = 16 * 2**20
-"""Below this a rank's file is written sooner than a copy of it would pay."""
+"""Below this a rank's files are written sooner than a copy of them would pay."""
+OWN_PROCESS_BYTES = 4 * 2**20
+"""A smaller file is written sooner than a process starts."""
 MOST_OF_FREE = 0.5
 """The share of the free host memory that the copies of all ranks may take."""
+LOWEST_PRIORITY = 19
+"""Beside busy processes it gets 1.5 % of a core, and goes on; with SCHED_IDLE it could starve."""
 Files = dict[str, dict[str, int]]
 """Name within a role's folder -> bytes and crc32."""
 logger = logging.getLogger(__name__)
@@ -39,16 +54,14 @@ class FileCopies:
     """The files of one checkpoint of a role, on one rank."""
 
     def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
-        """Nothing is copied yet."""
         self.least_bytes = least_bytes
-        self.complete: Callable[[Files], None] | None = None
-        """What rank 0 has to do when the files of all ranks are there, if anything."""
         self.folder = Path()
         """Of the role, in the checkpoint."""
         self._files: dict[Path, _FileCopy] = {}
         self._spare: list[_FileCopy] = []
-        self._writer = CopyWriter()
-        self._has_warned = False
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_waited_for = self._is_dropped = self._has_warned = False
 
     @property
     def are_there(self) -> bool:
@@ -58,40 +71,29 @@ class FileCopies:
     def begin(self, folder: Path) -> None:
         """Forget what was written; the next files are those of a checkpoint in `folder`."""
         self._spare += self._files.values()
-        self._files = {}
-        self.folder, self.complete = folder, None
-        self._writer.begin()
+        self._files, self.folder = {}, folder
+        self._is_waited_for = self._is_dropped = False
 
-    def pay(self, ranks: Ranks, count: Callable[[], int]) -> bool:
-        """Whether all ranks shall copy what they write; collective. `count` gives this one's bytes.
-
-        Not if that is little, nor if some rank's host has no room for it.
-        """
-        answers = ranks.all_do(lambda: self._judge(count()))
-        is_large = any(large for large, _ in answers)
-        missing = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
-        if is_large and missing and not self._has_warned:
+    def pay(self, num_bytes: int) -> bool:
+        """Whether so many bytes are many, and the host has room for their copies."""
+        wanted = (num_bytes - self._num_allocated) / 2**30
+        free, num_here = free_memory_gb(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if num_bytes < self.least_bytes:
+            return False
+        if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
+            return True
+        if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "trainer.async_save: host memory has no room for a copy of the checkpoint (%s): "
-                "training waits while it is written.",
-                "; ".join(missing),
+                "trainer.async_save: host memory has no room for a copy of the checkpoint (%.2f "
+                "GiB on each of %d ranks, %.2f GiB are free): training waits while it is written.",
+                *(wanted, num_here, free),
             )
-        return is_large and not missing
-
-    def _judge(self, num_bytes: int) -> tuple[bool, str]:
-        """Whether so many bytes are many, and why the host has no room for them; "" if it has."""
-        is_large = num_bytes >= self.least_bytes
-        wanted = (num_bytes - self._num_allocated) / 2**30
-        free = free_memory_gb()
-        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
-            return is_large, ""
-        return is_large, f"{wanted:.2f} GiB on each of {num_here} ranks, {free:.2f} GiB are free"
+        return False
 
     @property
     def _num_allocated(self) -> int:
-        return sum(len(copy.buffer.bytes) for copy in (*self._files.values(), *self._spare))
+        return sum(len(copy.bytes) for copy in (*self._files.values(), *self._spare))
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy a file's contents."""
@@ -105,22 +107,85 @@ class FileCopies:
 
     def write(self) -> Files:
         """Write every file, to the disk; what is written is as it was when it was copied."""
-        found = {}
+        found: Files = {}
         for path, copy in self._files.items():
             try:
-                facts = self._writer.write(path, copy.buffer, copy.num_bytes)
+                found[path.relative_to(self.folder).as_posix()] = self._write(path, copy)
             except OSError as error:
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
-            found[path.relative_to(self.folder).as_posix()] = facts
         return found
 
     def hurry(self) -> None:
-        """Somebody waits for the files: a `write` in another thread gets all that it can use."""
-        self._writer.hurry()
+        """Have the rest written in this process, with its priority."""
+        self._is_waited_for = True
+        self._end_process()
 
     def drop(self) -> None:
-        """Nobody wants the files any more: a `write` in another thread ends."""
-        self._writer.drop()
+        """Have a `write` in another thread end."""
+        self._is_dropped = True
+        self._end_process()
+
+    def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
+        """By a process of its own, if one is wanted; what it leaves is written here."""
+        start = 0
+        process = self._start(path, copy)
+        if process is not None:
+            if facts := self._result_of(process, path):
+                return facts
+            start = path.stat().st_size if path.exists() else 0
+
+        def go_on(_: float = 0.0) -> None:
+            if self._is_dropped:
+                raise CheckpointError(f"{path} was given up")
+
+        go_on()
+        return write_copy.write_file(path, copy.contents, start, go_on)
+
+    def _result_of(self, process: subprocess.Popen[bytes], path: Path) -> dict[str, int] | None:
+        """The file's fingerprint; None where the process did not come to the end."""
+        with process:
+            assert process.stdout is not None, "it was asked for"
+            said = process.stdout.read()
+        if said:
+            facts: dict[str, int] = json.loads(said)
+            if "error" in facts:
+                raise CheckpointError(f"{path}: {facts['error']}")
+            return facts
+        if not (self._is_waited_for or self._is_dropped):
+            code = process.returncode
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            logger.warning(
+                "%s: the process that wrote it ended by %s; the rest is written by the one that "
+                "trains.",
+                *(path, how),
+            )
+        return None
+
+    def _start(self, path: Path, copy: _FileCopy) -> subprocess.Popen[bytes] | None:
+        """The process; None if none is wanted, or can be had."""
+        program = [sys.executable, "-I", "-S", write_copy.__file__]
+        with self._lock:
+            if copy.num_bytes < OWN_PROCESS_BYTES or self._is_waited_for or self._is_dropped:
+                return None
+            try:
+                self._process = subprocess.Popen(
+                    [*program, str(copy.descriptor), str(copy.num_bytes), str(path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    pass_fds=[copy.descriptor],
+                    process_group=0,  # Ctrl-C is for the driver
+                )
+            except OSError as error:
+                logger.warning("%s is written by the process that trains: %s", path, error)
+                return None
+            with suppress(OSError):  # it has ended, or a container forbids it
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
+            return self._process
+
+    def _end_process(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
 
 
 def writer_of(
@@ -129,35 +194,66 @@ def writer_of(
     tensors: Mapping[str, Tensor],
     more: Callable[[], int] = lambda: 0,
 ) -> FileWriter:
-    """What writes these tensors and `more` bytes: at once, or where copies pay, later.
-
-    Collective with copies.
-    """
-
-    def count() -> int:
-        pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
-        return more() + sum(piece.values.nbytes for piece in pieces)
-
-    return copies if copies is not None and copies.pay(ranks, count) else AT_ONCE
+    """What writes a rank's pieces and `more` bytes: at once, or where copies pay, later."""
+    if copies is None:
+        return AT_ONCE
+    pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
+    return copies if copies.pay(more() + sum(piece.nbytes for piece in pieces)) else AT_ONCE
 
 
 class _FileCopy:
-    """The contents of one file."""
+    """The contents of a file in memory that another process can map, and that GPUs copy into."""
 
     def __init__(self) -> None:
-        self.buffer = HostBuffer()
+        self.descriptor = _anonymous_file()
+        self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
+        """They grow when more are needed, and stay for the next checkpoint."""
         self.num_bytes = 0
+        self._unpin: Callable[[], object] | None = None
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def contents(self) -> memoryview:
+        """The file's bytes."""
+        return memoryview(self.bytes.numpy())[: self.num_bytes]
 
     def fill(self, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy all of it; what the tensors become later does not change it."""
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self.num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors)
-        self.buffer.hold(self.num_bytes, pinned=on_gpu is not None)
+        self._hold(self.num_bytes, pinned=on_gpu is not None)
 
         start = 0
         for part in (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors):
             data = bytes_of(part)
-            self.buffer.bytes[start : start + len(data)].copy_(data, non_blocking=True)
+            self.bytes[start : start + len(data)].copy_(data, non_blocking=True)
             start += len(data)
         if on_gpu is not None:
             torch.cuda.synchronize(on_gpu)
+
+    def _hold(self, num_bytes: int, pinned: bool) -> None:
+        """Have at least so many bytes, page-locked if `pinned`; they may be others than before."""
+        if num_bytes > len(self.bytes):
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
+            os.ftruncate(self.descriptor, num_bytes)
+            self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
+        if not pinned or self._unpin is not None:
+            return
+        cudart, address = torch.cuda.cudart(), self.bytes.data_ptr()
+        if error := int(cudart.cudaHostRegister(address, len(self.bytes), 0)):
+            size = len(self.bytes) / 2**30
+            logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
+            return
+        unpin = weakref.finalize(self, cudart.cudaHostUnregister, address)
+        unpin.atexit = False  # CUDA may be gone by then
+        self._unpin = unpin
+
+
+def _anonymous_file() -> int:
+    """A file in memory without a name; where the system knows none, one on the disk."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -6,18 +6,31 @@ or the error says what is wrong with it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from verl_like.errors import DamagedCheckpointError
-from verl_like.files import file_fault, read_json_object, refuse_other_facts
+from verl_like.errors import CheckpointError, DamagedCheckpointError
+from verl_like.files import file_fault, read_json_object, refuse_other_facts, write_whole
 
 MANIFEST = "manifest.json"
-NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps")
-NEWER_NUMBERS = ("skipped_in_a_row",)
-"""Numbers that checkpoints of earlier versions do not have."""
+FORMAT = 2
+"""Of `shards/`; the first one was our own."""
+NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_row")
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write what a part holds."""
+    files = dict(sorted(manifest["files"].items()))
+    text = json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1)
+    write_whole(folder / MANIFEST, text)
+
+
+def add_files(folder: Path, files: dict[str, Any]) -> None:
+    """Note files that were written after the manifest, by name; a part may have none."""
+    if (folder / MANIFEST).is_file():
+        manifest = read_manifest(folder)
+        write_manifest(folder, manifest | {"files": manifest["files"] | files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -25,6 +38,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = read_json_object(path)
+        if "format" not in manifest and "tensors" in manifest:
+            raise CheckpointError(
+                f"{folder} was written by an earlier verl-like, whose files of tensors this one "
+                "does not read. Go on with that version (commit.json names it), or export the "
+                "model with it and start from that."
+            )
         _refuse_other_form(manifest)
     except FileNotFoundError as error:
         what = "there is no such folder"
@@ -38,30 +57,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _refuse_other_form(manifest: dict[str, Any]) -> None:
     """A ValueError where it is not what `workers.training.checkpoint` writes."""
-    for name in (*NUMBERS, *(newer for newer in NEWER_NUMBERS if newer in manifest)):
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"format is {manifest.get('format')!r:.40}, not {FORMAT}")
+    for name in NUMBERS:
         if type(manifest.get(name)) is not int:
             raise ValueError(f"{name} is {manifest.get(name)!r:.40}, not a number")
     contents = manifest.get("contents")
     if not isinstance(contents, list) or not all(isinstance(name, str) for name in contents):
         raise ValueError(f"contents is {contents!r:.40}, not a list of names")
     refuse_other_facts(manifest.get("files"))
-
-    tensors = manifest.get("tensors")
-    if not isinstance(tensors, dict):
-        raise ValueError(f"tensors is {tensors!r:.40}, not an object of tensors by name")
-    for name, facts in tensors.items():
-        shape = facts.get("shape") if isinstance(facts, dict) else None
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"tensor {name!r:.80} has no shape, but {facts!r:.40}")
-        dtype_of(facts.get("dtype"))
-
-
-def dtype_of(name: Any) -> torch.dtype:
-    """The type that a manifest calls `torch.float32`, say."""
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r:.40} is no type of tensors")
-    return found
 
 
 def loaded_files(manifest: dict[str, Any]) -> list[str]:

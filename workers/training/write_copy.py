@@ -1,97 +1,62 @@
-"""Writes a copy in shared memory into a file, block after block, with its crc32.
+"""Writes bytes in shared memory into a file, block after block, with their crc32.
 
 This file is a program of its own, without torch:
 
-    python -I -S write_copy.py <descriptor of the copy> <its bytes> <file>
+    python -I -S write_copy.py <descriptor of the memory> <its bytes> <file>
 
-After each block it prints how many bytes are written, and their crc32; then `whole` when all of
-them are on the disk, or `failed: ` and why. It ends when nobody reads that any more.
+It prints the fingerprint as JSON when all is on the disk, or `{"error": ...}`. It ends before where
+its standard input is closed: the worker that wanted the file is gone.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import json
 import mmap
 import os
+import select
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 BLOCK_BYTES = 16 * 2**20
-"""After each it is told how far the file has come, and found whether anybody still wants it."""
-ALIGNMENT = 4096
-"""What writes past the page cache are multiples of."""
+"""Each is forced to the disk by whoever writes it: else the kernel's threads do that later, at no
+low priority."""
 REST = 4.0
-"""Seconds without work for each second of work: it shares caches and memory with the steps."""
+"""Seconds without work for each second of work: caches and memory are shared with the steps."""
 LONGEST_REST_S = 0.25
-"""A disk that is slow needs no more."""
-WHOLE, FAILED = "whole", "failed: "
-Written = tuple[int, int]
-"""How many bytes are in the file, and their crc32."""
 
 
-def write_rest(
-    path: str | os.PathLike[str], contents: memoryview, before: Written = (0, 0)
-) -> Iterator[Written]:
-    """Write what comes after what was written `before`; gives after every block what is then.
+def write_file(
+    path: Path,
+    contents: memoryview,
+    start: int = 0,
+    after_block: Callable[[float], object] = lambda seconds: None,
+) -> dict[str, int]:
+    """Write what comes after the first `start` bytes, which are there; gives size and crc32.
 
-    At its end all is on the disk.
+    `after_block` gets the seconds that each block took.
     """
-    done, crc = before
-    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | (0 if done else os.O_TRUNC)
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        _pass_the_cache(descriptor, True)
-        while done < len(contents):
-            end = _end_of_block(done, len(contents))
-            block = contents[done:end]
+    crc = zlib.crc32(contents[:start])
+    with path.open("r+b" if start else "wb", buffering=0) as file:
+        file.seek(start)
+        while start < len(contents):
+            began = time.monotonic()
+            block = contents[start : start + BLOCK_BYTES]
             crc = zlib.crc32(block, crc)
-            _write(descriptor, block, done)
-            done = end
-            yield done, crc
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            start += len(block)
+            while block:
+                block = block[file.write(block) :]
+            os.fsync(file.fileno())
+            after_block(time.monotonic() - began)
+    return {"bytes": len(contents), "crc32": crc}
 
 
-def _end_of_block(start: int, length: int) -> int:
-    """Blocks are aligned, but for what is left of the last one."""
-    end = min(start + BLOCK_BYTES, length)
-    aligned = end - end % ALIGNMENT
-    return aligned if aligned > start else end
-
-
-def _write(descriptor: int, block: memoryview, offset: int) -> None:
-    """All of a block, through the page cache where the file system wants it so."""
-    while block:
-        try:
-            count = os.pwrite(descriptor, block, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _pass_the_cache(descriptor, False):
-                raise
-            continue
-        block, offset = block[count:], offset + count
-
-
-def _pass_the_cache(descriptor: int, wanted: bool) -> bool:
-    """Write straight to the disk or not; whether this has changed anything.
-
-    The page cache would cost a copy, and kernel threads the time to clear it, at no low priority.
-    """
-    direct = getattr(os, "O_DIRECT", 0)
-    before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    after = before | direct if wanted else before & ~direct
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, after)
-    except OSError:  # a file system without it
-        return False
-    return after != before
-
-
-def _tell(what: str) -> None:
-    os.write(1, f"{what}\n".encode())
+def rest(seconds: float) -> None:
+    """Let others compute after so much work; ends the program where nobody wants the file."""
+    if select.select([sys.stdin], [], [], min(REST * seconds, LONGEST_REST_S))[0]:
+        os._exit(1)
 
 
 def main(memory: str, num_bytes: str, path: str) -> None:
@@ -99,16 +64,10 @@ def main(memory: str, num_bytes: str, path: str) -> None:
     with mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ) as contents:
         with memoryview(contents) as view:
             try:
-                began = time.monotonic()
-                for done, crc in write_rest(path, view):
-                    _tell(f"{done} {crc}")
-                    time.sleep(min(REST * (time.monotonic() - began), LONGEST_REST_S))
-                    began = time.monotonic()
-                _tell(WHOLE)
-            except BrokenPipeError:
-                return  # whoever wanted the file is gone
+                said: object = write_file(Path(path), view, after_block=rest)
             except OSError as error:
-                _tell(f"{FAILED}{type(error).__name__}: {error}")
+                said = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tests.waiting import LIMIT_S
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.marker import committed, read_marker
 from verl_like.errors import CheckpointError, WorkerDiedError
+from workers.training.manifest import NUMBERS, read_manifest, write_manifest
 
 
 class Answer:
@@ -49,15 +50,14 @@ class Writer(Role):
         super().__init__(number)
         self.gate, self.error, self.is_dropped = threading.Event(), error, False
         self.write_checkpoint = SimpleNamespace(remote=lambda: Answer(self.write))
-        self.complete_checkpoint = SimpleNamespace(
-            remote=lambda files: Answer(lambda: self.end(files))
+        self.hurry_checkpoint = SimpleNamespace(
+            remote=lambda is_wanted: Answer(self.hurry if is_wanted else self.drop)
         )
-        self.hurry_checkpoint = SimpleNamespace(remote=lambda: Answer(lambda: self.hurry()))
-        self.drop_checkpoint = SimpleNamespace(remote=lambda: Answer(self.drop))
 
     def start(self, path: str, step: int) -> list[bool]:
         self.folder, self.copy = Path(path), self.number
         self.folder.mkdir()
+        write_manifest(self.folder, {**dict.fromkeys(NUMBERS, 0), "contents": [], "files": {}})
         return [True, True]
 
     def write(self) -> list[dict[str, dict[str, int]]]:
@@ -68,10 +68,6 @@ class Writer(Role):
             raise CheckpointError("given up")
         (self.folder / "number").write_text(str(self.copy))
         return [{"0": {"bytes": 1, "crc32": 1}}, {"1": {"bytes": 2, "crc32": 2}}]
-
-    def end(self, files: dict[str, Any]) -> None:
-        assert sorted(files) == ["0", "1"]
-        (self.folder / "manifest").write_text("of both ranks")
 
     def hurry(self) -> None:
         """Writes no sooner."""
@@ -107,9 +103,9 @@ def test_a_checkpoint_is_committed_when_every_rank_has_written(tmp_path: Path) -
     folder = tmp_path / "global_step_2"
     assert run.commit() == [folder]
     assert run.commit() == []
-    assert {"actor/number", "actor/manifest", "rollout/number"} <= read_marker(folder)[
-        "files"
-    ].keys()
+    marked = read_marker(folder)["files"].keys()
+    assert {"actor/number", "actor/manifest.json", "rollout/number"} <= marked
+    assert sorted(read_manifest(folder / "actor")["files"]) == ["0", "1"]
     assert checkpoints(tmp_path).load({"actor": writer, "rollout": Role(0)}) == {"global_step": 2}
     assert writer.number == 7
 
@@ -140,9 +136,6 @@ def test_a_file_that_was_hashed_when_it_was_written_is_not_read_again(tmp_path: 
         def write(self) -> list[dict[str, dict[str, int]]]:
             super().write()
             return [{"number": facts}]
-
-        def end(self, files: dict[str, Any]) -> None:
-            assert files == {"number": facts}
 
     run = begun(tmp_path, writer := TopFile(7))
     writer.gate.set()

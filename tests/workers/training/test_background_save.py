@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 from workers.models.tensor_files import AT_ONCE
-from workers.parallel.collectives import Ranks
 from workers.roles.actor import ActorWorker
-from workers.training import copy_writer, file_copies
+from workers.training import file_copies
 from workers.training.file_copies import FileCopies
-
-ALONE = Ranks(None, "a test")
+from workers.training.manifest import add_files
 
 
 class BackgroundActor(ActorWorker):
@@ -40,7 +37,7 @@ def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
 
     A process of its own writes even these small files.
     """
-    copy_writer.LEAST_BYTES = 0
+    file_copies.OWN_PROCESS_BYTES = 0
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.model.lora_rank = 4
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
@@ -58,10 +55,7 @@ def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
     of_ranks: list[Any] = [None] * actor.world_size
     dist.all_gather_object(of_ranks, actor.write_checkpoint())
     if actor.rank == 0:
-        assert not (folder / "later" / "manifest.json").exists()
-        actor.complete_checkpoint(
-            {name: facts for files in of_ranks for name, facts in files.items()}
-        )
+        add_files(folder / "later", {n: facts for files in of_ranks for n, facts in files.items()})
     dist.barrier()
     moved = actor.weights_checksum() != before
     actor.load_checkpoint(str(folder / "later"))
@@ -97,7 +91,7 @@ def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path)
         expected = (tmp_path / "at once").read_bytes()
         assert copied(tmp_path, tensors, copies) == expected
         (copy,) = copies._files.values()
-        addresses.append(copy.buffer.bytes.data_ptr())
+        addresses.append(copy.bytes.data_ptr())
     assert addresses[0] == addresses[1] == addresses[2]
 
 
@@ -114,9 +108,9 @@ def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     copies = FileCopies(least_bytes=1)
     for num_bytes, pays in ((2**26, True), (2**26 + 1, False), (2**26 + 1, False)):
-        assert copies.pay(ALONE, partial(int, num_bytes)) is pays
+        assert copies.pay(num_bytes) is pays
     (said,) = caplog.messages
-    assert "rank 0: 0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
+    assert "0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
 
 
 def test_a_failed_write_names_rank_and_file(one_layer_dir: Path, tmp_path: Path) -> None:
@@ -132,7 +126,7 @@ def test_a_failed_write_names_rank_and_file(one_layer_dir: Path, tmp_path: Path)
 def test_a_dropped_checkpoint_is_written_no_further(one_layer_dir: Path, tmp_path: Path) -> None:
     actor = started(BackgroundActor, tiny_config(one_layer_dir), 10)
     assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
-    actor.drop_checkpoint()
+    actor.hurry_checkpoint(is_wanted=False)
     with pytest.raises(CheckpointError, match="shards/0.safetensors was given up"):
         actor.write_checkpoint()
     assert not (tmp_path / "actor" / "shards" / "0.safetensors").exists()

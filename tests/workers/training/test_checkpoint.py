@@ -247,7 +247,7 @@ def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
     saved(tmp_path / "wide", tmp_path / "actor")
     message = refusal(actor_of(one_layer_dir), tmp_path / "actor")
     assert "is of another model" in message
-    assert "9 unknown here: model.layers.1.self_attn.q_proj.weight" in message
+    assert "9 unknown here: model.layers.1.input_layernorm.weight, " in message
     assert re.search(
         r"of another shape: model.embed_tokens.weight \(there \[\d+, 32\], here \[\d+, 64\]\)",
         message,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.workers.kept_ranks import run_kept
 from verl_like.errors import CheckpointError
 from workers.models.tensor_files import DTYPES
-from workers.training.shards import FORMAT, Piece, read_shards, write_pieces, write_shards
+from workers.training.shards import PLACES, read_shards, write_shards
 
 
 def of_every_type() -> dict[str, Tensor]:
@@ -86,17 +88,19 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
         dist.destroy_process_group()
 
 
-def two_files(folder: Path) -> None:
-    write_pieces({"w": Piece(torch.ones(2, 2), (0, 0), (4, 2))}, folder / "0.safetensors")
-    write_pieces({"w": Piece(torch.ones(2, 2), (2, 0), (4, 2))}, folder / "1.safetensors")
+def part(folder: Path, rank: int, places: str | None = None) -> None:
+    """Half of a tensor of four rows."""
+    if places is None:
+        places = json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})
+    save_file({"w": torch.ones(2, 2)}, folder / f"{rank}.safetensors", metadata={PLACES: places})
 
 
 def with_places(text: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        facts = {"format": FORMAT, "places": text}
-        save_file({"w": torch.ones(2, 2)}, folder / "0.safetensors", metadata=facts)
+    return lambda folder: part(folder, 0, text)
 
-    return change
+
+def at(*offsets: Any) -> Callable[[Path], None]:
+    return with_places(json.dumps({"w": {"saved_offsets": offsets}}))
 
 
 def cut(folder: Path) -> None:
@@ -112,29 +116,37 @@ def twice(folder: Path) -> None:
     ("change", "message"),
     [
         (cut, "0.safetensors is damaged"),
-        (twice, r"2.safetensors holds w again, at \[0, 0\]"),
+        (twice, "does not hold every element of 1 tensors once: w"),
         (lambda folder: (folder / "1.safetensors").unlink(), "does not hold every element"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], "holds no <rank>.safetensor"),
         (lambda folder: (folder / "0.safetensors").write_bytes(b""), "is damaged"),
         (lambda folder: save_file({"w": torch.ones(1)}, folder / "0.safetensors"), "is no shard"),
-        (with_places("{"), "its header has no places"),
-        (with_places("[" * 100_000), "its header has no places"),
-        (with_places("[]"), "said to be at None"),
-        (with_places(json.dumps({"w": 3})), "said to be at 3"),
-        (with_places(json.dumps({"w": [[0, 0], [9, 9]]})), "said to be at"),
-        (with_places(json.dumps({"w": [[3, 0], [4, 2]]})), "said to be at"),
-        (with_places(json.dumps({"w": [[-1, 0], [4, 2]]})), "said to be at"),
-        (with_places(json.dumps({"w": [["a", {}], [4, 2]]})), "said to be at"),
-        (with_places(json.dumps({"w": [[0], [4, 2]]})), "said to be at"),
+        (with_places("{"), "is damaged"),
+        (with_places("[" * 100_000), "is damaged"),
+        (with_places("[]"), "is damaged"),
+        (with_places(json.dumps({"w": 3})), "is damaged"),
+        (at(3, 0), "does not hold every element"),
+        (at(-1, 0), "does not hold every element"),
+        (at("a", {}), "is damaged"),
+        (at(0), "does not hold every element"),
     ],
 )
 def test_files_that_do_not_hold_the_tensors_are_refused_in_words(
     tmp_path: Path, change: Callable[[Path], None], message: str
 ) -> None:
-    two_files(tmp_path)
+    part(tmp_path, 0)
+    part(tmp_path, 1)
     change(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         read_shards({"w": torch.zeros(4, 2)}, tmp_path)
+
+
+def test_torch_reads_the_files_without_us(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3.0)}
+    write_shards(tensors, tmp_path, 0, 1)
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
 
 
 def test_a_type_without_a_place_in_the_format_is_named(tmp_path: Path) -> None:

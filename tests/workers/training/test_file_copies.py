@@ -1,0 +1,245 @@
+"""Copies that a process of its own writes: what becomes of the file when it ends early."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.waiting import wait_until
+from verl_like.errors import CheckpointError
+from verl_like.files import fingerprint
+from verl_like.process.machine import children
+from workers.training import file_copies, write_copy
+from workers.training.file_copies import LOWEST_PRIORITY, FileCopies, Files
+
+LIMIT_S = 60.0
+NUM_BYTES = 100_001
+CONTENTS = torch.randint(256, (NUM_BYTES,), dtype=torch.uint8)
+HALTING = """
+import mmap, sys, time
+
+memory, num_bytes, path = sys.argv[1:]
+block = mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ)[:4096]
+open(path, "wb").write(block)
+open(path + ".halted", "w")
+time.sleep(60)
+"""
+"""A program that writes one block, and no more."""
+
+
+@pytest.fixture(autouse=True)
+def _for_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process, however small the file is."""
+    monkeypatch.setattr(file_copies, "OWN_PROCESS_BYTES", 0)
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> FileCopies:
+    """One file that is left to be written."""
+    return with_a_file(tmp_path / "file")
+
+
+def with_a_file(path: Path) -> FileCopies:
+    made = FileCopies()
+    made.begin(path.parent)
+    made.add(path, CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
+    return made
+
+
+@pytest.fixture
+def halted(copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Future[Files]:
+    """A write whose process has written one block."""
+    program = tmp_path / "program.py"
+    program.write_text(HALTING)
+    monkeypatch.setattr(write_copy, "__file__", str(program))
+    pool = ThreadPoolExecutor(1)
+    writing = pool.submit(copies.write)
+    pool.shutdown(wait=False)
+    wait_until((tmp_path / "file.halted").exists)
+    return writing
+
+
+@pytest.fixture
+def children_before() -> set[int]:
+    """To be asked for before a process is started."""
+    return own_children()
+
+
+def own_children() -> set[int]:
+    return set(children(os.getpid()))
+
+
+def is_whole(found: Files, path: Path) -> bool:
+    return found == {"file": fingerprint(path)} and path.read_bytes() == CONTENTS.numpy().tobytes()
+
+
+def test_a_process_writes_the_file_and_is_gone(
+    copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = own_children()
+    with monkeypatch.context() as patch:
+        patch.delattr(write_copy, "write_file")  # this one writes nothing
+        found = copies.write()
+    assert is_whole(found, tmp_path / "file")
+    assert own_children() == before
+
+
+def test_a_small_file_is_written_without_one(
+    copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_copies, "OWN_PROCESS_BYTES", NUM_BYTES + 1)
+    monkeypatch.delattr(subprocess, "Popen")
+    assert is_whole(copies.write(), tmp_path / "file")
+
+
+def test_when_somebody_waits_the_rest_is_written_at_once(
+    children_before: set[int],
+    copies: FileCopies,
+    halted: Future[Files],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copies.hurry()
+    assert is_whole(halted.result(LIMIT_S), tmp_path / "file")
+    assert (own_children(), caplog.messages) == (children_before, [])
+
+
+def test_what_a_killed_process_leaves_is_written_and_said(
+    children_before: set[int],
+    halted: Future[Files],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (pid,) = own_children() - children_before
+    assert os.getpriority(os.PRIO_PROCESS, pid) == LOWEST_PRIORITY
+    os.kill(pid, signal.SIGKILL)
+    assert is_whole(halted.result(LIMIT_S), tmp_path / "file")
+    (said,) = caplog.messages
+    assert f"{tmp_path / 'file'}: the process that wrote it ended by SIGKILL" in said
+
+
+def test_a_dropped_file_is_written_no_further(
+    children_before: set[int], copies: FileCopies, halted: Future[Files], tmp_path: Path
+) -> None:
+    copies.drop()
+    with pytest.raises(CheckpointError, match="file was given up"):
+        halted.result(LIMIT_S)
+    assert (tmp_path / "file").stat().st_size == 4096
+    assert own_children() == children_before
+
+
+def test_where_no_process_can_be_had_this_one_writes_and_says_so(
+    copies: FileCopies,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert is_whole(copies.write(), tmp_path / "file")
+    assert "is written by the process that trains: " in caplog.text
+
+
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"/dev/full: OSError: .*No space left on device"):
+        with_a_file(Path("/dev/full")).write()
+
+
+def test_the_process_ends_with_the_worker_that_it_writes_for(
+    copies: FileCopies, tmp_path: Path
+) -> None:
+    (copy,) = copies._files.values()
+    block = write_copy.BLOCK_BYTES
+    os.ftruncate(copy.descriptor, 3 * block)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", write_copy.__file__),
+            *(str(copy.descriptor), str(3 * block), str(tmp_path / "file")),
+        ],
+        input=b"",  # closed, as if the worker were killed
+        capture_output=True,
+        pass_fds=[copy.descriptor],
+        timeout=LIMIT_S,
+    )
+    assert (done.stdout, done.stderr) == (b"", b"")
+    assert (tmp_path / "file").stat().st_size == block
+
+
+def test_a_file_is_written_in_blocks_over_a_longer_one_or_on_from_where_one_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_copy, "BLOCK_BYTES", 4096)
+    path, contents, blocks = tmp_path / "file", memoryview(CONTENTS.numpy()), list[float]()
+    path.write_bytes(b"of a longer file" * NUM_BYTES)
+    assert write_copy.write_file(path, contents, after_block=blocks.append) == fingerprint(path)
+    assert path.read_bytes() == contents
+    assert len(blocks) == -(-NUM_BYTES // 4096)
+    os.truncate(path, 5000)
+    assert write_copy.write_file(path, contents, 5000) == fingerprint(path)
+    assert path.read_bytes() == contents
+
+
+def test_memory_goes_with_its_copy() -> None:
+    held = file_copies._FileCopy()
+    inode = os.fstat(held.descriptor).st_ino
+    assert inode in open_files()
+    del held
+    assert inode not in open_files()
+
+
+def open_files() -> set[int]:
+    """Inodes of what this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            found.add(os.fstat(int(name)).st_ino)
+    return found
+
+
+def test_page_locked_memory_is_let_go_before_it_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[int, ...]] = []
+    fails = [0, 0, 2]
+
+    def register(*memory: int) -> int:
+        calls.append(memory)
+        return fails.pop(0)
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append((address,))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    held = file_copies._FileCopy()
+    addresses = []
+    for num_bytes in (10, 5, 10_000):
+        held._hold(num_bytes, pinned=True)
+        addresses.append(held.bytes.data_ptr())
+    first, second = addresses[0], addresses[-1]
+    assert calls == [(first, 10, 0), (first,), (second, 10_000, 0)]
+    del held
+    assert calls[3:] == [(second,)]
+
+    file_copies._FileCopy()._hold(10, pinned=True)  # works all the same
+    assert (len(calls), caplog.messages) == (5, ["0.00 GiB were not page-locked: CUDA error 2"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_memory_for_tensors_of_a_gpu_is_page_locked_also_when_it_has_grown() -> None:
+    held = file_copies._FileCopy()
+    for num_bytes in (NUM_BYTES, 3 * NUM_BYTES):
+        held._hold(num_bytes, pinned=True)
+        assert held.bytes.is_pinned()
+        ones = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        held.bytes.copy_(ones, non_blocking=True)
+        torch.cuda.synchronize()
+        assert held.bytes.numpy().tobytes()[:num_bytes] == b"\x01" * num_bytes
