@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_like.errors import ConfigError
-from workers.models.stand_in import MODEL_ERRORS, VOCABULARY, ConfigByContent, stand_in
+from workers.models.proof import Proof, relative_error
+from workers.models.stand_in import VOCABULARY
 
 LARGEST = 127
 """Numbers run from -LARGEST to LARGEST."""
@@ -195,8 +196,7 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
             "outside its head; leave quantization out."
         )
     config: Any = module.config
-    attention = "eager" if config._attn_implementation == "eager" else "sdpa"
-    reason = _why_not(ConfigByContent.of(config), attention)
+    reason = _PROOF.what_is_wrong(config.get_text_config(), config._attn_implementation)
     if reason:
         raise ConfigError(
             f"quantization=int8: a model of type {config.model_type!r} is not to be rounded so "
@@ -213,25 +213,20 @@ def _make_room(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(room, requires_grad=False)
 
 
-@functools.lru_cache(maxsize=64)
-@torch.no_grad()
-def _why_not(config: ConfigByContent, attention: str) -> str:
-    """What is wrong with a small model of this class in int8; nothing is an empty text."""
-    try:
-        model = stand_in(config.config, attention)
-        ids = 3 + torch.arange(NUM_TOKENS)[None] * 7 % (VOCABULARY - 3)
-        exact = model(ids, use_cache=False).logits.float()
-        for _, layer in list(quantizable(model)):
-            values = layer.weight
-            _make_room(layer)
-            layer.weight.copy_(values)
-        rounded = model(ids, use_cache=False).logits.float()
-    except MODEL_ERRORS as error:
-        return f"there is no small model of its class to try it on: {error}"
-    error_norm = float((rounded - exact).norm() / exact.norm())
-    if error_norm <= LARGEST_ERROR:
+def _judge(model: Any) -> str:
+    ids = 3 + torch.arange(NUM_TOKENS)[None] * 7 % (VOCABULARY - 3)
+    exact = model(ids, use_cache=False).logits.float()
+    for _, layer in list(quantizable(model)):
+        values = layer.weight
+        _make_room(layer)
+        layer.weight.copy_(values)
+    error = relative_error(model(ids, use_cache=False).logits, exact)
+    if error <= LARGEST_ERROR:
         return ""
-    return f"logits of a small model of its class are off by {error_norm:.0%}"
+    return f"logits of a small model of its class are off by {error:.0%}"
+
+
+_PROOF = Proof(_judge)
 
 
 def check_device(device_type: str) -> None:

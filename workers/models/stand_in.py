@@ -86,11 +86,6 @@ class ConfigByContent:
 
     @classmethod
     def of(cls, config: Any) -> ConfigByContent:
-        """That of the model's text part."""
-        return cls.whole(config.get_text_config())
-
-    @classmethod
-    def whole(cls, config: Any) -> ConfigByContent:
         """All of it, wherever its folder is and whatever type its weights are stored in."""
         content = config.to_dict()
         for name in ("_name_or_path", *LEFT_OUT):

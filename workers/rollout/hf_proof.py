@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.models.proof import Proof, relative_error
 from workers.models.stand_in import VOCABULARY
-from workers.rollout.decoding_proof import DecodingProof
 
 PROMPTS, NUM_STEPS = (24, 3, 1), 24
 """Tokens of the prompts that prove, one after the other, and of their responses.
@@ -30,28 +30,22 @@ LARGEST_ERROR = 2e-5
 
 def why_no_cache(config: Any, longest: int) -> str:
     """What is wrong with decoding such a model from a cache; nothing is an empty text."""
-    return _PROOF.what_is_wrong(config, longest)
+    return _PROOF.what_is_wrong(config, config._attn_implementation, longest)
 
 
 def _judge(model: Any) -> str:
     # row after row from the cache, as in a run; a pass without it would clear what a row leaves
     found = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
     plain = [_logits_of_row(model, length, own) for length, own in zip(PROMPTS, found, strict=True)]
-    if max(map(_error, found, plain)) <= LARGEST_ERROR:
+    if max(map(relative_error, found, plain)) <= LARGEST_ERROR:
         return ""
 
     plain = [_greedy_logits(model, length, use_cache=False) for length in PROMPTS]
-    worst = max(map(_error, found, plain))
+    worst = max(map(relative_error, found, plain))
     return "" if worst <= LARGEST_ERROR else f"a small model of its class is off by {worst:.0e}"
 
 
-_PROOF = DecodingProof(_judge, "with or without a cache")
-
-
-def _error(found: Tensor, plain: Tensor) -> float:
-    """Of the logits of every step with a cache, relative to those without; inf for a NaN."""
-    error = float((found - plain).norm() / plain.norm())
-    return error if error == error else torch.inf
+_PROOF = Proof(_judge)
 
 
 def _prompt_of(length: int) -> Tensor:
@@ -59,7 +53,6 @@ def _prompt_of(length: int) -> Tensor:
     return 3 + torch.arange(length)[None] * 7 % (VOCABULARY - 3)
 
 
-@torch.no_grad()
 def _logits_of_row(model: Any, length: int, found: Tensor) -> Tensor:
     """[steps, vocabulary] of one pass over a prompt and the greedy tokens after it."""
     row = torch.cat([_prompt_of(length), found.argmax(dim=1)[None, :-1]], dim=1)

@@ -27,8 +27,6 @@ from workers.training.varlen import VarlenKernel, capped_attention
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
-MAX_SHORT = 80
-"""Widest rectangle, in tokens, for which matrix products beat the fused kernel of the CPU."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +161,9 @@ def _attend(
     q, k, v = (_to_rectangle(states, rectangle) for states in (query, key, value))
     if query.device.type == "cpu" and value.dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # bfloat16 kernels are the slower ones there
-    is_float32 = q.dtype == v.dtype == torch.float32  # softmax never in a narrower type
     if softcap is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = capped_attention(q, k, v, _causal_mask(width, local, query.device), scale, softcap)
-    elif query.device.type == "cpu" and is_float32 and width <= MAX_SHORT:
-        padded = -(-width // 8) * 8
-        mask = _causal_mask(padded, local, query.device)
-        output = _attend_short(q, k, v, mask, scaling)
     else:
         output = scaled_dot_product_attention(
             q,
@@ -184,69 +177,6 @@ def _attend(
 
     flat = output.transpose(1, 2).to(value.dtype).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
-
-
-def _attend_short(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    """Causal attention of short rows, [rows, heads, width, size].
-
-    `mask` is that of one row, as wide as the next multiple of eight.
-    """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output: Tensor = _ShortAttention.apply(query, key, value, mask, scale)
-    return output
-
-
-class _ShortAttention(torch.autograd.Function):
-    """Attention as matrix products; the query heads that share a key are rows of one matrix.
-
-    Rows are padded with zeros to a multiple of eight: products of odd sizes take a third longer.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
-    ) -> Tensor:
-        num_rows, heads, width, size = query.shape
-        groups, padded = key.shape[1], mask.shape[0]
-        queries = _padded(query, padded).view(num_rows * groups, -1, size)
-        keys, values = (_padded(states, padded).flatten(0, 1) for states in (key, value))
-        bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-        bias = bias.repeat(heads // groups, 1)
-
-        probs = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
-        output = torch.bmm(probs, values)
-
-        ctx.save_for_backward(queries, keys, values, probs)
-        ctx.scale, ctx.shapes = scale, (query.shape, key.shape, value.shape)
-        return output.view(num_rows, heads, padded, -1)[:, :, :width]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, values, probs = ctx.saved_tensors
-        padded = keys.shape[1]
-        own = _padded(grad, padded).view(queries.shape[0], -1, values.shape[-1])
-        grad_probs = torch.bmm(own, values.transpose(1, 2))
-        scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-
-        unused = grad.new_empty(())  # as beta=0, the first argument is not read
-        grads = (
-            torch.baddbmm(unused, scores, keys, beta=0, alpha=ctx.scale),
-            torch.baddbmm(unused, scores.transpose(1, 2), queries, beta=0, alpha=ctx.scale),
-            torch.bmm(probs.transpose(1, 2), own),
-        )
-        pairs = zip(grads, ctx.shapes, strict=True)
-        return *(g.view(*shape[:2], padded, -1)[:, :, : shape[2]] for g, shape in pairs), None, None
-
-
-def _padded(states: Tensor, width: int) -> Tensor:
-    """[rows, heads, own width, size] in memory of its own, with zeros up to `width`."""
-    rows, heads, own, size = states.shape
-    result = states.new_empty(rows, heads, width, size)
-    result[:, :, :own] = states
-    result[:, :, own:] = 0
-    return result
 
 
 def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import Ragged
+from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
-from workers.models.stand_in import MODEL_ERRORS, VOCABULARY, ConfigByContent, stand_in
+from workers.models.proof import Proof
+from workers.models.stand_in import VOCABULARY
 from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
 from workers.training.token_columns import columns_of_logits
 
-logger = logging.getLogger(__name__)
 CHUNK_BYTES = 256 * 2**20
 """Bytes that a chunk's logits take in float32."""
 GRADIENT_ROWS = 16384
@@ -278,27 +278,24 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 def why_not_chunked(config: Any) -> str:
     """Why the head of such a model does not run in chunks; an empty text where it does."""
-    return _why_not_chunked(ConfigByContent.of(config))
-
-
-@functools.lru_cache(maxsize=64)
-def _why_not_chunked(config: ConfigByContent) -> str:
-    reason = ""
-    try:
-        error = _error_of_chunks(stand_in(config.config, "eager"))
-        if not error <= LARGEST_ERROR:
-            reason = f"in a small model of its class they are off by {error:.0e}"
-    except MODEL_ERRORS as failure:
-        reason = f"{type(failure).__name__}: {failure}"
-
+    reason = _PROOF.what_is_wrong(config.get_text_config(), "eager")
     if reason:
-        logger.warning(
-            "model type %s does not compute its head in chunks (%s): the logits of a pass stand "
-            "whole, 4 bytes for each position and word. Smaller passes take less.",
-            config.config.model_type,
-            reason,
+        warn_once(
+            f"model type {config.model_type} does not compute its head in chunks ({reason}): the "
+            "logits of a pass stand whole, 4 bytes for each position and word. Smaller passes take "
+            "less."
         )
     return reason
+
+
+def _judge(model: Any) -> str:
+    error = _error_of_chunks(model)
+    if error <= LARGEST_ERROR:
+        return ""
+    return f"in a small model of its class they are off by {error:.0e}"
+
+
+_PROOF = Proof(_judge)
 
 
 def _error_of_chunks(model: Any) -> float:

@@ -24,15 +24,10 @@ from torch import Tensor
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.proof import NO_MODEL, Proof, attention_of, relative_error
 from workers.models.quantize import is_quantized
 from workers.models.rotary import factor_border
-from workers.models.stand_in import (
-    MODEL_ERRORS,
-    POSITIONS,
-    VOCABULARY,
-    ConfigByContent,
-    stand_in,
-)
+from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.training.attention import packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import Feed, needed_lengths, packed_feed, padded_feed, read
@@ -48,7 +43,6 @@ Rounding in float32 makes 1e-6, and 1e-4 where decays multiply up (minimax, gemm
 """
 LARGEST_SQUARE = 2048
 """Tokens of a pass whose attention grows with their square, unless a row alone has more."""
-NO_PROOF = "no small model to prove it on"
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Tokens of the rows that prove: together more than a stand-in has positions."""
 
@@ -101,8 +95,7 @@ def prove_rows(
     Every rank of a sharded module calls it.
     """
     config = module.config
-    attention = body_of(module).config.get_text_config()._attn_implementation
-    attention = "eager" if attention == "eager" else "sdpa"  # what the stand-in has on the CPU
+    attention = attention_of(body_of(module).config.get_text_config()._attn_implementation)
     ways: tuple[Kind, ...] = ("packed", "padded", "single") if may_pack else ("padded", "single")
     kind, reasons = prove_class(config, attention, ways)
     if kind == "packed" and (reason := _why_not_packed(module, device, kernel)):
@@ -120,7 +113,7 @@ def _warn(model_type: str, kind: Kind, reasons: dict[str, str]) -> None:
     logger.warning(
         "model type %s is not %s right from %s rows (%s); it runs on %s, which takes longer.%s",
         model_type,
-        "proven" if reason.startswith(NO_PROOF) else "computed",
+        "proven" if reason.startswith(NO_MODEL) else "computed",
         wanted,
         reason,
         "padded rows" if kind == "padded" else "one row a pass",
@@ -133,12 +126,18 @@ def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind
 
     A ConfigError says so where none is.
     """
-    key = ConfigByContent.of(config)
-    kind, reasons = _proven(key, attention, tuple(ways))
-    if kind is not None:
-        return kind, reasons
+    text = config.get_text_config()
+    reasons: dict[str, str] = {}
+    for way in ways:
+        reason = _PROOFS[way].what_is_wrong(text, attention)
+        if not reason:
+            return way, reasons
+        if reason.startswith(NO_MODEL):
+            return "padded", {ways[0]: reason}
+        reasons[way] = reason
 
-    if attention != "eager" and _proven(key, "eager", tuple(ways))[0]:
+    in_eager = (not _PROOFS[way].what_is_wrong(text, "eager") for way in ways)
+    if attention != "eager" and any(in_eager):
         choice = "Set model.attn_implementation=eager, under which it is right."
     else:
         choice = "Choose a causal LM of another type for model.path."
@@ -149,23 +148,19 @@ def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _proven(
-    config: ConfigByContent, attention: str, ways: tuple[Kind, ...]
-) -> tuple[Kind | None, dict[str, str]]:
+def _judge(way: Kind, model: Any) -> str:
     try:
-        model = stand_in(config.config, attention)
         expected = _rows_alone(model)
     except MODEL_ERRORS as error:
-        return "padded", {ways[0]: f"{NO_PROOF}: {error}"}
+        return f"{NO_MODEL} ({error})"
+    return _why_not(model, RowPasses(way, factor_border(model.config)), expected)
 
-    reasons: dict[str, str] = {}
-    for way in ways:
-        reason = _why_not(model, RowPasses(way, factor_border(model.config)), expected)
-        if not reason:
-            return way, reasons
-        reasons[way] = reason
-    return None, reasons
+
+_PROOFS: dict[Kind, Proof] = {
+    "packed": Proof(functools.partial(_judge, "packed")),
+    "padded": Proof(functools.partial(_judge, "padded")),
+    "single": Proof(functools.partial(_judge, "single")),
+}
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:
@@ -203,11 +198,11 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
             except MODEL_ERRORS as error:
                 return f"it refuses them: {type(error).__name__}: {error}"
             for row, own in zip(rows, found.split([len(expected[r]) for r in rows]), strict=True):
-                error_norm = float((own - expected[row]).norm() / expected[row].norm())
-                if not error_norm <= LARGEST_ERROR:
+                error = relative_error(own, expected[row])
+                if error > LARGEST_ERROR:
                     return (
                         f"a row of {LENGTHS[row]} tokens in a small model of its class is off by "
-                        f"{error_norm:.0e}"
+                        f"{error:.0e}"
                     )
     return ""
 
@@ -228,7 +223,7 @@ def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | No
 
     is_rounded = packed.dtype != torch.float32 or is_quantized(module)
     limit = 3e-2 if is_rounded else 1e-4
-    error_norm = float((packed - padded).float().norm() / padded.float().norm())
+    error_norm = relative_error(packed, padded)
     if error_norm <= limit:
         return ""
     return f"relative error {error_norm:.1e} over a limit of {limit:.0e}"

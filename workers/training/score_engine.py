@@ -19,7 +19,6 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.config.reward_training import SCORE_AT
 from workers.training.engine import TOKENS, TrainEngine
-from workers.training.last_layer import compute_reads_only, only_reads_needed, read_few
 from workers.training.microbatch import Budget, RowColumns
 from workers.training.packing import last_token_reads, read
 
@@ -39,7 +38,6 @@ class ScoreEngine(TrainEngine):
         """
         super().__init__(*args, **settings)
         self.score_at = score_at
-        self.read = read
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Shard and load the model, and see where its folder reads scores."""
@@ -52,10 +50,6 @@ class ScoreEngine(TrainEngine):
                 f"score_at={self.score_at!r}; valid: {', '.join(SCORE_AT)}."
             )
         self.folder_settings = {"score_at": self.score_at}
-        reads_one = self.score_at == "last_token" and self.packs
-        if reads_one and only_reads_needed(self.module):
-            compute_reads_only(self.module)
-            self.read = read_few
 
     def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
         """[rows]; zero for a row without tokens."""
@@ -74,7 +68,7 @@ class ScoreEngine(TrainEngine):
         """One forward pass: `scores` [rows]."""
         reads = self.reads(columns)
         feed = self.row_passes.feed(columns, reads, self.device)
-        numbers = self.read(self.module, feed)[:, 0].float()
+        numbers = read(self.module, feed)[:, 0].float()
         rows = reads.row_of_values()[reads.values].to(self.device)
         sums = torch.zeros(len(reads), device=self.device).index_add(0, rows, numbers)
         return {"scores": sums / reads.sums().clamp(min=1).to(self.device)}

@@ -16,7 +16,8 @@ from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
-from workers.models.stand_in import stand_in
+from workers.models import proof
+from workers.models.proof import Proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
 from workers.training.lm_head import rows_per_chunk, why_not_chunked
@@ -218,9 +219,9 @@ def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
 @pytest.fixture
 def forgotten_proofs() -> Iterator[None]:
     """What was proven before is proven anew, and so is what this test proves."""
-    lm_head._why_not_chunked.cache_clear()
+    proof._found.cache_clear()
     yield
-    lm_head._why_not_chunked.cache_clear()
+    proof._found.cache_clear()
 
 
 def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
@@ -230,13 +231,14 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def looks_at_neighbours(*args: Any) -> Any:
-        model = stand_in(*args)
+    judge = lm_head._judge
+
+    def judged_with_neighbours(model: Any) -> str:
         layer = model.lm_head.forward
         model.lm_head.forward = lambda states: layer(states - states.mean(dim=1, keepdim=True))
-        return model
+        return judge(model)
 
-    monkeypatch.setattr(lm_head, "stand_in", looks_at_neighbours)
+    monkeypatch.setattr(lm_head, "_PROOF", Proof(judged_with_neighbours))
     with caplog.at_level(logging.WARNING):
         assert logits_of_an_update() > ROWS_OF_A_CHUNK
     assert "does not compute its head in chunks (in a small model of its class" in caplog.text

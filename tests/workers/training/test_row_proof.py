@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
+from workers.models import proof
 from workers.models.causal_lm import to_training
 from workers.models.rotary import factor_border
 from workers.models.stand_in import stand_in
@@ -273,16 +274,16 @@ def test_a_model_that_looks_ahead_is_refused_before_a_step(tmp_path: Path) -> No
 def test_without_a_small_model_to_prove_it_on_rows_are_padded(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def none_built(config: Any, attention: str) -> Any:
+    def none_built(*_: Any) -> Any:
         raise ValueError("a width that does not shrink")
 
-    monkeypatch.setattr(row_proof, "stand_in", none_built)
-    row_proof._proven.cache_clear()
+    monkeypatch.setattr(proof, "stand_in", none_built)
+    proof._found.cache_clear()
     with caplog.at_level(logging.WARNING):
         engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    row_proof._proven.cache_clear()
+    proof._found.cache_clear()
     assert engine.row_passes.kind == "padded"
-    assert "not proven right from packed rows (no small model to prove it on" in caplog.text
+    assert "not proven right from packed rows (there is no small model" in caplog.text
     assert "a width that does not shrink" in caplog.text
 
 
@@ -292,9 +293,9 @@ def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
     monkeypatch.setattr(
         row_proof, "_why_not", lambda model, way, expected: "" if way.kind == "single" else "off"
     )
-    row_proof._proven.cache_clear()
+    proof._found.cache_clear()
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    row_proof._proven.cache_clear()
+    proof._found.cache_clear()
     data = make_batch(4)
     cuts = engine._cut(Rows.take(data, INPUTS).columns, Budget(rows=4))
     assert engine.row_passes.kind == "single"

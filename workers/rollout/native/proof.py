@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from workers.models.proof import LONGEST, Proof, relative_error
 from workers.models.stand_in import LIMIT, VOCABULARY
-from workers.rollout.decoding_proof import LONGEST, DecodingProof
 from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import (
     SlotCache,
@@ -50,7 +50,7 @@ def check_decoding(config: Any, longest: int) -> None:
 
 def why_not_native(config: Any, longest: int) -> str:
     """What is wrong with this engine's decoding of such a model; nothing is an empty text."""
-    return _PROOF.what_is_wrong(config, longest)
+    return _PROOF.what_is_wrong(config, config._attn_implementation, longest)
 
 
 def _judge(model: Any) -> str:
@@ -67,10 +67,9 @@ def _judge(model: Any) -> str:
     )
 
 
-_PROOF = DecodingProof(_judge, "with a cache of keys and values alone")
+_PROOF = Proof(_judge)
 
 
-@torch.no_grad()
 def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tensor]]:
     """For each prompt its tokens with the greedy ones after it, and the logits of every step."""
     prompts = [
@@ -98,12 +97,10 @@ def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tens
     ]
 
 
-@torch.no_grad()
 def _error_of_row(model: Any, row: list[int], logits: Tensor) -> float:
-    """Relative error of a row's logits against transformers' pass over the row; inf for a NaN."""
+    """Of a row's logits, beside those of transformers' pass over the row."""
     plain = model(torch.tensor([row]), use_cache=False).logits[0, -len(logits) :].float()
-    error = float((logits - plain).norm() / plain.norm())
-    return error if error == error else torch.inf
+    return relative_error(logits, plain)
 
 
 def check_model(config: Any, width: int) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
+from workers.models import proof as model_proof
 from workers.models.stand_in import stand_in
-from workers.rollout import decoding_proof
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import proof
 from workers.rollout.native.engine import NativeEngine
@@ -81,8 +81,8 @@ def test_what_is_found_out_holds_for_all_rows_that_pass_the_same_limits(
         built.append(arguments)
         return stand_in(*arguments)
 
-    monkeypatch.setattr(decoding_proof, "stand_in", noted)
-    decoding_proof._what_is_wrong.cache_clear()
+    monkeypatch.setattr(model_proof, "stand_in", noted)
+    model_proof._found.cache_clear()
     config = build_tiny(tiny_model_config("mistral")).config
     for longest in (17, 30, 90):
         assert f"up to {longest} tokens" in proof.why_not_native(config, longest)
