@@ -54,7 +54,7 @@ class Table:
         self._ends = np.cumsum([block.num_rows for block in self.blocks])
 
     def cell(self, column: str, number: int) -> Any:
-        """An Arrow scalar."""
+        """The value of a column in the row of that number, as an Arrow scalar."""
         block = int(np.searchsorted(self._ends, number, side="right"))
         return self.blocks[block].column(column)[number - self._ends[block]]
 

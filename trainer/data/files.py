@@ -288,7 +288,7 @@ def note_plain(row: Row, found: dict[str, bool]) -> None:
 
 
 def plain_columns(found: dict[str, bool], prompt_key: str) -> list[str]:
-    """Those of plain values that verl's schema does not have."""
+    """The columns of plain values that verl's schema does not have."""
     ours = (prompt_key, *RULE_COLUMNS, "extra_info")
     return sorted(name for name, plain in found.items() if plain and name not in ours)
 

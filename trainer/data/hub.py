@@ -81,7 +81,7 @@ class _DataFile:
 
 
 def _data_files(root: Path, folder: str) -> list[_DataFile]:
-    """Those in that folder of the repository, or below, in order."""
+    """The files with rows in a folder of the repository, or below it, in order."""
     found = [_DataFile.of(path, root) for path in sorted((root / folder).rglob("*"))]
     return [file for file in found if file is not None]
 

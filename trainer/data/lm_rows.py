@@ -240,7 +240,7 @@ def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> D
 
 
 def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
-    """These columns.
+    """The tensors of rows padded on the right.
 
     Every token but the first of a row is a response; the mask says which are in the loss.
     """

@@ -75,7 +75,7 @@ OTHER_ROWS = (
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Of tokens, texts and numbers; of anything else that a row holds, its type alone counts."""
+    """A hash of tokens, texts and numbers; other values of a row count by their type."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         _add(row, digest)
@@ -125,7 +125,7 @@ class RowLoader(Generic[R]):
 
     @property
     def epoch(self) -> int:
-        """That of the row which was taken last, the first being 0."""
+        """The epoch of the row that was taken last, the first being 0."""
         return max(self._num_taken - 1, 0) // len(self.rows)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

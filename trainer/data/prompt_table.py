@@ -63,7 +63,7 @@ class PromptTable:
         return row
 
     def tokens(self, number: int) -> NDArray[np.int64]:
-        """Those of its prompt."""
+        """The tokens of its prompt."""
         if self._table is None:
             return self._encoded[number][1]
         found: NDArray[np.int64] = self._table.cell("tokens", number).values.to_numpy()

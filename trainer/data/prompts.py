@@ -85,7 +85,7 @@ class PromptSet:
 
     @cached_property
     def digest(self) -> str:
-        """Of the prompts in their order, with what their rewards read."""
+        """A hash of the prompts in their order, with what their rewards read."""
         config = self._config
         cut = config.max_prompt_length, config.truncation, config.filter_overlong_prompts
         return self._table.remembered(f"digest of rows: {cut}", self._digest_of_rows)
@@ -114,7 +114,7 @@ class PromptSet:
             )
 
     def _tokens(self, number: int) -> np.ndarray[Any, Any]:
-        """Those of a prompt, cut to what fits."""
+        """The tokens of a prompt, cut to what fits."""
         tokens, limit = self._table.tokens(number), self._config.max_prompt_length
         if len(tokens) <= limit:
             return tokens
@@ -127,7 +127,7 @@ class PromptSet:
             yield self.batch(self.rows[start : start + size].tolist(), epoch=0)
 
     def batch(self, chosen: list[int], epoch: int) -> DataProto:
-        """These rows, with uids of that epoch."""
+        """The chosen rows, with uids of that epoch."""
         tokens = [torch.tensor(self._tokens(row), dtype=torch.int64) for row in chosen]
         width, pad = self._config.max_prompt_length, self._tokenizer.pad_token_id
         input_ids = Ragged.of_rows(tokens, width, at_end=True, fill=pad)
@@ -234,12 +234,12 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """That of the batch which was taken last, the first being 0."""
+        """The epoch of the batch that was taken last, the first being 0."""
         return max(self._num_taken - 1, 0) // len(self)
 
     @property
     def data_sources(self) -> set[str]:
-        """Of training and validation rows: each needs a reward."""
+        """The data sources of training and validation rows: each needs a reward."""
         return self.prompts.data_sources | (
             self.validation.data_sources if self.validation else set()
         )

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def hash_of(rows: Iterable[LMRow]) -> str:
-    """Of the tokens of these rows, and of which of them are in the loss."""
+    """A hash of the rows' tokens, and of which of them are in the loss."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row.ids).to_bytes(8, "little"))

@@ -23,7 +23,7 @@ NumberedRow = tuple[int, PairRow | LabelledRow]
 
 
 def read_rows(config: PreferenceConfig, key: str, files: Any, tokenizer: Any) -> list[NumberedRow]:
-    """Those of the files that the configuration's `key` names."""
+    """The rows of the files that the configuration's `key` names."""
     length, on_bad_row = longest_row(config), config.data.on_bad_row
     if loss_reads(config, "desirable"):
         seed = config.trainer.seed

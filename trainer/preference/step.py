@@ -83,7 +83,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return loss_reads(self.config, "desirable")
 
     def reference_log_probs(self) -> dict[str, Tensor]:
-        """Those of every row to train and to validate on, kept or computed."""
+        """The reference's log-probs of every row to train and validate on, kept or computed."""
         group = self.groups["ref" if "ref" in self.groups else self.role]
         rows = {"train": self.loader.rows}
         if self.has_validation:

@@ -45,7 +45,7 @@ class SavedRun:
 
     @classmethod
     def read(cls, folder: Path) -> SavedRun:
-        """Of a run folder; other folders, and runs of other versions or recipes, are refused."""
+        """Read a run folder; other folders, and runs of other versions or recipes, are refused."""
         tree = _tree(folder / CONFIG_FILE)
         trainer_cls = _trainer_class(tree, folder)
         return cls(folder, _typed(tree, _recipe_of(trainer_cls), folder), trainer_cls)
@@ -135,7 +135,7 @@ def _typed(tree: Any, recipe: Recipe[Any], folder: Path) -> RunConfig:
 
 
 def _refuse_other_version(start: Path) -> None:
-    """Of other packages the checkpoint's own warning tells; ours decides what a step is."""
+    """Refuse steps of another version of ours; a checkpoint warns of other packages itself."""
     here = installed_versions().get(PACKAGE)
     wrote = read_marker(start)["versions"].get(PACKAGE, here)
     if wrote != here:

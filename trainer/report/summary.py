@@ -52,7 +52,7 @@ def _time(data: RunData) -> str:
 
 
 def _best_validations(data: RunData) -> Iterator[str]:
-    """Of each validated number the highest value, and the last."""
+    """The highest value of each validated number, and the last."""
     names = dict.fromkeys(name for line in data.metrics for name in line)
     for name in names:
         steps, values = data.series(name)

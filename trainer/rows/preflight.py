@@ -55,7 +55,7 @@ def held_models(config: RowConfig) -> dict[str, HeldModel]:
 
 
 def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:
-    """Of every role; an item of the data has `num_sides` rows."""
+    """The memory of every role; an item of the data has `num_sides` rows."""
     found = []
     for role, held in held_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
@@ -65,7 +65,7 @@ def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[R
 
 
 def largest_pass(config: RowConfig, held: HeldModel, num_sides: int, ranks: int) -> LargestPass:
-    """That of a step on one rank, which never has more than its share of the step's rows."""
+    """The largest pass of a rank, which never has more than its share of a step's rows."""
     data, length = config.data, longest_row(config)
     num_rows = -(-data.train_batch_size // ranks) * num_sides
     tokens = num_rows * length

@@ -43,7 +43,6 @@ class RowTrainer(Trainer, Generic[R]):
         loader: RowLoader[R],
         validation: Sequence[R] = (),
     ) -> None:
-        """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups)
         self.loader = loader
         self.validation = validation
@@ -151,7 +150,7 @@ class RowTrainer(Trainer, Generic[R]):
         return self.in_order(self.validation, "val")
 
     def in_order(self, rows: Sequence[R], name: str) -> Iterator[DataProto]:
-        """These rows in order, as many at a time as a step has."""
+        """The rows in order, as many at a time as a step has."""
         size = self.config.data.train_batch_size
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
