@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.best_of_n.config import BestOfNConfig
 from trainer.best_of_n.selection import read_rows, select, write_rows
+from trainer.data.loader import refuse_other_rows
 from trainer.loop import Metrics
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.trainer import join_results
@@ -83,26 +84,15 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""
-        return {
-            **super().state_dict(),
-            "num_prompts": len(self.prompts),
-            "rows": self.prompts.digest,
-        }
+        return super().state_dict() | self._rows()
+
+    def _rows(self) -> dict[str, Any]:
+        return {"num_prompts": len(self.prompts), "rows": self.prompts.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; prompts, and the rows until there, must be the same."""
         super().load_state_dict(state)
-        if state["num_prompts"] != len(self.prompts):
-            raise CheckpointError(
-                f"the run that was stopped had {state['num_prompts']} prompts, now there are "
-                f"{len(self.prompts)}: its position is one in other data."
-            )
-        if state["rows"] != self.prompts.digest:
-            raise CheckpointError(
-                f"the run that was stopped had as many prompts ({len(self.prompts)}), but of other "
-                "contents or in another order. Give the data as it was, or start in another "
-                "trainer.default_local_dir."
-            )
+        refuse_other_rows(state, self._rows())
         for step in range(1, self.global_step + 1):
             if not self.part(step).is_file():
                 raise CheckpointError(

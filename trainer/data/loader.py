@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -72,6 +72,23 @@ OTHER_ROWS = (
     "weights that `verl-like export` takes out of the checkpoint."
 )
 """What to do about rows that are not those of the run so far."""
+
+
+def refuse_other_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a saved place among rows that are others now: by their numbers, then by `rows`."""
+    sizes = {name: size for name, size in now.items() if name not in ("num_taken", "rows")}
+    differs = [
+        f"{name}: saved {saved[name]}, now {size}"
+        for name, size in sizes.items()
+        if saved[name] != size
+    ]
+    if not differs and saved["rows"] != now["rows"]:
+        number = next(iter(sizes.values()))
+        differs.append(f"as many ({number}), but of other contents or in another order")
+    if differs:
+        raise CheckpointError(
+            f"The saved position is one among other rows ({'; '.join(differs)}). {OTHER_ROWS}"
+        )
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
@@ -145,14 +162,5 @@ class RowLoader(Generic[R]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken; other rows are refused."""
-        if state["num_rows"] != len(self.rows):
-            raise CheckpointError(
-                "The saved position is one among other rows (saved "
-                f"{state['num_rows']} of them, now {len(self.rows)}). {OTHER_ROWS}"
-            )
-        if state["rows"] != self._digest:
-            raise CheckpointError(
-                f"The saved position is one among other rows: as many ({len(self.rows)}), but of "
-                f"other contents or in another order. {OTHER_ROWS}"
-            )
+        refuse_other_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]

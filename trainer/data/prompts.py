@@ -22,11 +22,11 @@ import torch
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import listing
-from trainer.data.loader import OTHER_ROWS, digest_of_rows, epoch_order
+from trainer.data.loader import digest_of_rows, epoch_order, refuse_other_rows
 from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
-from verl_like.errors import CheckpointError, ConfigError
+from verl_like.errors import ConfigError
 from workers.models.folder import model_folder
 
 logger = logging.getLogger(__name__)
@@ -263,21 +263,7 @@ class PromptLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken; other data or another batch size is refused."""
-        now = self.state_dict()
-        differs = []
-        for name in ("num_prompts", "batch_size"):
-            if state[name] != now[name]:
-                differs.append(f"{name}: saved {state[name]}, now {now[name]}")
-        if differs:
-            raise CheckpointError(
-                f"The loader's saved position is one in other data ({'; '.join(differs)}). "
-                f"{OTHER_ROWS}"
-            )
-        if state["rows"] != now["rows"]:
-            raise CheckpointError(
-                f"The loader's saved position is one in other data: as many prompts "
-                f"({now['num_prompts']}), but of other contents or in another order. {OTHER_ROWS}"
-            )
+        refuse_other_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]
 
 

@@ -194,7 +194,7 @@ def test_as_many_rows_of_other_contents_are_refused(
         for name in ("before", "before", "after")
     )
     again.load_state_dict(before.state_dict())
-    with pytest.raises(CheckpointError, match="as many prompts .4., but of other .*verl-like exp"):
+    with pytest.raises(CheckpointError, match="as many .4., but of other .*verl-like exp"):
         after.load_state_dict(before.state_dict())
 
 

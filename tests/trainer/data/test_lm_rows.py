@@ -221,5 +221,5 @@ def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any, tokenizer: 
     other = RowLoader(
         [encode_lm_row({"text": "a"}, tokenizer)], 1, partial(lm_batch, pad_token_id=0)
     )
-    with pytest.raises(CheckpointError, match="saved 7 of them, now 1"):
+    with pytest.raises(CheckpointError, match="num_rows: saved 7, now 1"):
         other.load_state_dict(stopped.state_dict())
