@@ -26,6 +26,7 @@ from trainer.config.compose import (
     left_out_of,
     load_config,
     register,
+    schema_node,
 )
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -43,7 +44,7 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
     `given` are settings below the user's; of those that nothing reads are no error.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
-        register(recipe)
+        register(recipe, schema_node(recipe))
         hydra.main(str(recipe.config_dir), recipe.config_name, version_base="1.3")(print)()
         return
     settings = [argument for argument in arguments if is_setting(argument)]

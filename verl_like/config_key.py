@@ -80,7 +80,8 @@ def entry_takes(parameter: str, kind: str, name: str) -> When:
         entry = registry_of(kind).look_up(_value(section, run, name))
         return parameter in inspect.signature(entry).parameters
 
-    return When(f"the {kind} takes `{parameter}`", holds, f"{_full(name)} does not take it")
+    missing = f"the {kind} that {_full(name)} names does not take {parameter}"
+    return When(f"the {kind} takes `{parameter}`", holds, missing)
 
 
 def _full(name: str) -> str:

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.make_tiny import make_model, make_tokenizer
+
 
 def torch() -> str:
     """One gloo all-reduce between two processes."""
@@ -77,7 +79,7 @@ def rollout() -> str:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        _make_model(Path(folder) / "model")
+        make_model(make_tokenizer()).save_pretrained(Path(folder) / "model")
         settings = [
             f"actor_rollout_ref.model.path={folder}/model",
             f"trainer.default_local_dir={folder}",
@@ -108,15 +110,6 @@ def rollout() -> str:
     return f"synced one version of the weights, then generated token {token}"
 
 
-def _make_model(folder: Path) -> None:
-    """A Llama of random weights with 32 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-    model: Any = LlamaForCausalLM
-    model(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).save_pretrained(folder)
-
-
 def vllm() -> str:
     """An engine of vLLM's: takes weights, generates one token."""
     import torch
@@ -125,7 +118,7 @@ def vllm() -> str:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        _make_model(Path(folder))
+        make_model(make_tokenizer()).save_pretrained(folder)
         return check_vllm(folder)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from trainer.config.refusals import (
     wrong_value,
 )
 from trainer.config.schema import RunConfig
-from trainer.config.settings import as_text, flat_settings, keys_of, overrides_of, parse
+from trainer.config.settings import as_text, flat_settings, keys_in, keys_of, overrides_of, parse
 from trainer.config.unused_keys import check_unused, keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.environment import is_under_torchrun
@@ -111,10 +112,7 @@ def known_settings(
     parsed = _with_torchrun(expand_shorthands(recipe, parsed))
 
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
-    unknown = [refusal for refusal in refusals if refusal]
-    if unknown:
-        apart = " " if len(unknown) == 1 else "\n"
-        raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg all"]))
+    _refuse([refusal for refusal in refusals if refusal], recipe)
     for setting in parsed:
         _refuse_what_does_nothing(setting, recipe, own)
     return parsed
@@ -190,20 +188,45 @@ def _tree_of_files(
     first, *others = (folder.resolve() for folder in folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
-    register(recipe)
+    register(recipe, schema={})  # the keys of all files are looked at together, not one by one
     try:
         with initialize_config_dir(str(first), version_base="1.3"):
-            return _into_schema(recipe, compose(name, overrides=[path, *presets]))
+            composed = compose(name, overrides=[path, *presets])
     except HydraException as err:
-        raise ConfigError(wrong_file(err, recipe, _file_names(own))) from err
-    except OmegaConfBaseException as err:
-        raise ConfigError(str(err)) from err
+        raise ConfigError(wrong_file(err, _file_names(own))) from err
     except yaml.MarkedYAMLError as err:
         file = err.problem_mark.name if err.problem_mark else name
         raise ConfigError(f"{file} is not readable as YAML: {err}") from err
+    keys = keys_in("", OmegaConf.to_container(composed, resolve=False))
+    refusals = {key: unknown_key(key, recipe) for key in keys}
+    _refuse([_named_by(key, own) + text for key, text in refusals.items() if text], recipe)
+
+    try:
+        tree = OmegaConf.merge(schema_node(recipe), composed)
+    except OmegaConfBaseException as err:
+        raise ConfigError(wrong_value(err.full_key or "", err, recipe)) from err
+    assert isinstance(tree, DictConfig), "a schema is a mapping of keys"
+    OmegaConf.set_struct(tree, None)  # the schema's sections stay closed, dicts take new names
+    return tree
 
 
-def register(recipe: Recipe[Any]) -> None:
+def _refuse(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
+    if unknown:
+        apart = " " if len(unknown) == 1 else "\n"
+        raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg all"]))
+
+
+def _named_by(key: str, own: OwnFiles | None) -> str:
+    """The user's files with a key of that last word, as the beginning of a refusal."""
+    word = re.compile(rf"^[^#]*\b{re.escape(key.rpartition('.')[2])}['\"]?\s*:", re.MULTILINE)
+    names = _file_names(own)
+    found = [
+        name for name in names if own and word.search((own.folder / f"{name}.yaml").read_text())
+    ]
+    return f"In {' or '.join(map(repr, found))}: " if found else ""
+
+
+def register(recipe: Recipe[Any], schema: Any) -> None:
     """Let Hydra find the schema and the placement presets that the recipe's YAML names.
 
     Those of one recipe at a time: presets of recipes share their names, and Hydra copies all that
@@ -213,7 +236,7 @@ def register(recipe: Recipe[Any]) -> None:
     for name in [name for name in store.repo if name.endswith("_schema.yaml")]:
         del store.repo[name]
     store.repo.pop("placement", None)
-    store.store(f"{recipe.name}_schema", _schema_node(recipe))
+    store.store(f"{recipe.name}_schema", schema)
     for preset, pools in recipe.placements.items():
         node = {
             "resource_pool_spec": {pool: [] for pool in pools},
@@ -223,20 +246,10 @@ def register(recipe: Recipe[Any]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _schema_node(recipe: Recipe[Any]) -> DictConfig:
+def schema_node(recipe: Recipe[Any]) -> DictConfig:
     """What OmegaConf makes of the schema; `merge` copies it."""
     node: DictConfig = OmegaConf.structured(recipe.schema)
     return node
-
-
-def _into_schema(recipe: Recipe[Any], composed: DictConfig) -> DictConfig:
-    """A tree of Hydra's in which every key is the schema's, with its type."""
-    merged = OmegaConf.merge(_schema_node(recipe), composed)
-    assert isinstance(merged, DictConfig), "a schema is a mapping of keys"
-    OmegaConf.set_struct(
-        merged, None
-    )  # sections of the schema are closed, names of users' own open
-    return merged
 
 
 def _file_names(own: OwnFiles | None) -> list[str]:
@@ -275,7 +288,7 @@ def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
     try:
         OmegaConf.update(tree, name, value, merge=True)
     except OmegaConfBaseException as err:
-        raise ConfigError(wrong_value(setting, err, recipe)) from err
+        raise ConfigError(wrong_value(setting.input_line or "", err, recipe)) from err
 
 
 def _as_object(tree: DictConfig, recipe: Recipe[C]) -> C:

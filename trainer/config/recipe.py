@@ -12,6 +12,7 @@ its algorithm it hands over as callables: nothing in `trainer.config` knows one.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,10 +43,6 @@ def _as_it_is(config: Any, keys: Collection[str]) -> Sequence[str]:
     return ()
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
     """What composing and checking a configuration needs to know of a recipe."""
@@ -70,20 +67,23 @@ class Recipe(Generic[C]):
     """Writes into a configuration what follows from the whole of it, where the user has not;
     returns notices to show. It gets the keys that the user set, and comes before the checks.
     """
-    load_registries: Callable[[], None] = _nothing
-    """Imports the modules that register the names which keys may have."""
+    registries: Sequence[str] = ()
+    """The modules that register the names which keys may have; they may import torch."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = _as_they_are
     """Writes the keys of another system in ours, before settings are looked at."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
-    no_keys: Mapping[str, str] = field(default_factory=dict)
-    """Words that are taken for keys -> what is said to whoever sets them."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
     shares_presets_of: Path | None = None
     """Folder of another recipe whose groups of presets it has, too."""
+
+    def load_registries(self) -> None:
+        """Import them."""
+        for module in self.registries:
+            importlib.import_module(module)
 
     @property
     def groups(self) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
@@ -19,34 +17,25 @@ KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text"
 """Type of a key -> its values."""
 
 
-def wrong_file(err: HydraException, recipe: Recipe[Any], files: Sequence[str]) -> str:
-    """What is wrong with a YAML file: an unknown key, a value of another type, another file's name.
-
-    `files` are the names of the user's own.
-    """
+def wrong_file(err: HydraException, files: Sequence[str]) -> str:
+    """What Hydra refuses of YAML files; `files` are the names of the user's own."""
     if isinstance(err, MissingConfigException) and err.missing_cfg_file:
         return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, files)}"
-
-    cause: BaseException | None = err
-    while cause is not None and not isinstance(cause, ConfigKeyError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None or not cause.full_key:
-        return f"{err}: {_first_line(err.__cause__)}" if err.__cause__ else str(err)
-    where = re.match(r"In '[^']*': ", str(err))
-    return (where[0] if where else "") + _no_key(cause, recipe)
+    return f"{err}: {_first_line(err.__cause__)}" if err.__cause__ else str(err)
 
 
-def wrong_value(setting: Override, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
+def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
     """A value that is not of its key's type, and what the key takes."""
     if isinstance(err, ConfigKeyError) and err.full_key:
         return _no_key(err, recipe)
-    key, why = keys_by_name(recipe.schema).get(setting.key_or_group), _first_line(err)
+    setting = setting.lstrip("+")
+    key, why = keys_by_name(recipe.schema).get(setting.partition("=")[0]), _first_line(err)
     item_schema = None if key is None else key.item_schema
     if err.object_type is not None and item_schema == err.object_type:
         why = f"{err.full_key}: {why}"
         key = keys_by_name(item_schema).get(err.full_key or "")
     hint = "" if key is None else f"; it {takes(key)}" if takes(key) else ""
-    return f"{(setting.input_line or '').lstrip('+')}: {why.rstrip('.')}{hint}."
+    return f"{setting}: {why.rstrip('.')}{hint}."
 
 
 def _first_line(err: BaseException) -> str:
@@ -104,8 +93,11 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     pools = {pool for preset in recipe.placements.values() for pool in preset}
     if name in pools:
         hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
-    elif name in recipe.no_keys:
-        hint = f" {recipe.no_keys[name]}"
+    elif name == "recipe":
+        hint = (
+            f" The recipe is the command, here {recipe.name!r}; presets are chosen by "
+            f"{', '.join(recipe.groups)}, as in algorithm=coati_legacy."
+        )
     elif above := _key_above(name, recipe):
         hint = f" {above.name} has no keys below it; it {takes(above)}."
     else:

@@ -45,17 +45,18 @@ def keys_of(settings: Iterable[Override]) -> list[str]:
     """The dotted keys that are set, added or deleted, also inside `section={key: value}`."""
     found = []
     for setting in settings:
-        found += _keys_in(setting.key_or_group, setting.value())
+        found += keys_in(setting.key_or_group, setting.value())
     return found
 
 
-def _keys_in(key: str, value: Any) -> list[str]:
+def keys_in(key: str, value: Any) -> list[str]:
+    """The dotted keys of dicts within dicts, below `key`."""
     if not isinstance(value, dict) or not value:
         return [key]
 
     found = []
     for name, inner in value.items():
-        found += _keys_in(f"{key}.{name}", inner)
+        found += keys_in(f"{key}.{name}" if key else str(name), inner)
     return found
 
 

@@ -25,7 +25,6 @@ from trainer.ppo.recipe import (
     correct_by_default,
     extra_roles,
     inactive_roles,
-    no_keys,
     rows_where_asked,
 )
 from verl_like.errors import ConfigError
@@ -76,13 +75,6 @@ def _other_weights(config: DetachedConfig) -> str:
     return ""
 
 
-def load_registries() -> None:
-    """Import what registers samplers, and what PPO's keys name."""
-    import trainer.detached.samplers  # noqa: F401
-
-    PPO.load_registries()
-
-
 def check_detached(config: DetachedConfig) -> None:
     """The rules between fields of a detached run."""
     from trainer.detached.checks import check_run
@@ -113,8 +105,7 @@ DETACHED = Recipe(
     extra_roles=extra_roles,
     complete=complete,
     translate=PPO.translate,
-    no_keys=no_keys("detached"),
-    load_registries=load_registries,
+    registries=("trainer.detached.samplers", *PPO.registries),
     checks=(check, check_detached),
     only_noticed=PPO.only_noticed,
     shares_presets_of=PPO.config_dir,

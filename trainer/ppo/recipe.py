@@ -15,7 +15,6 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl.overrides import translate
-from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
@@ -79,10 +78,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
     inactive = {}
     name = config.algorithm.adv_estimator
-    try:
-        estimator = registry_of("advantage estimator").look_up(name)
-    except ConfigError as error:
-        raise ConfigError(f"algorithm.adv_estimator={name}: {error}") from error
+    estimator = registry_of("advantage estimator").look_up(name)
     if teacher_is_alone(config):
         inactive["critic"] = "a teacher alone gives the advantages"
     elif "values" not in inspect.signature(estimator).parameters:
@@ -107,26 +103,11 @@ def complete(config: PPOConfig, keys: Collection[str]) -> list[str]:
     return [*rows_where_asked(config, keys), *correct_by_default(config, keys)]
 
 
-def load_registries() -> None:
-    """Import what registers estimators, losses and optimizers; all of it imports torch."""
-    import trainer.ppo.advantages  # noqa: F401
-    import workers.losses  # noqa: F401
-    import workers.training.optim  # noqa: F401
-
-
 def check(config: PPOConfig) -> None:
     """PPO's rules between fields; they look into the losses, hence torch: not before `--help`."""
     from trainer.ppo.checks import validate
 
     validate(config)
-
-
-def no_keys(recipe: str) -> dict[str, str]:
-    """What is said where `recipe=` is set, which this recipe or one on it is named by."""
-    return {
-        "recipe": f"The recipe is the command, here {recipe!r}; the algorithm's presets are chosen "
-        "by 'algorithm', as in algorithm=coati_legacy."
-    }
 
 
 PPO = Recipe(
@@ -137,12 +118,11 @@ PPO = Recipe(
     placements=PLACEMENTS,
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
-    load_registries=load_registries,
+    registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
     complete=complete,
     checks=(check,),
     translate=translate,
     shorthands=SHORTHANDS,
-    no_keys=no_keys("ppo"),
     only_noticed=KEYS_OF_VERLS_COMMAND,
 )
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
-from trainer.rows.config import RowConfig, check_pairs_fit, check_rows_config
-from trainer.rows.config import load_registries as load_registries_of_rows
+from trainer.rows.config import OPTIMIZERS, RowConfig, check_pairs_fit, check_rows_config
 from verl_like.config_key import key
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
@@ -44,16 +43,8 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """The run."""
 
 
-def load_registries() -> None:
-    """Import what registers losses and optimizers; it imports torch."""
-    import workers.losses.preference  # noqa: F401
-
-    load_registries_of_rows()
-
-
 def inactive_roles(config: Any) -> dict[str, str]:
     """The reference's role, where it is not part of a run -> why."""
-    load_registries()
     if not loss_reads(config, "ref_log_probs"):
         return {"ref": f"loss={config.loss} has no reference"}
     if config.ref.model.path is None:
@@ -102,6 +93,6 @@ DPO = Recipe(
     config_name="preference_trainer",
     placements=presets({"preference_pool": ["preference"], "ref_pool": ["ref"]}),
     inactive_roles=inactive_roles,
-    load_registries=load_registries,
+    registries=("workers.losses.preference", OPTIMIZERS),
     checks=(check_rows_config, check_preference_config),
 )

@@ -44,19 +44,12 @@ class RewardModelRunConfig(RowConfig, RewardTrainingConfig):
     """The run."""
 
 
-def load_registries() -> None:
-    """Import what registers optimizers and losses; it imports torch."""
-    import workers.losses.pairwise  # noqa: F401
-
-    rows.load_registries()
-
-
 REWARD_MODEL = Recipe(
     name="reward-model",
     schema=RewardModelRunConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="reward_model_trainer",
     placements=presets({"global_pool": ["reward_model"]}),
-    load_registries=load_registries,
+    registries=("workers.losses.pairwise", rows.OPTIMIZERS),
     checks=(rows.check_rows_config, rows.check_pairs_fit),
 )

@@ -14,9 +14,8 @@ class RowConfig(RunConfig, RowWorkerConfig):
     """A run, and the model that it trains on rows."""
 
 
-def load_registries() -> None:
-    """Import what registers optimizers; it imports torch."""
-    import workers.training.optim  # noqa: F401
+OPTIMIZERS = "workers.training.optim"
+"""The module that registers them."""
 
 
 def check_rows_config(config: RowConfig) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
-from trainer.rows.config import RowConfig, check_rows_config, load_registries
+from trainer.rows.config import OPTIMIZERS, RowConfig, check_rows_config
 from verl_like.config_key import key
 from workers.config.rows import RowDataConfig
 
@@ -54,6 +54,6 @@ SFT = Recipe(
     config_dir=Path(__file__).resolve().parent,
     config_name="sft_trainer",
     placements=presets({"global_pool": ["sft"]}),
-    load_registries=load_registries,
+    registries=(OPTIMIZERS,),
     checks=(check_rows_config,),
 )

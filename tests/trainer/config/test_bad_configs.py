@@ -195,7 +195,7 @@ SETTINGS = [
     ),
     (
         "algorithm.bootstrap_truncated=true algorithm.adv_estimator=reinforce_plus_plus",
-        ["algorithm.bootstrap_truncated", "algorithm.adv_estimator does not take it"],
+        ["algorithm.bootstrap_truncated", "algorithm.adv_estimator names does not take truncated"],
     ),
     ("algorithm.running_norm=[reward]", ["rewards, advantages", "Did you mean 'rewards'"]),
     ("algorithm.pf_ppo.weight_pow=3", ["pf_ppo.weight_pow", "algorithm.use_pf_ppo is false"]),

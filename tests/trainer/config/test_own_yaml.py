@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,21 @@ def test_a_mistyped_file_and_a_folder_that_is_not_there_are_told(
     assert "nowhere' not found" in said(monkeypatch, tmp_path / "nowhere", {})
 
 
-def test_an_unknown_key_below_a_name_of_ones_own_is_told(
+def test_all_unknown_keys_of_all_files_are_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools = "resource_pool_spec: {my_pool: [1]}\npool_resources: {my_pool: {cpu: 1}}\n"
-    error = said(monkeypatch, tmp_path, {"mine.yaml": GOOD + pools}, "--config-name=mine")
-    assert "pool_resources has no key 'pool_resources.my_pool.cpu'" in error
-    assert "Did you mean 'cpus' or" in error
+    main = """
+defaults: [detached_trainer, {override algorithm: own}, _self_]
+trainer: {sede: 1, watch: 2}
+resource_pool_spec: {my_pool: [1]}
+pool_resources: {my_pool: {cpu: 1}}
+"""
+    own = "# @package _global_\nalgorithm: {gama: 1, lam: 1}\n"
+    files = {"mine.yaml": main, "algorithm/own.yaml": own}
+    error = said(monkeypatch, tmp_path, files, "--config-name=mine", recipe=DETACHED)
+    keys = {"trainer.sede", "trainer.watch", "pool_resources.my_pool.cpu", "algorithm.gama"}
+    assert set(re.findall("There is no key '(.*?)'", error)) == keys
+    assert "In 'algorithm/own': There is no key 'algorithm.gama'. Did you mean 'algorit" in error
 
 
 def test_a_file_that_is_no_yaml_is_told_by_its_line(

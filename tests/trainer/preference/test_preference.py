@@ -269,8 +269,8 @@ def test_adapters_start_from_the_reference(
     ("settings", "problem"),
     [
         (["loss=dop"], r"unknown preference loss 'dop'"),
-        (["loss=orpo", "beta=0.2"], r"beta is set.*: loss does not take it"),
-        (["simpo_gamma=1"], r"simpo_gamma is set.*: loss does not take it"),
+        (["loss=orpo", "beta=0.2"], r"beta is set.*that loss names does not take beta"),
+        (["simpo_gamma=1"], r"simpo_gamma is set.*that loss names does not take simpo_gamma"),
         (["loss=kto", "sft_coef=1"], r"sft_coef is set.*rows with a label, not pairs"),
         (["loss=simpo", "ref.model.path=x"], r"ref.model.path is set.*has no reference"),
         (["loss=cdpo", "label_smoothing=0.5"], r"label_smoothing=0.5.*below 0.5"),
