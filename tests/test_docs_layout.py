@@ -1,4 +1,4 @@
-"""Every path that `docs/layout.md` names is there."""
+"""The paths that the layout and a batch's way name are there, and the layout is one page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import re
 
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")
+PAGES = (ROOT / "docs" / "layout.md", ROOT / "docs" / "dispatch.md")
+MOST_LINES = 90
 
 
-def test_every_path_of_the_page_is_there() -> None:
-    paths = PATH.findall(PAGE)
-    assert len(paths) > 20
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_every_path_of_these_pages_is_there() -> None:
+    named = {path.name: PATH.findall(path.read_text(encoding="utf-8")) for path in PAGES}
+    assert len(named["layout.md"]) > 20
+    missing = {
+        page: [name for name in names if not (ROOT / name).exists()]
+        for page, names in named.items()
+    }
+    assert {page: names for page, names in missing.items() if names} == {}
+
+
+def test_the_layout_is_one_page_and_names_every_folder_of_a_package() -> None:
+    page = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= MOST_LINES
+    folders = [
+        path for each in ("verl_like", "workers", "trainer") for path in (ROOT / each).iterdir()
+    ]
+    names = [str(path.relative_to(ROOT)) for path in folders if (path / "__init__.py").is_file()]
+    assert [name for name in names if f"`{name}/`" not in page] == []
