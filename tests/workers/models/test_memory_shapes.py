@@ -58,7 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
-    """An actor that computes as on a GPU, without the CPU's fused functions."""
+    """An actor that computes as on a GPU, without oneDNN's linear layers."""
     monkeypatch.setattr(engine_module, "cpu_kernels", nullcontext)
     actor = ActorWorker(tiny_config(small))
     actor.init_model(1)
