@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from trainer.run_folder.starts import installed_versions
@@ -91,7 +90,7 @@ def write_marker(
     step: int,
     config: dict[str, Any],
     inputs: dict[str, str],
-    known: Mapping[str, Any] = MappingProxyType({}),
+    known: Mapping[str, Any],
 ) -> None:
     """Mark what is in `part` as complete: all its files are there.
 

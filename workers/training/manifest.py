@@ -20,7 +20,6 @@ NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write what a part holds."""
     files = dict(sorted(manifest["files"].items()))
     text = json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1)
     write_whole(folder / MANIFEST, text)
