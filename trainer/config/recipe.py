@@ -88,7 +88,7 @@ class Recipe(Generic[C]):
     @property
     def groups(self) -> list[str]:
         """The groups of presets: `placement`, and every folder of YAML beside the recipe's own."""
-        files = (path for folder in self._folders for path in folder.glob("*/*.yaml"))
+        files = (path for folder in self.folders for path in folder.glob("*/*.yaml"))
         return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
@@ -96,18 +96,14 @@ class Recipe(Generic[C]):
 
         Empty where there is no such group.
         """
-        folders = [folder / group for folder in self._folders if (folder / group).is_dir()]
+        folders = [folder / group for folder in self.folders if (folder / group).is_dir()]
         files = [path.stem for folder in folders for path in folder.glob("*.yaml")]
         return sorted({*files, *(self.placements if group == "placement" else ())})
 
     @property
-    def shared_folders(self) -> list[Path]:
-        """Where its groups of presets are, too."""
-        return [self.shares_presets_of] if self.shares_presets_of else []
-
-    @property
-    def _folders(self) -> list[Path]:
-        return [self.config_dir, *self.shared_folders]
+    def folders(self) -> list[Path]:
+        """Where its YAML is, and where its groups of presets are, too."""
+        return [self.config_dir, *([self.shares_presets_of] if self.shares_presets_of else [])]
 
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:
