@@ -135,7 +135,7 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _check_pool_resources(config: RunConfig) -> None:
-    """They are of pools that there are, and do not contradict themselves."""
+    """`pool_resources` names pools of the run, with resources that go together."""
     for pool, resources in config.pool_resources.items():
         pools = config.resource_pool_spec
         if pool not in pools:

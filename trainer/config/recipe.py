@@ -48,13 +48,13 @@ class Recipe(Generic[C]):
     """What composing and checking a configuration needs to know of a recipe."""
 
     name: str
-    """Its word in messages and on the command line; its schema is `<name>_schema` in YAML."""
+    """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""
     schema: type[C]
-    """Its config dataclass."""
+    """The dataclass of its configuration."""
     config_dir: Path
     """Folder of its YAML; files in `placement/` there are presets beside those of `placements`."""
     config_name: str
-    """Its YAML, without the ending."""
+    """Name of its YAML, without the ending."""
     placements: Placements
     """What `placement=<preset>` stands for."""
     inactive_roles: Callable[[Any], Mapping[str, str]] = _none_inactive
@@ -81,7 +81,7 @@ class Recipe(Generic[C]):
     """Folder of another recipe whose groups of presets it has, too."""
 
     def load_registries(self) -> None:
-        """Import them."""
+        """Import the modules of `registries`."""
         for module in self.registries:
             importlib.import_module(module)
 
