@@ -27,6 +27,7 @@ from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
+from verl_like.process.store import new_secret
 from workers.weights.channel import HOST, Bucket, Channel, new_room, pack
 from workers.weights.checksum import NamedTensors, Stopwatch, checksum_of
 from workers.weights.connection import call_in_thread
@@ -42,8 +43,6 @@ from workers.weights.sync import (
 )
 
 logger = logging.getLogger(__name__)
-READERS_TIMEOUT_S = 120.0
-"""How long a publication waits for a delivery to end whose memory it needs."""
 
 
 @dataclass(frozen=True)
@@ -174,12 +173,10 @@ class WeightPublisher(WeightSender):
     Deliveries come in threads of their own.
     """
 
-    _deliveries: dict[str, Snapshot]
-    _has_published = False
-
     @cached_property
     def snapshots(self) -> Snapshots:
-        """The newest published version."""
+        """What is published; made in `publish_weights`, by the thread of this role's calls."""
+        self.new_address()  # opens the store, where the environment is that of this role's calls
         return Snapshots()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -194,21 +191,15 @@ class WeightPublisher(WeightSender):
         try:
             if self.rank not in senders:
                 return PublishReport()
-            if not self._has_published:
-                # the store is opened here, where the environment is that of this role's calls
-                self.new_address()
-                self._deliveries, self._has_published = {}, True
-            share = self.snapshots.publish(version, tensors, bucket_mb, self.merging())
+            return self.snapshots.publish(version, tensors, bucket_mb, self.merging())
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
             deque(tensors, maxlen=0)
-        with self.snapshots.reading(version) as snapshot:
-            return PublishReport(snapshot.num_bytes, snapshot.watch.seconds, share)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def published_checksum(self, version: int) -> str | None:
         """Hash of a published version, comparable with a rollout's `weights_checksum`."""
-        if not self._has_published:
+        if "snapshots" not in vars(self):
             return None
         with self.snapshots.reading(version) as snapshot:
             return checksum_of(snapshot.effective())
@@ -223,22 +214,20 @@ class WeightPublisher(WeightSender):
         """
         if self.rank != sender:
             return None
-        if not self._has_published:
+        if "snapshots" not in vars(self):
             raise WeightSyncError(
                 f"actor rank {self.rank} has published no version of its weights, so none can be "
                 f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
             )
-        snapshot = self.snapshots.begin_reading(version)
         address = str(self.new_address())
-        self._deliveries[address] = snapshot
-        return address, snapshot.version
+        return address, self.snapshots.hold(version, address).version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def deliver_weights(self, address: str, num_receivers: int, sender: int = 0) -> SyncReport:
         """Send the version that was held for this address to the ranks that come to it."""
         if self.rank != sender:
             return SyncReport()
-        snapshot = self._deliveries.pop(address)
+        snapshot = self.snapshots.held[address]
 
         def send(channel: Channel) -> None:
             drops = self.is_to_drop(snapshot.version)
@@ -251,7 +240,7 @@ class WeightPublisher(WeightSender):
         try:
             return self.send_through(address, num_receivers, HOST, send)
         finally:
-            self.snapshots.end_reading(snapshot)
+            del self.snapshots.held[address]
 
 
 class Snapshot:
@@ -263,9 +252,9 @@ class Snapshot:
         self.version: int | None = None
         self.buckets: list[Bucket] = []
         self.tensors: dict[str, Tensor] = {}
+        self.hashes: dict[str, int] = {}
         self.merging: dict[str, Any] | None = None
         """Where adapters come apart from their base: how they are put together."""
-        self.num_readers = 0
         self.watch = Stopwatch()
         self._rooms: list[Tensor] = []
 
@@ -276,13 +265,13 @@ class Snapshot:
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
     ) -> None:
-        """Copy these tensors, into the memory of the version before."""
-        self.version, self.merging, self.watch = None, merging, Stopwatch()
+        """Copy these tensors, into the memory of what it held before."""
+        self.version, self.merging, self.watch = version, merging, Stopwatch()
         limit = int(bucket_mb * 2**20)
         self.buckets = list(pack(tensors, limit, self._room, self.watch, lends=False))
         del self._rooms[len(self.buckets) :]
         self.tensors = {name: tensor for each in self.buckets for name, tensor in each.tensors()}
-        self.version = version
+        self.hashes = {name: value for each in self.buckets for name, _, _, value in each.facts}
 
     def _room(self, number: int, num_bytes: int) -> Tensor:
         """The memory of a bucket, used again where it is large enough."""
@@ -298,29 +287,20 @@ class Snapshot:
             return self.tensors.items()
         return effective_tensors(self.tensors, self.merging)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def hashes(self) -> dict[str, int]:
-        """Of every tensor."""
-        return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
-
 
 class Snapshots:
-    """Two snapshots that take turns: the newest is kept, and what a delivery is still reading.
+    """The newest version, and those that deliveries still read.
 
-    A publication takes the memory of the older one. While a delivery reads that, it takes the
-    memory of the newest; while deliveries read both, it waits for one of them to end.
+    The one before the newest gives its memory to the next, unless it is being read then: so there
+    are two, and one more for each older version that a delivery is slow to send.
     """
 
     def __init__(self) -> None:
-        self._both = Snapshot(), Snapshot()
-        self._newest: Snapshot | None = None
-        self._is_filling = False
-        self._changed = threading.Condition()
+        self.newest: Snapshot | None = None
+        self.held: dict[str, Snapshot] = {}
+        """By the address of a delivery, what it sends."""
+        self._spare = Snapshot()
+        self._lock = threading.Lock()
 
     def publish(
         self,
@@ -328,74 +308,45 @@ class Snapshots:
         tensors: NamedTensors,
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
-    ) -> float | None:
-        """Copy the weights as `version`; the share of tensors that the version before had not.
+    ) -> PublishReport:
+        """Copy the weights as `version`.
 
-        None where there was none before, or the version is the same and its weights are others.
+        The share of tensors that the version before had not is None where there was none before, or
+        the version is the same and its weights are others.
         """
-        newest = self._newest
-        is_next = newest is not None and newest.version != version
-        before = {} if newest is None else newest.hashes
-        target = self._take_turn(version)
-        try:
-            target.fill(version, tensors, bucket_mb, merging)
-            with self._changed:
-                self._newest = target
-        finally:
-            with self._changed:
-                self._is_filling = False
-                self._changed.notify_all()
-        after = target.hashes
-        changed = [name for name, value in after.items() if before.get(name) != value]
-        return len(changed) / max(1, len(after)) if is_next else None
+        before = self.newest
+        with self._lock:
+            is_free = all(self._spare is not read for read in list(self.held.values()))
+            made = self._spare if is_free else Snapshot()
+        made.fill(version, tensors, bucket_mb, merging)
+        with self._lock:
+            self._spare, self.newest = before or Snapshot(), made
+        num_bytes = sum(bucket.num_bytes for bucket in made.buckets)
+        share = None
+        if before is not None and before.version != version:
+            changed = [name for name in made.hashes if made.hashes[name] != before.hashes.get(name)]
+            share = len(changed) / max(1, len(made.hashes))
+        return PublishReport(num_bytes, made.watch.seconds, share)
 
-    def begin_reading(self, version: int | None = None) -> Snapshot:
-        """The snapshot of this version, or the newest; it stays as it is until `end_reading`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._newest is not None or not self._is_filling, READERS_TIMEOUT_S
-            )
-            held = None if self._newest is None else self._newest.version
-            if self._newest is None or version not in (held, None):
-                is_held = "none is held" if held is None else f"the one that is held is {held}"
+    def hold(self, version: int | None, address: str) -> Snapshot:
+        """The snapshot of this version, or the newest; it stays as it is while it is in `held`."""
+        with self._lock:
+            newest = None if self.newest is None else self.newest.version
+            if self.newest is None or version not in (newest, None):
+                is_held = "none is held" if newest is None else f"the one that is held is {newest}"
                 raise WeightSyncError(
                     f"version {version} is not there to be delivered: {is_held}. "
                     "actor.publish_weights(version) makes one, in the place of the one before."
                 )
-            self._newest.num_readers += 1
-            return self._newest
-
-    def end_reading(self, snapshot: Snapshot) -> None:
-        """Its memory may be used again, once nobody else reads it."""
-        with self._changed:
-            snapshot.num_readers -= 1
-            self._changed.notify_all()
+            self.held[address] = self.newest
+            return self.newest
 
     @contextmanager
     def reading(self, version: int | None = None) -> Iterator[Snapshot]:
         """Within, the snapshot of this version, or the newest, stays as it is."""
-        snapshot = self.begin_reading(version)
+        reader = f"reader {new_secret()}"
+        snapshot = self.hold(version, reader)
         try:
             yield snapshot
         finally:
-            self.end_reading(snapshot)
-
-    def _take_turn(self, version: int) -> Snapshot:
-        """The snapshot to be overwritten: nobody reads it, nor will until it is filled."""
-        with self._changed:
-            self._is_filling = True
-            if not self._changed.wait_for(self._is_any_free, READERS_TIMEOUT_S):
-                self._is_filling = False
-                reading = " and ".join(str(snapshot.version) for snapshot in self._both)
-                raise WeightSyncError(
-                    f"version {version} cannot be published: deliveries of versions {reading} have "
-                    f"not ended within {READERS_TIMEOUT_S:.0f} s. Is a rollout rank stuck?"
-                )
-            older_first = sorted(self._both, key=lambda snapshot: snapshot is self._newest)
-            target = next(snapshot for snapshot in older_first if not snapshot.num_readers)
-            if target is self._newest:
-                self._newest = None
-            return target
-
-    def _is_any_free(self) -> bool:
-        return any(not snapshot.num_readers for snapshot in self._both)
+            del self.held[reader]

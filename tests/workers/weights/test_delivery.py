@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     publish_weights(actor, 0)
     with pytest.raises(WeightSyncError, match="actor rank 0: .*rollout rank 1: not there"):
         deliver_weights(actor, alone, 0)
-    assert all(held.num_readers == 0 for held in actor.workers[0].snapshots._both)
+    assert not actor.workers[0].snapshots.held
 
 
 def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
@@ -147,48 +147,25 @@ def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
     assert publish_weights(actor, 3)[share] == pytest.approx(1 / num_tensors)
 
 
-# -------------------------------------------------------------------------------- the two snapshots
+# ------------------------------------------------------------------------------------- snapshots
 
 
 def filled(value: float) -> list[tuple[str, torch.Tensor]]:
     return [("weight", torch.full((4,), value)), ("scalar", torch.tensor(value))]
 
 
-def published(version: int, snapshots: Snapshots) -> None:
-    snapshots.publish(version, filled(float(version)), 1.0)
-
-
 def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -> None:
-    snapshots = Snapshots()
-    published(0, snapshots)
+    snapshots, places = Snapshots(), []
+    snapshots.publish(0, filled(0.0), 1.0)
     with snapshots.reading(0) as old:
-        places = set()
-        for version in (1, 2, 3):
-            published(version, snapshots)
+        for version in range(1, 6):
+            snapshots.publish(version, filled(float(version)), 1.0)
             with snapshots.reading(version) as new:
                 assert new.tensors["weight"].tolist() == [version] * 4
-                places.add(new.tensors["weight"].data_ptr())
+                places.append(new.tensors["weight"].data_ptr())
         assert old.tensors["weight"].tolist() == [0.0] * 4
-        assert len(places) == 1
         assert old.tensors["weight"].data_ptr() not in places
-
-
-def test_a_publication_waits_for_memory_that_is_read_and_says_who_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(delivery, "READERS_TIMEOUT_S", 0.05)
-    snapshots = Snapshots()
-    published(0, snapshots)
-    with snapshots.reading(0):
-        published(1, snapshots)
-        second = snapshots.begin_reading(1)
-        with pytest.raises(WeightSyncError, match="version 2 .* deliveries of versions 0 and 1"):
-            published(2, snapshots)
-        monkeypatch.setattr(delivery, "READERS_TIMEOUT_S", 20.0)
-        threading.Timer(0.05, snapshots.end_reading, [second]).start()
-        published(2, snapshots)
-        with snapshots.reading(2) as newest:
-            assert newest is second
+    assert len(set(places)) == 2
 
 
 @pytest.mark.parametrize("limit_mb", [1e-6, 5e-5, 1.0])
@@ -212,7 +189,6 @@ def test_a_snapshot_holds_every_tensor_as_it_is_and_takes_its_memory_again(limit
             held = snapshot.tensors[name]
             assert held.dtype == tensor.dtype
             assert torch.equal(held, tensor)
-        assert snapshot.num_bytes == sum(tensor.nbytes for tensor in weights.values())
         places.append({name: held.data_ptr() for name, held in snapshot.tensors.items()})
     assert places[0] == places[1]
 

@@ -67,7 +67,7 @@ def test_a_version_that_does_not_arrive_whole_leaves_the_engine_as_it_is(
     before = checksums(maker)
     train(actor)
     publish_weights(actor, 1)
-    for bucket in actor.workers[0].snapshots._newest.buckets:
+    for bucket in actor.workers[0].snapshots.newest.buckets:
         for fact in bucket.facts:
             fact[3] ^= fact[0] == "small"
     with pytest.raises(WeightSyncError, match="rollout rank 0: transfer: 1 corrupt: small"):
