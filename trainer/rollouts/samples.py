@@ -41,10 +41,11 @@ def concat_rows(parts: Sequence[DataProto]) -> DataProto:
     if len(parts) == 1:
         return parts[0].select()
     names = {name for part in parts for name in part.non_tensor_batch}
-    for part in parts:
+    whole = [part.select() for part in parts]
+    for part in whole:
         for name in names - part.non_tensor_batch.keys():
             part.non_tensor_batch[name] = np.full(len(part), np.nan)
-    return DataProto.concat(parts)
+    return DataProto.concat(whole)
 
 
 def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> None:

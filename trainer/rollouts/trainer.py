@@ -122,12 +122,10 @@ class SamplingTrainer(Trainer):
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """The rows of prompts with what the rollout made of them."""
-    begun = [name for name in samples.columns if name in batch.columns]
-    batch.pop([*PROMPT_COLUMNS, *(name for name in begun if name not in PROMPT_COLUMNS)])
-    for name in (RESPONSE_TEXT, "finish_reason"):  # of other responses
-        batch.non_tensor_batch.pop(name, None)
-    samples.meta_info = {}
-    return batch.union(samples)
+    of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
+    kinds = batch.columns, batch.non_tensor_batch
+    kept = batch.select(*([name for name in kind if name not in of_others] for kind in kinds))
+    return kept.union(samples.select(meta_info_keys=()))
 
 
 def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:

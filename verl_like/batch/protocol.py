@@ -564,9 +564,12 @@ class DataProto:
         """
         if repeat_times < 0:
             raise BatchError(f"repeat needs a count of at least 0, not {repeat_times}.")
-        rows = np.arange(len(self))
-        return self.select_idxs(
-            rows.repeat(repeat_times) if interleave else np.tile(rows, repeat_times)
+        if not interleave:
+            return self.select_idxs(np.tile(np.arange(len(self)), repeat_times))
+        return self.map_columns(
+            len(self) * repeat_times,
+            lambda column: column.repeat_interleave(repeat_times, 0),
+            lambda array: array.repeat(repeat_times, 0),
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:

@@ -179,6 +179,10 @@ class Ragged:
         values = join_rows(picked) if picked else self.values[:0]
         return self._with_spans(values, index.cpu())
 
+    def repeat_interleave(self, repeats: int, dim: int) -> Ragged:
+        """Each row this often, one after the other; `dim` is 0, as a tensor's would be."""
+        return self.index_select(dim, torch.arange(len(self)).repeat_interleave(repeats))
+
     def _row_sizes(self) -> Tensor:
         return self.lengths.flatten(1).sum(dim=1) if self.lengths.dim() > 1 else self.lengths
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from verl_like.errors import RolloutError
-from workers.columns import has_column, require
+from workers.columns import has_column, require, token_counts
 from workers.rollout.sample import Sample
 
 REQUEST = "request"
@@ -28,19 +29,18 @@ def samples_of(
     `noise_of` gives the key of a sample, by uid and sample index.
     """
     require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
-    prompts, masks, _ = prompt_columns(data)
-    if prompts.shape[1] != prompt_width:
+    prompts, _, width = prompt_rows(data)
+    if width != prompt_width:
         raise RolloutError(
-            f"rollout: prompts are {prompts.shape[1]} columns wide, data.max_prompt_length is "
+            f"rollout: prompts are {width} columns wide, data.max_prompt_length is "
             f"{prompt_width}; pad them to that width on the left (and do not generate a "
             "batch twice)."
         )
-    indices, uids = data.batch["sample_index"].tolist(), data.non_tensor_batch["uid"]
+    indices, uids = data.padded("sample_index").tolist(), data.non_tensor_batch["uid"]
     samples = []
-    for row, mask in enumerate(masks[: data.num_real_rows].bool()):
+    for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
-        prompt = prompts[row][mask].tolist()
-        samples.append(Sample(prompt, noise_of(uid, index), f"uid {uid} sample {index}"))
+        samples.append(Sample(prompt.tolist(), noise_of(uid, index), f"uid {uid} sample {index}"))
     return _with_responses(data, samples) if goes_on(data) else samples
 
 
@@ -49,78 +49,92 @@ def goes_on(data: DataProto) -> bool:
     return "finish_reason" in data.non_tensor_batch
 
 
-def prompt_columns(data: DataProto) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask and positions of the prompts."""
-    columns = (data.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
-    ids, mask, positions = columns
-    if not goes_on(data):
-        return ids, mask, positions
-    require(data, "prompts")
-    prompts = data.batch["prompts"]
-    width = prompts.shape[1]
-    return prompts, mask[:, :width], positions[:, :width]
+def prompt_rows(data: DataProto) -> tuple[list[Tensor], list[Tensor], int]:
+    """Ids and positions of every prompt without padding, and the width of the prompts' column."""
+    name = "input_ids"
+    if goes_on(data):
+        name = "prompts"
+        require(data, name)
+    ids, positions = data.column(name), data.column("position_ids")
+    width = ids.shape[1]
+    if isinstance(ids, Ragged) and isinstance(positions, Ragged):
+        rows = list(ids.rows())
+        pairs = zip(rows, positions.rows(), strict=True)
+        return rows, [places[: len(row)] for row, places in pairs], width
+
+    masks = data.padded("attention_mask")[:, :width] != 0
+    both = (rectangle_of(column)[:, :width] for column in (ids, positions))
+    found = [[row[mask] for row, mask in zip(column, masks, strict=True)] for column in both]
+    return found[0], found[1], width
 
 
 def _with_responses(data: DataProto, prompts: Sequence[Sample]) -> list[Sample]:
     require(data, *RESPONSE)
-    tokens, mask, log_probs, versions = (data.batch[name] for name in RESPONSE)
+    tokens, _, log_probs, versions = (_response_rows(data, name) for name in RESPONSE)
     kinds = [log_probs]
     if has_column(data, TRUNCATED):
-        kinds.append(data.batch[TRUNCATED])
-    stacked = torch.stack(kinds, dim=2)
-    lengths = mask.sum(dim=1).tolist()
+        kinds.append(_response_rows(data, TRUNCATED))
     return [
         sample.with_response(
-            tokens[row, : lengths[row]],
-            stacked[row, : lengths[row]],
-            versions[row, : lengths[row]].to(torch.int32),
+            tokens[row],
+            torch.stack([kind[row] for kind in kinds], dim=1),
+            versions[row].to(torch.int32),
             str(data.non_tensor_batch["finish_reason"][row]),
         )
         for row, sample in enumerate(prompts)
     ]
 
 
+def _response_rows(data: DataProto, name: str) -> Sequence[Tensor]:
+    """A column of responses, row by row without padding."""
+    column = data.column(name)
+    if isinstance(column, Ragged):
+        return column.rows()
+    _, lengths = token_counts(data)
+    return [row[:length] for row, length in zip(column, lengths.tolist(), strict=True)]
+
+
 def sample_columns(
     data: DataProto, samples: Sequence[Sample], width: int, pad: int, truncated: bool = False
-) -> dict[str, Tensor]:
+) -> dict[str, Column]:
     """Columns of the rows with these responses; pad rows get an empty one."""
-    prompts, prompt_mask, positions = prompt_columns(data)
-    rows = len(prompts)
-    responses = torch.full((rows, width), pad, dtype=torch.long)
-    log_probs = torch.zeros((rows, width))
-    optional = {TRUNCATED: torch.zeros((rows, width))} if truncated else {}
-    versions = torch.zeros((rows, width), dtype=torch.int32)
-    lengths = torch.zeros(rows, dtype=torch.long)
+    prompts, prompt_positions, prompt_width = prompt_rows(data)
+    made = [*samples, *[Sample([])] * (len(prompts) - len(samples))]
+    responses = Ragged.of_rows([sample.tokens for sample in made], width, fill=pad)
+    versions = torch.cat([sample.versions for sample in made])
 
-    for row, sample in enumerate(samples):
-        lengths[row] = count = len(sample.tokens)
-        responses[row, :count] = sample.tokens
-        log_probs[row, :count] = sample.log_probs
-        versions[row, :count] = sample.versions
-        for column in optional.values():
-            column[row, :count] = sample.truncated_log_probs
+    tokens, positions = [], []
+    for prompt, places, sample in zip(prompts, prompt_positions, made, strict=True):
+        tokens.append(torch.cat([prompt, sample.tokens]))
+        positions.append(torch.cat([places, places[-1:] + 1 + torch.arange(len(sample.tokens))]))
+    lengths, values = torch.tensor([len(row) for row in tokens]), torch.cat(tokens)
+    starts = prompt_width - torch.tensor([len(prompt) for prompt in prompts])
+    ids = Ragged(values, lengths, prompt_width + width, starts, pad)
 
-    columns = torch.arange(width)
-    response_mask = (columns < lengths[:, None]).long()
-    return {
-        "prompts": prompts.clone(),
+    columns: dict[str, Column] = {
+        "prompts": Ragged.of_rows(prompts, prompt_width, at_end=True, fill=pad),
         "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
-        "position_ids": torch.cat([positions, positions[:, -1:] + 1 + columns], dim=1),
-        "response_mask": response_mask,
-        "rollout_log_probs": log_probs,
-        "token_versions": versions,
-        **optional,
+        "input_ids": ids,
+        "attention_mask": ids.with_values(torch.ones_like(values)),
+        "position_ids": ids.with_values(torch.cat(positions)),
+        "response_mask": responses.with_values((versions >= 0).long()),
+        "rollout_log_probs": responses.with_values(torch.cat([s.log_probs for s in made])),
+        "token_versions": responses.with_values(versions),
     }
+    if truncated:
+        of_drawn = [sample.truncated_log_probs for sample in samples]
+        found = [log_probs for log_probs in of_drawn if log_probs is not None]
+        columns[TRUNCATED] = responses.with_values(torch.cat([torch.empty(0), *found]))
+    return columns
 
 
 def oldest_versions(samples: Sequence[Sample], rows: int, current: int) -> Tensor:
-    """[rows]: the version of each response's oldest token; of an empty one the engine's own."""
+    """[rows]: the version of each response's oldest drawn token; without any the engine's own."""
     oldest = torch.full((rows,), current, dtype=torch.long)
     for row, sample in enumerate(samples):
-        if len(sample.versions):
-            oldest[row] = int(sample.versions.min())
+        drawn = sample.versions[sample.versions >= 0]
+        if len(drawn):
+            oldest[row] = int(drawn.min())
     return oldest
 
 

@@ -169,7 +169,7 @@ class RolloutClient:
         if samples is None:
             return
         self._num_open[rank] -= len(samples)
-        requests = samples.pop([REQUEST]).batch[REQUEST]
+        requests = samples.pop([REQUEST]).padded(REQUEST)
         of_submission = requests >> ROW_BITS
         for number in of_submission.unique().tolist():
             places = of_submission == number
@@ -194,7 +194,7 @@ def lost_samples(
 ) -> LostSamplesError:
     """The error that names the samples that are not there."""
     rows = submission.rows.select_idxs(list(missing))
-    uids, indices = rows.non_tensor_batch["uid"], rows.batch["sample_index"].tolist()
+    uids, indices = rows.non_tensor_batch["uid"], rows.padded("sample_index").tolist()
     names = [f"{uid}/{index}" for uid, index in zip(uids, indices, strict=True)]
     return LostSamplesError(
         f"rollout: {error} Of {len(submission.rows)} samples {len(names)} (uid/index) were not "
