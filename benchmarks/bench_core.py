@@ -20,6 +20,8 @@ SIDE = HERE / "core_side.py"
 LIMITS = {
     "echo_mb_per_s over verl": (">=", 2.5),
     "echo_mb_per_s over bare": (">=", 0.8),
+    "padded_echo_ms over verl": ("<=", 0.2),
+    "driver_bytes_over_token_bytes": ("<=", 1.3),
     "chain_s": ("<=", 0.35),
     "tiny_echo_ms": ("<=", 3.0),
     "small_echo_ms over bare": ("<=", 1.5),
@@ -44,6 +46,45 @@ seconds = time.perf_counter() - began
 assert not {"ray", "transformers"} & set(sys.modules), "ray or transformers was imported"
 print([seconds])
 """
+MEMORY = f"""
+import gc, resource, sys
+sys.path.insert(0, {str(HERE)!r})
+import torch
+from core_side import geometric_lengths
+from verl_like import DataProto
+from verl_like.batch.ragged import Ragged
+torch.set_num_threads(1)
+
+def resident():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+def made(names, dtype, spans):
+    '''As a group's pieces are joined on the driver: in memory of the batch's own.'''
+    values = torch.ones(1, dtype=dtype).expand(num_tokens)
+    return {{name: spans.with_values(values).clone() for name in names}}
+
+lengths = geometric_lengths(1024, 3000, 32768)
+num_tokens = int(lengths.sum())
+spans = Ragged(torch.ones(num_tokens), lengths, 32768)
+warm = DataProto.from_dict(made("ab", torch.int64, spans)).union(DataProto())[:2]
+del warm
+before = resident()
+ids = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+batch = DataProto.from_dict(made(ids, torch.int64, spans))
+for name in ("rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "advantages"):
+    batch = batch.union(DataProto.from_dict(made([name], torch.float32, spans)))
+batch.reorder(torch.randperm(1024))
+parts = batch.split(256)
+del batch
+batch = DataProto.concat(parts)
+del parts
+held = resident() - before
+tokens = sum(column.values.nbytes for column in batch.columns.values())
+print([held / tokens, tokens])
+"""
+"""Columns of 1,024 samples are united, put in another order, split and joined in one process."""
 ENTROPY = """
 import resource, torch
 from verl_like.tensor_ops import entropy_from_logits
@@ -80,6 +121,7 @@ def main() -> None:
 
     ours = figures["ours"]
     ours["import_s"] = statistics.median(ask(sys.executable, "-c", IMPORT)[0] for _ in range(3))
+    ours["driver_bytes_over_token_bytes"] = ask(sys.executable, "-c", MEMORY)[0]
     ours["entropy_extra_mib"] = ask(sys.executable, "-c", ENTROPY)[0]
 
     verdicts = {}

@@ -30,6 +30,8 @@ ECHOES = 31
 
 Fresh memory makes one take from 50 to 450 ms on a virtual machine.
 """
+LONG_WIDTH, LONG_MEAN = 4096, 410
+"""Rows of geometric lengths: their mean is a tenth of the width."""
 CHANGED = "advantages"
 """The column that the worker of an echo changes in place."""
 
@@ -40,6 +42,18 @@ def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
     floats = ("old_log_probs", "values", "advantages", "returns", "token_level_scores")
     made = {name: torch.arange(rows * width).reshape(rows, width) % 997 for name in ids}
     return made | {name: torch.rand(rows, width) for name in floats}
+
+
+def padded_columns(rows: int, width: int, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same columns of rows of these lengths, zero after them: 218 MB at 1024 x 4096."""
+    inside = torch.arange(width) < lengths[:, None]
+    return {name: column * inside for name, column in columns(rows, width).items()}
+
+
+def geometric_lengths(rows: int, mean: int, width: int) -> torch.Tensor:
+    """From a seed, 1 at least and the width at most."""
+    drawn = np.random.default_rng(0).geometric(1 / mean, rows)
+    return torch.from_numpy(drawn).clamp(max=width)
 
 
 def texts(rows: int, turn: int) -> dict[str, np.ndarray]:
@@ -70,6 +84,30 @@ def median_of_fresh(make: Callable[[int], Any], work: Callable[[Any], Any], repe
         times.append(time.perf_counter() - began)
         del given, result
     return statistics.median(times[1:])
+
+
+def seconds_of_padded_echo(side: str, api: SimpleNamespace, group: Any) -> float:
+    """There and back of rows of geometric lengths, in the layout that each side holds them in."""
+    lengths = geometric_lengths(ROWS, LONG_MEAN, LONG_WIDTH)
+    base: dict[str, Any] = padded_columns(ROWS, LONG_WIDTH, lengths)
+    if side == "ours":
+        from verl_like.batch.ragged import Ragged
+
+        first = next(iter(base.values()))
+        spans = Ragged.of_rectangle(first, lengths)
+        base = {name: spans.like(column) for name, column in base.items()}
+
+    def make(turn: int) -> Any:
+        if side == "ours":
+            own = {name: column.with_values(column.values + turn) for name, column in base.items()}
+        else:
+            own = {name: column + turn for name, column in base.items()}
+        return api.DataProto.from_dict(own)
+
+    back = group.echo(make(1))
+    assert all(torch.equal(back.batch[n], c) for n, c in make(1).batch.items()), "not what was sent"
+    del back
+    return median_of_fresh(make, group.echo, REPEATS)
 
 
 def seconds_per_call(work: Callable[[], Any], calls: int) -> float:
@@ -170,6 +208,7 @@ def grouped(side: str) -> dict[str, float]:
     small = api.DataProto.from_dict({name: made[name] for name in SMALL_COLUMNS})
     figures = {"batch_mb": megabytes, "start_2_workers_s": statistics.median(starts)}
     figures["echo_mb_per_s"] = megabytes / median_of_fresh(large, a.echo_changed, ECHOES)
+    figures["padded_echo_ms"] = seconds_of_padded_echo(side, api, a) * 1e3
     figures["chain_s"] = median_of(lambda: chain_on(chain(batch)).get())
     figures["tiny_echo_ms"] = seconds_per_call(lambda: a.echo(tiny), 50) * 1e3
     figures["small_echo_ms"] = seconds_per_call(lambda: a.echo(small), 50) * 1e3

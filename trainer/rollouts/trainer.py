@@ -123,8 +123,10 @@ class SamplingTrainer(Trainer):
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """The rows of prompts with what the rollout made of them."""
     of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
-    kinds = batch.columns, batch.non_tensor_batch
-    kept = batch.select(*([name for name in kind if name not in of_others] for kind in kinds))
+    kept = batch.select(
+        [name for name in batch.columns if name not in of_others],
+        [name for name in batch.non_tensor_batch if name not in of_others],
+    )
     return kept.union(samples.select(meta_info_keys=()))
 
 

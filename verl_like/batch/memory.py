@@ -1,13 +1,17 @@
-"""Memory for large columns: private copies and joined rows lie in blocks that are used again.
+"""Memory for large columns: private copies and joined rows lie in blocks of their own.
 
 Fresh memory costs more than the copy into it, because the kernel has to find and clear every page.
-So the block under a column that nobody refers to any more is kept, up to `KEPT_BYTES` in all, for
-the next column of about its size. Batches come in the same sizes step after step.
+So the block under a rectangle that nobody refers to any more is kept, up to `KEPT_BYTES` in all,
+for the next one of about its size: rectangles come in the same sizes step after step. The values of
+ragged columns never do, and are a tenth as large: their blocks go back to the system at once, which
+those of malloc do not.
 """
 
 from __future__ import annotations
 
+import mmap
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,6 +19,8 @@ from numpy.typing import NDArray
 
 LARGE_BYTES = 1 << 22
 """From this size on a column lies in a block; numpy asks for large pages from there on too."""
+UNKEPT_BYTES = 1 << 18
+"""From this size on the values of a ragged column lie in pages of their own."""
 KEPT_BYTES = 1 << 28
 """Unused blocks are kept up to this size in all."""
 STEP_BYTES = 1 << 21
@@ -82,12 +88,21 @@ def copy_of(column: torch.Tensor) -> torch.Tensor:
     return _room(column.shape, column.dtype).copy_(column)
 
 
-def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all parts, in order."""
-    if sum([part.nbytes for part in parts]) < LARGE_BYTES or not all(map(_is_plain, parts)):
+def join_rows(parts: Sequence[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
+    """The rows of all parts, in order; unless it `keeps` blocks, in one that is never kept."""
+    size = sum([part.nbytes for part in parts])
+    if size < (LARGE_BYTES if keeps else UNKEPT_BYTES) or not all(map(_is_plain, parts)):
         return torch.cat(parts)
-    shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
-    return torch.cat(parts, out=_room(shape, parts[0].dtype))
+    shape, dtype = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]]), parts[0].dtype
+    return torch.cat(parts, out=_room(shape, dtype) if keeps else _unkept_room(shape, dtype))
+
+
+def _unkept_room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The same in pages of its own."""
+    pages = mmap.mmap(-1, shape.numel() * dtype.itemsize)
+    if len(pages) >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _is_plain(column: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.memory import copy_of, join_rows
+from verl_like.batch.memory import join_rows
 from verl_like.errors import BatchError
 from verl_like.tensor_ops.masked import INTEGERS
 
@@ -162,7 +162,7 @@ class Ragged:
 
     def clone(self) -> Ragged:
         """The same column in memory of its own."""
-        return self.with_values(copy_of(self.values), self.fill)
+        return self.with_values(join_rows([self.values], keeps=False), self.fill)
 
     def __getitem__(self, rows: slice) -> Ragged:
         """Rows that follow each other, in the column's memory."""
@@ -176,7 +176,7 @@ class Ragged:
         assert dim == 0, "only rows are picked"
         rows = self.rows()
         picked = [rows[row] for row in index.tolist()]
-        values = join_rows(picked) if picked else self.values[:0]
+        values = join_rows(picked, keeps=False) if picked else self.values[:0]
         return self._with_spans(values, index.cpu())
 
     def repeat_interleave(self, repeats: int, dim: int) -> Ragged:
@@ -211,7 +211,7 @@ def rectangle_of(column: Column) -> Tensor:
 def join_ragged(parts: Sequence[Ragged]) -> Ragged:
     """The rows of all parts in order, in memory of their own; their fill and width agree."""
     return Ragged(
-        join_rows([part.values for part in parts]),
+        join_rows([part.values for part in parts], keeps=False),
         torch.cat([part.lengths for part in parts]),
         parts[0].width,
         torch.cat([part.starts for part in parts]),
