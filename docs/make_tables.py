@@ -47,6 +47,7 @@ from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.preference.registry import COLUMNS as LOSS_COLUMNS
 from workers.losses.preference.registry import PREFERENCE_LOSSES, parameters_of
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.roles.teacher import TeacherWorker  # noqa: F401 - says what column it writes
 from workers.training.schedules import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent

@@ -8,8 +8,9 @@ policy drew; it may have holes, and what lies in them is real, but read by no lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -29,44 +30,69 @@ class Column:
     name: str
     shape: str
     dtype: str
-    written_by: str
+    note: str = ""
+    """Who writes it; of a role's method, what stands behind its name."""
+    role: str = ""
+    """The role that writes it, if one does."""
+    method: str = ""
+
+    @property
+    def written_by(self) -> str:
+        """Who writes it, in words."""
+        return f"{self.role}.{self.method}{self.note}" if self.role else self.note
 
 
-_ROLLOUT = "rollout.generate_sequences"
+@dataclass(frozen=True)
+class MethodColumns:
+    """What a method of a role reads and writes."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    scores_as: str
+    """Of a method that the score stage calls: what it is called in tables of sizes."""
+
+
+_GENERATED = "rollout", "generate_sequences"
 _DATA = "the data loader"
+_GROWN = f"{_DATA} (width P), then {'.'.join(_GENERATED)}"
+
+
+def _of_role(name: str, writer: str, note: str = "") -> Column:
+    """A number for every response token, from a role's method."""
+    role, _, method = writer.partition(".")
+    return Column(name, "[rows, R]", "float32", note, role, method)
+
 
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        Column("prompts", "[rows, P]", "int64", _ROLLOUT),
-        Column("responses", "[rows, R]", "int64", _ROLLOUT),
-        Column("input_ids", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
-        Column("attention_mask", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
-        Column("position_ids", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
-        Column("response_mask", "[rows, R]", "int64", _ROLLOUT),
-        Column("rollout_log_probs", "[rows, R]", "float32", _ROLLOUT),
+        Column("prompts", "[rows, P]", "int64", "", *_GENERATED),
+        Column("responses", "[rows, R]", "int64", "", *_GENERATED),
+        Column("input_ids", "[rows, T]", "int64", _GROWN),
+        Column("attention_mask", "[rows, T]", "int64", _GROWN),
+        Column("position_ids", "[rows, T]", "int64", _GROWN),
+        Column("response_mask", "[rows, R]", "int64", "", *_GENERATED),
+        Column("rollout_log_probs", "[rows, R]", "float32", "", *_GENERATED),
         Column(
             "rollout_truncated_log_probs",
             "[rows, R]",
             "float32",
-            f"{_ROLLOUT}, if truncated_log_probs",
+            ", if truncated_log_probs",
+            *_GENERATED,
         ),
-        Column("token_versions", "[rows, R]", "int32", _ROLLOUT),
-        Column("weights_id", "[rows]", "int64", _ROLLOUT),
-        Column("policy_version", "[rows]", "int64", f"{_ROLLOUT}: that of the oldest token"),
-        Column("finish_reason", "[rows]", "object", _ROLLOUT),
+        Column("token_versions", "[rows, R]", "int32", "", *_GENERATED),
+        Column("weights_id", "[rows]", "int64", "", *_GENERATED),
+        Column("policy_version", "[rows]", "int64", ": that of the oldest token", *_GENERATED),
+        Column("finish_reason", "[rows]", "object", "", *_GENERATED),
         Column("response_text", "[rows]", "object", "whoever decodes the responses first"),
-        Column("old_log_probs", "[rows, R]", "float32", "actor.compute_log_prob"),
-        Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
+        _of_role("old_log_probs", "actor.compute_log_prob"),
+        _of_role("entropys", "actor.compute_log_prob"),
         Column("rollout_is_weights", "[rows, R]", "float32", "the driver's correct_rollout"),
-        Column(
-            "sum_pi_squared", "[rows, R]", "float32", "actor.compute_log_prob, for an estimator"
-        ),
-        Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
-        Column("teacher_log_prob", "[rows, R]", "float32", "teacher.compute_teacher_log_prob"),
-        Column("values", "[rows, R]", "float32", "critic.compute_values"),
-        Column("value_version", "[rows]", "int64", "critic_copy.compute_values, for makers"),
-        Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
+        _of_role("sum_pi_squared", "actor.compute_log_prob", ", for an estimator"),
+        _of_role("ref_log_prob", "ref.compute_ref_log_prob"),
+        _of_role("values", "critic.compute_values"),
+        Column("value_version", "[rows]", "int64", ", for makers", "critic_copy", "compute_values"),
+        _of_role("rm_scores", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
         Column("step_ends", "[rows, R]", "bool", "the reward: where it put a score"),
         Column("token_level_rewards", "[rows, R]", "float32", "the driver's KL penalty"),
@@ -87,35 +113,51 @@ COLUMNS: dict[str, Column] = {
     )
 }
 
-_NAMED = ("uid", "sample_index")
-_SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *_NAMED)
+NAMED = ("uid", "sample_index")
+SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *NAMED)
+"""What a pass over the samples reads."""
 
-READS: dict[str, tuple[str, ...]] = {
-    "generate_sequences": ("input_ids", "attention_mask", "position_ids", *_NAMED),
-    "compute_log_prob": _SEQUENCES,
-    "compute_ref_log_prob": _SEQUENCES,
-    "compute_teacher_log_prob": _SEQUENCES,
-    "compute_values": _SEQUENCES,
-    "compute_rm_score": _SEQUENCES,
-    "update_critic": (*_SEQUENCES, "sample_number", "values", "returns"),
-    "update_actor": (
-        *(*_SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
-        *("rollout_log_probs", "rollout_truncated_log_probs", "rollout_is_weights"),
-        "chosen_tokens",
-    ),
-}
-"""What each method of the built-in workers reads of a batch, under any configuration."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def batch_columns(
+    reads: Sequence[str], writes: Sequence[Column] = (), scores_as: str = ""
+) -> Callable[[F], F]:
+    """Say of a role's method what it reads of a batch, under any configuration, and writes into it.
+
+    Columns that stand in the table with this method need not be said. A method that the score stage
+    is to call says what its passes are called in tables of sizes, `scores_as="teacher"`.
+    """
+
+    def mark(method: F) -> F:
+        name = method.__name__
+        COLUMNS.update({each.name: replace(each, method=name) for each in writes})
+        written = tuple(each.name for each in COLUMNS.values() if each.method == name)
+        said = MethodColumns(tuple(reads), written, scores_as)
+        method.batch_columns = said  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def columns_of(worker_class: type, method: str) -> MethodColumns | None:
+    """What a class, or the nearest one that it inherits from, says of a method."""
+    for cls in worker_class.__mro__:
+        said: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
+        if said is not None:
+            return said
+    return None
 
 
 def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
     """The columns that a worker's method reads; None where that is not known: it gets them all.
 
-    A class of the user's has it in a class attribute `READS`, method name -> columns, which is
-    looked at first.
+    The method says it (`batch_columns`), or its class in an attribute `READS`, method name ->
+    columns, which is looked at first. A method that overrides another says it anew.
     """
     own: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
-    built_in = getattr(worker_class, method).__module__.partition(".")[0] == "workers"
-    return own.get(method, READS.get(method) if built_in else None)
+    said: MethodColumns | None = getattr(getattr(worker_class, method), "batch_columns", None)
+    return own.get(method, None if said is None else said.reads)
 
 
 def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:
@@ -146,10 +188,7 @@ def _missing(name: str, present: set[str]) -> str:
             f"{', '.join(sorted(present)) or 'no columns'}.{nearest(name, present)}"
         )
     text = f"batch has no {name!r} (written by {column.written_by})"
-    role, _, method = column.written_by.partition(".")
-    if method and " " not in role:
-        text += f"; is the {role} role configured?"
-    return text
+    return f"{text}; is the {column.role} role configured?" if column.role else text
 
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:

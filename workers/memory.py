@@ -51,11 +51,18 @@ class HeldModel:
     """Whether a moving average in float32 stands beside the weights."""
     saved: Sequence[str] = ()
     """What a checkpoint has of it."""
+    section: str = ""
+    """The section of `fsdp_config`, for messages."""
+    rows: int | None = None
+    """Samples of a pass that only reads, where passes are cut by samples."""
+    tokens: int | None = None
+    """Tokens of its passes, where it has a number of its own."""
 
     @property
     def sharding(self) -> Sharding:
         """How it is laid over its ranks; int8 weights are whole on each."""
-        return settle("ddp" if self.quantization else self.strategy, self.fsdp)
+        strategy = "ddp" if self.quantization else self.strategy
+        return settle(strategy, self.fsdp, f"{self.section}.fsdp_config".lstrip("."))
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""

@@ -3,7 +3,8 @@
     PYTHONPATH=examples/custom_role verl-like ppo trainer.cls=verifier.TrainerWithVerifier \
         +role_workers.verifier=verifier.VerifierWorker +role_mapping.verifier=global_pool ...
 
-It trains beside the policy.
+It trains beside the policy. Before it has learned from a step's samples it judges them, and
+`verifier/accuracy` says how often it was right.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
+from workers.columns import read_columns
 from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.score_engine import ScoreEngine
+
+GOOD = 0.5
+"""A score from which on a response is good."""
 
 
 class VerifierWorker(Worker):
@@ -59,7 +64,7 @@ class VerifierWorker(Worker):
         Shares add up, so the divisor is the whole mini-batch's number of rows.
         """
         inside = columns["response_mask"].any(dim=1)
-        is_good = columns["token_level_scores"].sum(dim=1) >= 0.5
+        is_good = columns["token_level_scores"].sum(dim=1) >= GOOD
         total = binary_cross_entropy_with_logits(
             outputs["scores"][inside], is_good[inside].float(), reduction="sum"
         )
@@ -68,7 +73,15 @@ class VerifierWorker(Worker):
 
 
 class TrainerWithVerifier(PPOTrainer):
-    """Trains the verifier beside actor and critic."""
+    """Asks the verifier about samples that it has not seen, then trains it on them."""
+
+    def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """PPO's stage, beside which the verifier judges the samples."""
+        verdicts = self.call("verifier", "compute_verdicts", batch)
+        batch, metrics = super().score(batch)
+        scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=1)
+        is_right = (verdicts.get().batch["verdicts"] >= 0.5) == (scores >= GOOD)
+        return batch, metrics | {"verifier/accuracy": is_right.double().mean().item()}
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """The verifier's update comes first: on a pool of its own it runs beside the others."""

@@ -12,6 +12,8 @@ import torch
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.step import Metrics, PPOTrainer
 from verl_like import DataProto, Dispatch, Worker, register
+from workers.columns import read_columns, write_columns
+from workers.rewards.weighted import at_last_token
 
 
 class RecordingTrainer(PPOTrainer):
@@ -53,5 +55,7 @@ class VerifiedTrainer(PPOTrainer):
         verified = self.groups["verifier"].verify.remote(batch)
         batch, metrics = super().score(batch)
         points = verified.get().batch["even"]
-        batch.batch["token_level_scores"][:, 0] += points
+        read = read_columns(batch, "token_level_scores", "response_mask")
+        scores = read["token_level_scores"] + at_last_token(points, read["response_mask"].bool())
+        write_columns(batch, token_level_scores=scores)
         return batch, metrics | {"verifier/mean": float(torch.mean(points))}

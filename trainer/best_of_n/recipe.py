@@ -32,7 +32,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 def check(config: BestOfNConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
-    from trainer.ppo.quantization import check_quantized_device
+    from trainer.ppo.checks import check_quantized_device
     from trainer.rollouts.reward_checks import check_rewards
     from workers.rollout.sampling_settings import check_sampling
 

@@ -17,7 +17,7 @@ YES_AND_NO = ("y", "Y", "n", "N")
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes texts that could be read as numbers."""
+    """Quotes such texts."""
 
 
 def _text(dumper: Any, text: str) -> Any:

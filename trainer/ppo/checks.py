@@ -6,8 +6,10 @@ The rules of one field stand at the field, and `trainer.config.checks` reads the
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from trainer.config.checks import check_ranks
+from trainer.config.offload import device_type_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import GDPO_KEY, compares_with_greedy, get_estimator
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
@@ -15,18 +17,18 @@ from trainer.ppo.contradictions import log_warnings, refuse_contradictions
 from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.distillation import check_distillation
 from trainer.ppo.dynamic_sampling import METRIC_KEY
-from trainer.ppo.quantization import check_quantization
 from trainer.ppo.rewards import get_kl_controller
+from trainer.ppo.roles import models_of, quantizations_of
 from trainer.ppo.update_samples import longest_row
 from trainer.rollouts.reward_checks import check_rewards
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.config import critic_optim
+from workers.config import FrozenFSDPConfig, FSDPConfig, critic_optim
 from workers.config.passes import tokens_per_pass
 from workers.losses.registry import get_policy_loss, token_chooser
-from workers.parallel.sharding import settle
+from workers.models.quantize import check_device
 from workers.rollout.sampling_settings import check_sampling
 from workers.training.schedules import check_optim
 
@@ -54,10 +56,10 @@ def refuse(config: PPOConfig) -> None:
     _check_named_rewards(config)
     _check_lengths_count(config)
     _check_token_choice(config)
+    _check_quantization(config)
     _check_sharding(config)
     _check_optims(config)
     _check_reference(config)
-    check_quantization(config)
     refuse_contradictions(config)
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
@@ -260,17 +262,8 @@ def _check_token_choice(config: PPOConfig) -> None:
 
 def _check_sharding(config: PPOConfig) -> None:
     """A strategy fits the `fsdp_config` beside it and the ranks of its role."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    strategy = policy.actor.strategy
-    shardings = {
-        "actor": settle(strategy, policy.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config"),
-        "ref": settle(strategy, policy.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config"),
-        "critic": settle(critic.strategy, critic.model.fsdp_config, "critic.model.fsdp_config"),
-    }
-    if policy.ref.quantization:
-        del shardings["ref"]  # whole on every rank
-    for role, sharding in shardings.items():
-        check_ranks(config, role, sharding)
+    for role, model in models_of(config, without_users=True).items():
+        check_ranks(config, role, model.sharding)
 
 
 def _check_optims(config: PPOConfig) -> None:
@@ -289,4 +282,52 @@ def _check_reference(config: PPOConfig) -> None:
             f"actor_rollout_ref.ref.update_every={ref.update_every} with model.lora_rank="
             f"{lora_rank}: the reference is the base that the adapters stand on, which must not "
             "move. Leave update_every out, or train every weight (lora_rank=0)."
+        )
+
+
+REF = "actor_rollout_ref.ref"
+
+
+def _check_quantization(config: PPOConfig) -> None:
+    """Refuse int8 on devices that cannot, beside sharding, and for weights that move."""
+    check_quantized_device(config)
+    for role, model in models_of(config, without_users=True).items():
+        if model.quantization:
+            _check_whole(model.section, model.fsdp)
+            if role == "ref":
+                _check_quantized_reference(config)
+
+
+def check_quantized_device(config: Any) -> None:
+    """Refuse int8 on devices that cannot, of PPO or of best-of-n."""
+    if any(quantizations_of(config).values()):
+        check_device(device_type_of(config.trainer))
+
+
+def _check_whole(section: str, sharding: FSDPConfig | FrozenFSDPConfig) -> None:
+    """Int8 weights are whole on every rank, and stay where they are."""
+    for name, is_off in (
+        (f"fsdp_size={sharding.fsdp_size}", sharding.fsdp_size in (-1, 1)),
+        ("param_offload=true", not sharding.param_offload),
+    ):
+        if not is_off:
+            raise ConfigError(
+                f"{section}.quantization=int8 keeps the whole model, a quarter of its float32 size,"
+                f" on every rank: leave out {section}.fsdp_config.{name}, or the quantization."
+            )
+
+
+def _check_quantized_reference(config: PPOConfig) -> None:
+    """A quantised reference has frozen weights of its own."""
+    policy, pools = config.actor_rollout_ref, expand_roles(config.role_mapping)
+    if policy.ref.update_every is not None:
+        raise ConfigError(
+            f"{REF}.quantization=int8 with {REF}.update_every={policy.ref.update_every}: weights "
+            "that move are not held as int8, which would round their steps away. Drop one."
+        )
+    if policy.model.lora_rank > 0 and pools["ref"] == pools["actor"]:
+        raise ConfigError(
+            f"{REF}.quantization=int8 with model.lora_rank={policy.model.lora_rank}: the reference "
+            "is the actor's own module with its adapters off, and loads nothing that could be "
+            "int8. Leave the quantization out, or give role_mapping.ref another pool."
         )

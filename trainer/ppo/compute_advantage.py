@@ -77,12 +77,10 @@ def check_columns(config: PPOConfig) -> None:
     models = [rm_column(role) for role in model_rewards(config)]
     for column in columns_read(name):
         known = COLUMNS.get(column)
-        writer = known.written_by.partition(".")[0] if known else ""
-        is_absent = writer in ("ref", "teacher", "critic", "reward_model") and writer not in roles
-        if is_absent:
+        if known is not None and known.role and known.role not in roles:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} asks for the column {column!r}, which the role "
-                f"{writer!r} writes, and this run has no such role."
+                f"{known.role!r} writes, and this run has no such role."
             )
         if known is None and column not in models:
             columns = [each.name for each in COLUMNS.values() if each.dtype != "object"]

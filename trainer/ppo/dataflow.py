@@ -8,17 +8,15 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
-from trainer.groups.worker_groups import worker_class
 from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.correct_rollout import columns_of_correction
-from trainer.ppo.quantization import measures_reference
-from trainer.ppo.sizes import values_role
+from trainer.ppo.mismatch import measures_reference
+from trainer.ppo.roles import declaring_class, scorings_of
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of, rm_column
@@ -26,8 +24,6 @@ from workers.config import model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
 from workers.losses.registry import get_policy_loss, token_chooser
 
-OWN_POOL = "?"
-"""Where the code of a subclass runs: it may call any role."""
 REUSE_NOTICE = (
     "notice: old log-probs are not computed in a pass of their own: an update is one optimizer "
     "step on samples of the current policy, so its own forward pass gives them"
@@ -66,26 +62,12 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     )
 
 
-STAGE_METHODS = {
-    "gen": (
-        "make_samples",
-        "generate",
-        "greedy_scores",
-        "roll_out",
-        "ask_rollout",
-        "with_rewards",
-        "launch_rewards",
-        "balance",
-        "number_rows",
-        "call",
-        "needed",
-    ),
-    "score": ("score", "read_samples", "launch_rewards", "policy_is_current", "call", "needed"),
-    "adv": ("estimate",),
-    "update": ("update", "policy_is_current", "call", "needed"),
-    "update_weights": ("sync", "send_weights"),
-}
-"""Stage of `PPOTrainer.step` -> the trainer's methods that make it up."""
+STAGES = frozenset(
+    "step make_samples generate greedy_scores roll_out ask_rollout with_rewards launch_rewards "
+    "balance number_rows score read_samples estimate update sync send_weights call needed "
+    "policy_is_current".split()
+)
+"""The methods of a trainer that make the calls of a step."""
 
 
 @dataclass(frozen=True)
@@ -99,33 +81,14 @@ class Node:
     writes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class OwnStage:
-    """A stage that a subclass overrides, wholly or around the one it inherits."""
-
-    name: str
-    """`Class.method`, of the override."""
-    keeps_inherited: bool
-    """Whether the override calls the method that it overrides."""
-
-
-def own_stages(trainer_cls: type, base: type) -> dict[str, OwnStage]:
-    """The stages in which `trainer_cls` does not run the methods of `base`."""
-    found = {}
-    for stage, methods in STAGE_METHODS.items():
-        for method in ("step", *methods):
-            function = getattr(trainer_cls, method)
-            if function is not getattr(base, method):
-                keeps = method != "step" and _calls_inherited(function, method)
-                found[stage] = OwnStage(function.__qualname__, keeps)
-                break
+def own_stages(trainer_cls: type, base: type) -> list[str]:
+    """`Class.method` of every part of the step that `trainer_cls` does not have from `base`."""
+    found = []
+    for name in sorted(STAGES):
+        method = getattr(trainer_cls, name)
+        if method is not getattr(base, name):
+            found.append(method.__qualname__)
     return found
-
-
-def _calls_inherited(function: Any, method: str) -> bool:
-    """Whether a method's code names `super().method`."""
-    code = function.__code__
-    return "__class__" in code.co_freevars and method in code.co_names
 
 
 @dataclass
@@ -133,7 +96,6 @@ class Graph:
     """The nodes of a step, put together stage by stage."""
 
     config: PPOConfig
-    own: Mapping[str, OwnStage]
     nodes: list[Node] = field(default_factory=list)
 
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
@@ -141,58 +103,25 @@ class Graph:
         mapping = expand_roles(self.config.role_mapping)
         pools = [pool for each, pool in mapping.items() if self.config.kind_of(each) == role]
         if pools:
-            reads = reads_of(worker_class(self.config, role), method) or ("responses",)
+            reads = reads_of(declaring_class(self.config, role), method) or ("responses",)
             pool = ", ".join(dict.fromkeys(pools))
-            self._add(Node(stage, f"{role}.{method}", pool, reads, writes))
+            self.nodes.append(Node(stage, f"{role}.{method}", pool, reads, writes))
 
     def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
         """Add what the driver computes itself."""
-        self._add(Node(stage, name, "driver", tuple(reads), writes))
-
-    def _add(self, node: Node) -> None:
-        """Add a node, unless an override replaces its stage: then that has what the node writes."""
-        own = self.own.get(node.stage)
-        if own is None or own.keeps_inherited:
-            self.nodes.append(node)
-            return
-
-        name = own_name(own)
-        reads, writes = node.reads, node.writes
-        if self.nodes and self.nodes[-1].name == name:
-            last = self.nodes.pop()
-            reads, writes = last.reads + reads, last.writes + writes
-        outside = tuple(dict.fromkeys(column for column in reads if column not in writes))
-        self.nodes.append(Node(node.stage, name, OWN_POOL, outside, writes))
-
-    def end_stage(self, stage: str) -> None:
-        """Add what a subclass does around the stage that it inherits."""
-        own = self.own.get(stage)
-        if own is not None and own.keeps_inherited:
-            inherited = [node for node in self.nodes if node.stage == stage]
-            reads = tuple(column for node in inherited for column in node.writes)
-            self.nodes.append(Node(stage, own_name(own), OWN_POOL, reads, ()))
+        self.nodes.append(Node(stage, name, "driver", tuple(reads), writes))
 
 
-def own_name(own: OwnStage) -> str:
-    """How an override is called in the graph."""
-    return f"own {own.name}"
-
-
-def step_nodes(config: PPOConfig, own: Mapping[str, OwnStage] | None = None) -> list[Node]:
+def step_nodes(config: PPOConfig) -> list[Node]:
     """The calls of a step in the order in which the driver launches them."""
-    graph = Graph(config, own or {})
+    graph = Graph(config)
     _add_generation(graph)
-    graph.end_stage("gen")
     _add_scoring(graph)
-    graph.end_stage("score")
     _add_advantages(graph)
-    graph.end_stage("adv")
     _add_update(graph)
-    graph.end_stage("update")
     graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
     if config.actor_rollout_ref.ref.update_every is not None:
         graph.on_driver("update_weights", "update_reference", ("actor weights",), "ref weights")
-    graph.end_stage("update_weights")
     return graph.nodes
 
 
@@ -220,15 +149,10 @@ def _add_scoring(graph: Graph) -> None:
 
 
 def _add_readings(graph: Graph, stage: str) -> None:
-    """What frozen models and the critic say of the samples, of those that do it in this stage."""
-    values = values_role(graph.config)
-    for role, method, column in (
-        ("ref", "compute_ref_log_prob", "ref_log_prob"),
-        ("teacher", "compute_teacher_log_prob", "teacher_log_prob"),
-        (values, "compute_values", "values"),
-    ):
-        if graph.config.reads_in(role) == stage:
-            graph.on_role(stage, role, method, column)
+    """What other roles say of the samples, of those that do it in this stage."""
+    for scoring in scorings_of(graph.config):
+        if scoring.stage == stage:
+            graph.on_role(stage, scoring.role, scoring.method, *scoring.writes)
 
 
 def _add_rewards(graph: Graph, stage: str) -> None:
@@ -278,17 +202,13 @@ def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tuple[Node, Node]]:
-    """Pairs of one stage of which neither waits for the other: they overlap on different pools.
-
-    Of what a subclass calls by itself nothing is known, so it is in no pair.
-    """
+    """Pairs of one stage of which neither waits for the other: they overlap on different pools."""
     waits: dict[str, set[str]] = {}
     for node in nodes:
         waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
 
     pairs = []
-    known = [node for node in nodes if node.pool != OWN_POOL]
-    for first, second in combinations(known, 2):
+    for first, second in combinations(nodes, 2):
         if first.stage == second.stage and first.name not in waits[second.name]:
             pairs.append((first, second))
     return pairs
@@ -315,14 +235,14 @@ def _in_words(group: Sequence[Node]) -> str:
 def describe(
     config: PPOConfig,
     max_columns: int | None = None,
-    own: Mapping[str, OwnStage] | None = None,
+    own: Sequence[str] = (),
 ) -> str:
     """The graph in words: what each call waits for, which overlap, which take turns.
 
-    The table is no wider than `max_columns`. Stages that a subclass overrides are called its own.
+    The table is no wider than `max_columns`. `own` are the stages that a subclass overrides.
     Bookkeeping columns such as the attention mask come with the tokens and are not drawn.
     """
-    nodes = step_nodes(config, own)
+    nodes = step_nodes(config)
     after = edges(nodes)
     rows = [("stage", "call", "pool", "after")]
     for node in nodes:
@@ -342,4 +262,6 @@ def describe(
             lines.append(STEP_1_NOTICE)
     if config.algorithm.rollout_correction.bypass_mode:
         lines.append(BYPASS_NOTICE)
+    if own:
+        lines.append(f"notice: the graph is PPO's; {', '.join(own)} may call more, or other roles")
     return "\n".join(lines)

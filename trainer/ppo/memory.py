@@ -9,11 +9,11 @@ from trainer.groups.nodes import joined_cluster
 from trainer.memory import (
     check_fit,
     held_memory,
-    held_model,
     memory_of_this_gpu,
     memory_table,
 )
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import rows_of
 from trainer.ppo.update_samples import longest_row
 from verl_like.errors import ConfigError
@@ -37,7 +37,7 @@ def role_memories(
     config: PPOConfig, device_type: str, device_bytes: int | None = None
 ) -> list[RoleMemory]:
     """Of every role with a model."""
-    pools, found = expand_roles(config.role_mapping), []
+    pools, models, found = expand_roles(config.role_mapping), models_of(config), []
     lora = config.actor_rollout_ref.model.lora_rank > 0
     for role, pool in pools.items():
         beside_actor = pool == pools["actor"]
@@ -55,9 +55,9 @@ def role_memories(
             )
         elif role == "ref" and lora and beside_actor:
             continue  # the actor's own module with its adapters off
-        elif held := held_model(config.of_role(role), role):
+        elif role in models:
             largest = LargestPass(*tokens_at_once(config, role))
-            found.append(held_memory(config, role, held, device_type, largest))
+            found.append(held_memory(config, role, models[role], device_type, largest))
     return found
 
 

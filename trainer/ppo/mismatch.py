@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
-from workers.columns import read_columns
+from workers.columns import has_column, read_columns
 from workers.losses.mismatch import MismatchGauge
 from workers.models.precision import name_of, precision_of, rollout_dtype
 
@@ -120,3 +121,25 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
             dtype=name_of(min(types, key=lambda dtype: dtype.itemsize)),
         )
     )
+
+
+def measures_reference(config: PPOConfig, step: int) -> bool:
+    """Whether this step tells how far an int8 reference is off: before the actor has moved."""
+    return (
+        step == 1
+        and "ref" in config.role_mapping
+        and bool(config.actor_rollout_ref.ref.quantization)
+    )
+
+
+def reference_drift(batch: DataProto, config: PPOConfig, step: int) -> dict[str, float]:
+    """At the first step, the mean |log-prob by the reference - by the actor| of a token.
+
+    Both have the same weights then, and the actor's are not rounded.
+    """
+    if not measures_reference(config, step) or not has_column(batch, "old_log_probs"):
+        return {}
+    columns = read_columns(batch, "ref_log_prob", "old_log_probs", "response_mask")
+    gaps = (columns["ref_log_prob"] - columns["old_log_probs"]).abs().double()
+    inside = columns["response_mask"] != 0
+    return {"ref/quantization_log_prob_diff_mean": float(gaps[inside].mean())}

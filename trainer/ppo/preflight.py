@@ -8,23 +8,23 @@ from trainer.config.offload import check_offload, device_type_of
 from trainer.memory import memory_of_this_gpu
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
+from trainer.ppo.roles import models_of
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
-from workers.config import critic_model
 from workers.models.memory_shapes import check_adapter
 from workers.models.tokenizers import check_same_tokenizer
 
 
 def preflight(config: PPOConfig) -> None:
     """Refuse models that are not there or too short, engines and offloads that are not there."""
-    check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
-    check_adapter(config.actor_rollout_ref.model, "token")
-    if "critic" in config.role_mapping:
-        check_model(config, "critic.model.path", config.critic.model.path)
-        check_adapter(critic_model(config), "scalar")
-    if "teacher" in config.role_mapping:
-        teacher = config.distillation.teacher_model.model_path
-        check_model(config, "distillation.teacher_model.model_path", teacher)
-        check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
+    policy = config.actor_rollout_ref.model.path
+    for role, model in models_of(config).items():
+        if model.head == "score":
+            continue  # check_reward_models knows its key
+        check_model(config, model.key, model.model.path)
+        if model.trains:
+            check_adapter(model.model, model.head)
+        elif model.head == "token":
+            check_same_tokenizer(model.model.path, policy, role)
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         from workers.training.router_loss import check_routers  # with the engine: a second
 
@@ -43,12 +43,11 @@ def plan_memory(config: PPOConfig) -> None:
 
 
 def _check_offload(config: PPOConfig) -> None:
-    policy, critic = config.actor_rollout_ref, config.critic
-    sections: dict[str, tuple[str, Any]] = {
-        "actor_rollout_ref.actor": (policy.actor.strategy, policy.actor.fsdp_config),
-        "actor_rollout_ref.ref": ("", policy.ref.fsdp_config),
-        "distillation.teacher_model": ("", config.distillation.teacher_model.fsdp_config),
-    }
-    if "critic" in config.role_mapping:
-        sections["critic"] = (critic.strategy, critic.model.fsdp_config)
-    check_offload(config.trainer, sections, {"critic": "critic.model"})
+    sections: dict[str, tuple[str, Any]] = {}
+    elsewhere = {}
+    for model in models_of(config).values():
+        section = model.section.removesuffix(".model")
+        if section and (model.trains or section not in sections):
+            sections[section] = (model.strategy if model.trains else "", model.fsdp)
+            elsewhere[section] = model.section
+    check_offload(config.trainer, sections, elsewhere)

@@ -17,11 +17,6 @@ CRITIC_COPY = "critic_copy"
 """The role of a frozen copy of the critic, where samples get their values as they are made."""
 
 
-def values_role(config: PPOConfig) -> str:
-    """The role that predicts the values which advantages are computed from."""
-    return CRITIC_COPY if CRITIC_COPY in config.role_mapping else "critic"
-
-
 @dataclass(frozen=True)
 class Row:
     """One part of a step.
@@ -38,11 +33,12 @@ class Row:
 
 def rows_of(config: PPOConfig) -> list[Row]:
     """The parts of a step in order, of the roles of this run."""
+    from trainer.ppo.roles import models_of, scorings_of  # with torch, which a recipe is without
+
     policy, critic = config.actor_rollout_ref, config.critic
-    teacher = config.distillation.teacher_model
     actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
 
-    def cut(samples: int, tokens: int | None = None) -> tuple[int | None, int]:
+    def cut(samples: int | None, tokens: int | None = None) -> tuple[int | None, int]:
         return None if actor.use_dynamic_bsz else samples, tokens or tokens_per_pass(config)
 
     critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
@@ -50,13 +46,15 @@ def rows_of(config: PPOConfig) -> list[Row]:
     def reads(part: str, role: str, samples: int | None, tokens: int = 0) -> Row:
         return Row(part, role, config.prompts_per_call(role), samples, tokens)
 
+    models = models_of(config)
     old_log_probs = cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
     parts = [
         reads("generate", "rollout", _max_num_seqs(config, "rollout")),
         reads("old log-probs", "actor", *old_log_probs),
-        reads("reference", "ref", *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
-        reads("teacher", "teacher", *cut(teacher.log_prob_micro_batch_size_per_gpu)),
-        reads("values", values_role(config), *critic_cut),
+        *(
+            reads(each.part, each.role, *cut(models[each.role].rows, models[each.role].tokens))
+            for each in scorings_of(config)
+        ),
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
         Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),
     ]

@@ -11,6 +11,7 @@ around a step is `trainer.loop.Trainer`, what a run has beside its step is `trai
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,9 +32,9 @@ from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, ow
 from trainer.ppo.distillation import distill
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.memory import plan_text
-from trainer.ppo.mismatch import mismatch_metrics
-from trainer.ppo.quantization import measures_reference, reference_drift
+from trainer.ppo.mismatch import measures_reference, mismatch_metrics, reference_drift
 from trainer.ppo.rewards import apply_kl_penalty, clamp_scores
+from trainer.ppo.roles import Scoring, scorings_of
 from trainer.ppo.run import PPORun
 from trainer.ppo.sample_source import Draw
 from trainer.ppo.sizes import batch_table
@@ -164,14 +165,16 @@ class PPOTrainer(PPORun):
             wanted = columns_read(self.config.algorithm.adv_estimator)
             squares = {"sum_pi_squared": True} if "sum_pi_squared" in wanted else {}
             calls.append(self.call("actor", "compute_log_prob", batch, **squares))
-        if "ref" in self.groups and not has_column(batch, "ref_log_prob"):
-            calls.append(self.call("ref", "compute_ref_log_prob", batch))
-        if "teacher" in self.groups:
-            calls.append(self.call("teacher", "compute_teacher_log_prob", batch))
-        if "critic" in self.groups and not has_column(batch, "values"):
-            calls.append(self.call("critic", "compute_values", batch))
+        for scoring in self.scorings:
+            if scoring.role in self.groups and not has_column(batch, scoring.column):
+                calls.append(self.call(scoring.role, scoring.method, batch))
 
         return join_results(batch, gather(*calls))
+
+    @functools.cached_property
+    def scorings(self) -> list[Scoring]:
+        """What roles say of the samples."""
+        return scorings_of(self.config)
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Scores to rewards (less the KL, if that is asked for) to advantages; or a teacher's."""

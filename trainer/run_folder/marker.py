@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainer.run_folder.starts import installed_versions
@@ -18,13 +19,13 @@ from verl_like.files import (
     file_fault,
     fingerprint,
     read_json_object,
-    refuse_other_form,
+    refuse_other_facts,
     write_whole,
 )
 from workers.training.manifest import MANIFEST, refuse_missing
 
 MARKER = "commit.json"
-FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions": dict}
+OBJECTS = ("config", "inputs", "versions")
 
 
 def committed(folder: Path) -> list[int]:
@@ -46,7 +47,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER
     try:
         marker = read_json_object(path)
-        refuse_other_form(marker, FORM)
+        _refuse_other_form(marker)
     except FileNotFoundError as error:
         what = (
             "it was never committed (no commit.json)"
@@ -60,6 +61,17 @@ def read_marker(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     return marker
+
+
+def _refuse_other_form(marker: dict[str, Any]) -> None:
+    """A ValueError where it is not what a run writes."""
+    step = marker.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step is {step!r:.40}, not the number of a step")
+    refuse_other_facts(marker.get("files"))
+    for name in OBJECTS:
+        if not isinstance(marker.get(name), dict):
+            raise ValueError(f"{name} is {marker.get(name)!r:.40}, not an object")
 
 
 def refuse_damaged(folder: Path) -> None:
@@ -79,7 +91,7 @@ def write_marker(
     step: int,
     config: dict[str, Any],
     inputs: dict[str, str],
-    known: Mapping[str, Any],
+    known: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Mark what is in `part` as complete: all its files are there.
 

@@ -199,9 +199,12 @@ class Worker:
         """
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return self.get_master_addr_port()[0] if self._facts.master else "127.0.0.1", int(
-                probe.getsockname()[1]
-            )
+            port = int(probe.getsockname()[1])
+        if self._facts.master is None:
+            return "127.0.0.1", port
+        with socket.socket(type=socket.SOCK_DGRAM) as towards:
+            towards.connect(self._facts.master)  # sends nothing: it only chooses the interface
+            return str(towards.getsockname()[0]), port
 
     def get_cuda_visible_devices(self) -> str:
         """The devices this process may see, as CUDA names them."""
@@ -252,10 +255,6 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this rank's result is the one to collect on a mesh."""
-        return self._place_on(mesh_name)[1]
-
-    def query_collect_info(self, mesh_name: str) -> bool:
         """Whether this rank's result is the one to collect on a mesh."""
         return self._place_on(mesh_name)[1]
 

@@ -12,7 +12,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
-from workers.columns import drawn_from
+from workers.columns import SEQUENCES, batch_columns, drawn_from
 from workers.config import shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, agg_loss
@@ -81,6 +81,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
             trains=True,
             has_average=own.ema_decay is not None,
             saved=own.checkpoint.save_contents,
+            section="actor_rollout_ref.actor",
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -93,6 +94,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(reads=SEQUENCES)
     def compute_log_prob(self, data: DataProto) -> Result:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
 
@@ -111,6 +113,13 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         return Result(DataProto.from_dict(columns), mfu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    @batch_columns(
+        reads=(
+            *(*SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
+            *("rollout_log_probs", "rollout_truncated_log_probs", "rollout_is_weights"),
+            "chosen_tokens",
+        )
+    )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
         """One PPO update over the batch; gives metrics that, but for perf/, every rank agrees on.
 

@@ -10,6 +10,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
 from verl_like.process.worker import Worker
+from workers.columns import SEQUENCES, batch_columns
 from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
@@ -63,6 +64,9 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
             "scalar",
             trains=True,
             saved=own.checkpoint.save_contents,
+            section="critic.model",
+            rows=own.ppo_micro_batch_size_per_gpu,
+            tokens=own.ppo_max_token_len_per_gpu,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -76,6 +80,7 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`: entry j is read at the position before response token j.
 
@@ -85,6 +90,7 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
         return DataProto.from_dict(columns)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> Metrics:
         """One update towards the returns; gives metrics, which but for perf/ all ranks share."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:

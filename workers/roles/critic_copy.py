@@ -15,6 +15,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
+from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.roles.critic import CriticWorker, value_budget
 from workers.training.refresh import FollowingEngine
@@ -45,6 +46,7 @@ class CriticCopyWorker(WeightReceiver, Worker):
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` as the critic writes them, and `value_version`, that of the weights."""
         version = self.engine.version

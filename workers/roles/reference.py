@@ -14,6 +14,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
+from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
@@ -31,6 +32,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
     """Scores responses under the weights that training started from, or under later ones."""
 
     engine: Any
+    is_frozen = True
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
@@ -56,6 +58,8 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
             quantization=own.quantization,
             has_average=follows and own.ema_decay > 0,
             saved=("model",) if follows else (),
+            section="actor_rollout_ref.ref",
+            rows=own.log_prob_micro_batch_size_per_gpu,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -71,6 +75,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
             self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(reads=SEQUENCES, scores_as="reference")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):

@@ -13,7 +13,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
-from workers.columns import as_responses
+from workers.columns import SEQUENCES, as_responses, batch_columns
 from workers.config import ModelConfig, RewardConfig, model_rewards
 from workers.memory import HeldModel
 from workers.models.tokenizers import check_same_tokenizer
@@ -29,6 +29,8 @@ class RewardModelWorker(Worker):
 
     So padding does not change it.
     """
+
+    is_frozen = True
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
@@ -56,6 +58,7 @@ class RewardModelWorker(Worker):
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(reads=SEQUENCES)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores`: the sample's score at its last response token, zero elsewhere.
 

@@ -28,7 +28,7 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
-from workers.columns import require
+from workers.columns import NAMED, batch_columns, require
 from workers.models.folder import generation_eos
 from workers.rollout.base import SamplingParams
 from workers.rollout.batches import REQUEST, oldest_versions, sample_columns, samples_of
@@ -83,6 +83,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self.engine = build_engine(self._whole_config, self)
 
     @register(dispatch_mode=SPLIT, readonly=True)
+    @batch_columns(reads=("input_ids", "attention_mask", "position_ids", *NAMED))
     def generate_sequences(self, data: DataProto) -> DataProto:
         """One response per row, or the rest of one, where the rows are unfinished samples.
 

@@ -19,6 +19,8 @@ from workers.rollout.build import StandbyEngine
 class SamplerWorker(RolloutWorker):
     """Generates with a model that stays as it is; its samples are of version 0."""
 
+    is_frozen = True
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the engine, with the folder's weights."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
+from workers.columns import SEQUENCES, Column, batch_columns
 from workers.config import teacher_model
 from workers.memory import HeldModel
 from workers.roles.actor import log_prob_temperature
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 class TeacherWorker(Worker):
     """Scores the student's responses, token by token, under weights of its own."""
+
+    is_frozen = True
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
@@ -38,6 +41,8 @@ class TeacherWorker(Worker):
             own.fsdp_config,
             config.actor_rollout_ref.actor.strategy,
             quantization=own.quantization,
+            section="distillation.teacher_model",
+            rows=own.log_prob_micro_batch_size_per_gpu,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -46,6 +51,11 @@ class TeacherWorker(Worker):
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(
+        reads=SEQUENCES,
+        writes=[Column("teacher_log_prob", "[rows, R]", "float32", role="teacher")],
+        scores_as="teacher",
+    )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """`teacher_log_prob` of the responses."""
         outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)

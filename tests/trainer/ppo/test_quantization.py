@@ -15,7 +15,7 @@ from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.explain import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
-from trainer.ppo.quantization import reference_drift
+from trainer.ppo.mismatch import reference_drift
 from trainer.ppo.recipe import needs_correction
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,21 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.verl_like.groups import start
 from tests.verl_like.hybrid_workers import Hybrid
-from verl_like import DataProto, DataProtoFuture, Scatter, Worker, create_colocated_worker_raw_cls
+from verl_like import (
+    DataProto,
+    DataProtoFuture,
+    RayClassWithInitArgs,
+    Scatter,
+    Worker,
+    create_colocated_worker_raw_cls,
+)
 from verl_like.batch.tensordict_rows import TensorDictRows
 from verl_like.calls import dispatch
 from verl_like.calls.pieces import collect_dataproto
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import ConfigError, DispatchError, PlacementError
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.worker import construction
 
 BACKENDS = [("inline", 1), ("child", 2), pytest.param(("ray", 2), marks=pytest.mark.ray)]
 
@@ -77,6 +87,33 @@ def test_workers_find_their_place_in_the_environment(group) -> None:
         assert group.execute_all_sync("getenv", name) == [str(size)] * size
     if size > 1:
         assert group.execute_all_sync("getenv", key="MINE") == ["7"] * size
+
+
+def test_a_free_port_is_on_the_rank_s_own_machine(group) -> None:
+    for address, port in group.execute_all_sync("get_available_master_addr_port"):
+        with socket.socket() as taken:
+            taken.bind((address, port))
+
+
+def test_an_address_is_of_the_machine_that_is_asked_not_of_rank_zero_s() -> None:
+    facts = ProcessFacts(rank=1, world_size=2, master=("127.9.9.9", 29500))
+    with construction(facts, {}):
+        address, _ = Worker().get_available_master_addr_port()
+    assert address.startswith("127.")
+    assert address != "127.9.9.9"
+
+
+def test_a_worker_finds_its_siblings_by_verl_s_name() -> None:
+    alone = Worker()
+    with construction(ProcessFacts(rank=0, world_size=1), {"alone": alone}):
+        assert Worker().get_fused_worker_by_name("alone") is alone
+        assert Worker().get_fused_worker_by_name("nobody") is None
+
+
+def test_custom_resources_are_options_of_the_actor() -> None:
+    made = RayClassWithInitArgs(Worker)
+    made.set_additional_resource({"tpu": 1.0})
+    assert made.options == {"resources": {"tpu": 1.0}}
 
 
 def test_a_mesh_is_taken_over_from_a_worker_within(group) -> None:

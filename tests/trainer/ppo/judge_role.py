@@ -1,0 +1,65 @@
+"""A frozen role that scores samples, as a new one is written: a class, and its section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.ppo.config import PPOConfig
+from verl_like import DataProto, Dispatch, Worker, register
+from verl_like.config_key import key
+from workers.columns import SEQUENCES, Column, batch_columns
+from workers.memory import HeldModel
+from workers.training.engine import TrainEngine
+from workers.training.microbatch import pass_budget
+
+
+@dataclass(kw_only=True)
+class JudgeConfig:
+    """The judge."""
+
+    path: str = key("", allows="a folder")
+    """Its model."""
+    rows: int = key(3, above=0)
+    """Samples of a pass."""
+
+
+@dataclass(kw_only=True)
+class ConfigWithJudge(PPOConfig):
+    """A PPO run with a judge."""
+
+    judge: JudgeConfig = key(factory=JudgeConfig)
+    """The judge."""
+
+
+class JudgeWorker(Worker):
+    """Says how likely it finds every token."""
+
+    is_frozen = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.budget = pass_budget(config, config.judge.rows)
+        self.engine = self.held_model(config, self.role).engine(TrainEngine)
+
+    @classmethod
+    def held_model(cls, config: Any, role: str) -> HeldModel:
+        """The folder's model, as the policy's is held."""
+        model = replace(config.actor_rollout_ref.model, path=config.judge.path)
+        return HeldModel("judge.path", model, rows=config.judge.rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load it."""
+        self.engine.build(self)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @batch_columns(
+        reads=SEQUENCES,
+        writes=[Column("judge_log_prob", "[rows, R]", "float32", role="judge")],
+        scores_as="judge",
+    )
+    def compute_judge_log_prob(self, data: DataProto) -> DataProto:
+        """`judge_log_prob` of the responses."""
+        outputs = self.engine.forward_rows(data, self.budget)
+        return DataProto.from_dict({"judge_log_prob": outputs["log_probs"]})

@@ -1,0 +1,77 @@
+"""A new frozen role is its class, its section and an entry: all else follows from the class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from tests.trainer.ppo.judge_role import ConfigWithJudge, JudgeWorker
+from trainer import PPOTrainer, load_config, run
+from trainer.ppo.dataflow import describe, step_nodes
+from trainer.ppo.memory import role_memories
+from trainer.ppo.preflight import preflight
+from trainer.ppo.recipe import PPO
+from trainer.ppo.sizes import batch_table
+from verl_like.errors import ConfigError
+from workers.columns import COLUMNS, reads_of
+
+METHOD = "judge.compute_judge_log_prob"
+
+
+class Recorded(PPOTrainer):
+    """Keeps the calls of its step, the columns of its batch, and what can be replaced."""
+
+    calls_of_step: list[str]
+    columns: list[str]
+    replaceable: frozenset[str]
+
+    def estimate(self, batch: Any) -> Any:
+        Recorded.columns = list(batch.batch.keys())
+        return super().estimate(batch)
+
+    def on_step_end(self, metrics: dict[str, float]) -> None:
+        calls = [call for call in self.calls if call["stage"] == "score"]
+        Recorded.calls_of_step = [f"{call['role']}.{call['method']}" for call in calls]
+        Recorded.replaceable = self.replaceable_roles()
+
+
+def config_with_judge(tiny: Path, folder: Path, *more: str) -> ConfigWithJudge:
+    entry = (
+        "+role_workers.judge=tests.trainer.ppo.judge_role.JudgeWorker",
+        "+role_mapping.judge=global_pool",
+        f"judge.path={tiny}/model",
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+    )
+    settings = overrides(tiny, folder, "placement=colocate", "trainer.backend=local", *entry, *more)
+    return load_config(settings, replace(PPO, schema=ConfigWithJudge))
+
+
+def test_the_plan_of_a_run_has_it(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_with_judge(tiny_dir, tmp_path)
+    (node,) = [node for node in step_nodes(config) if node.name == METHOD]
+    assert (node.stage, node.pool, node.writes) == ("score", "global_pool", ("judge_log_prob",))
+    assert METHOD in describe(config)
+    (row,) = [line.split() for line in batch_table(config).splitlines() if "judge" in line]
+    assert row[:4] == ["judge", "1", "8", "16"]
+    assert row[-2] == "3"
+    memories = {memory.role: memory for memory in role_memories(config, "cpu")}
+    assert memories["judge"].weights == memories["ref"].weights > 0
+    assert COLUMNS["judge_log_prob"].written_by == METHOD
+    assert reads_of(JudgeWorker, "compute_judge_log_prob") == node.reads
+
+
+def test_a_step_asks_it_and_it_can_be_replaced(tiny_dir: Path, tmp_path: Path) -> None:
+    run(config_with_judge(tiny_dir, tmp_path, "trainer.total_training_steps=1"), Recorded)
+    assert METHOD in Recorded.calls_of_step
+    assert "judge_log_prob" in Recorded.columns
+    assert "judge" in Recorded.replaceable
+
+
+def test_a_folder_that_is_not_there_is_refused_by_its_key(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_with_judge(tiny_dir, tmp_path, "judge.path=nowhere")
+    with pytest.raises(ConfigError, match="judge.path"):
+        preflight(config)
