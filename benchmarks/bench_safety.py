@@ -99,8 +99,8 @@ def without_hashes() -> list[Restore]:
 
 def without_watch() -> list[Restore]:
     """In the driver: an answer is waited for, and no more."""
-    from verl_like.calls.call_times import CallTimes
     from verl_like.calls.transport import Transport
+    from verl_like.calls.waiting import CallTimes
 
     return [
         swap(Transport, "lost_or_stopped", lambda self, ranks: {}),

@@ -17,6 +17,7 @@ of 256 tokens at most.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -73,7 +74,9 @@ def make(folder: Path) -> None:
 def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
     """`backend=local`: the command line's own way in."""
     from trainer import load_config, run
+    from verl_like.process.environment import OWN_PROCESS
 
+    os.environ.setdefault(OWN_PROCESS, "1")
     with tempfile.TemporaryDirectory() as run_folder:
         overrides = [
             "trainer.backend=local",

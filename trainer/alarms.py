@@ -28,7 +28,6 @@ class Alarms:
     """
 
     def __init__(self, rules: Sequence[AlarmRule] = ()) -> None:
-        """Nothing has been said yet."""
         self.rules = rules
         self._first: dict[str, float] = {}
         self._next: dict[str, tuple[int, int]] = {}

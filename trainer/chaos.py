@@ -49,7 +49,6 @@ class Chaos:
     """The faults of one run, and what became of its steps."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Nothing has happened yet."""
         self.samples = SampleLedger()
         """Of the run's steps; a recipe counts."""
         self._settings = config.chaos

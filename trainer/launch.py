@@ -108,7 +108,6 @@ class Attempts:
         stop: StopSignals,
         chaos: Chaos,
     ) -> None:
-        """Nothing is started yet."""
         self.config, self._trainer_cls = config, trainer_cls
         self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
         self._restarts, self._alarms = Restarts(config, stop), Alarms(trainer_cls.alarm_rules)

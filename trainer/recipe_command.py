@@ -28,6 +28,7 @@ from trainer.config.compose import (
     register,
     schema_node,
 )
+from trainer.config.offload import device_type_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
@@ -36,6 +37,7 @@ from trainer.multirun import Sweep
 from verl_like.errors import ConfigError
 from verl_like.process.environment import OWN_PROCESS
 from verl_like.terminal import end_with_the_reader
+from workers.cpu.allocator import keep_freed_memory
 
 
 def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
@@ -55,24 +57,23 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
             end_with_the_reader()
             _show(recipe, [*given, *settings], own, options)
             return
-        jobs = jobs_of(settings) if options.multirun else [settings]
+        jobs = jobs_of(settings) if options.multirun else []
         for job in jobs:
-            known_settings(job, recipe, own)  # of no job is anything started then
+            known_settings(job, recipe, own)  # a mistyped key is refused before the first job
     except ConfigError as err:
         sys.exit(f"error: {err}")
 
+    if not options.multirun:
+        _run(_load(recipe, settings, own, given))
+        return
     sweep = Sweep()
     for number, job in enumerate(jobs):
-        if not options.multirun:
-            _run(_load(recipe, job, own, given))
-            continue
         with sweep.job(job) as noted:
             config = _load(recipe, job, own, given)
             noted.folder = Path(config.trainer.default_local_dir) / str(number)
             config.trainer.default_local_dir = str(noted.folder)
             _run(config)
-    if options.multirun:
-        sweep.close()
+    sweep.close()
 
 
 def is_setting(argument: str) -> bool:
@@ -129,15 +130,6 @@ def _run(config: RunConfig) -> None:
     with ending_in_words(config.trainer.default_local_dir):
         from trainer.launch import run
 
-        _keep_memory_on_cpu()
+        if device_type_of(config.trainer) == "cpu":
+            keep_freed_memory()  # the driver's batches come from the same memory in every step
         run(config)
-
-
-def _keep_memory_on_cpu() -> None:
-    """The driver's own batches come from the same memory in every step, as the workers' do."""
-    import torch
-
-    from workers.cpu.allocator import keep_freed_memory
-
-    if not torch.cuda.is_available():
-        keep_freed_memory()

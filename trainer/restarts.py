@@ -48,10 +48,7 @@ class Restarts:
     """Those of one run; `restarts.jsonl` of its folder has a line a restart."""
 
     def __init__(self, config: RunConfig, stop: StopSignals | None = None) -> None:
-        """None yet; `trainer.max_restarts` says how many there may be.
-
-        Where the run is told to `stop`, no pause is waited for.
-        """
+        """Where the run is told to `stop`, no pause is waited for."""
         self._config, self._made = config, 0
         self._stop = stop or StopSignals()
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
@@ -131,7 +128,7 @@ class Restarts:
     def resuming(self, config: Config) -> Config:
         """The configuration of the next attempt: it goes on from this run's own checkpoints."""
         again = copy.deepcopy(config)
-        if self._newest():
+        if committed(Path(self._config.trainer.default_local_dir)):
             again.trainer.resume_mode, again.trainer.resume_from_path = "auto", None
         return again
 
@@ -146,21 +143,14 @@ class Restarts:
         return None
 
     def _pause(self, seconds: float) -> None:
-        """Wait so long, or until the run is told to stop."""
         while seconds > 0 and not self._stop.received:
             time.sleep(min(seconds, LOOK_AGAIN_S))
             seconds -= LOOK_AGAIN_S
 
     def _write(self, step: int, **facts: Any) -> None:
-        """A line of the run folder's record."""
         time_of = datetime.now(UTC).isoformat(timespec="seconds")
         with self._record.open("a", encoding="utf-8") as file:
             file.write(json_line({"time": time_of, "step": step, **facts}))
-
-    def _newest(self) -> list[str]:
-        """The checkpoint that the next attempt goes on from, if there is one."""
-        folder = Path(self._config.trainer.default_local_dir)
-        return [f"global_step_{step}" for step in committed(folder)[-1:]]
 
 
 def wait_for_room(

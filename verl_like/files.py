@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,16 @@ def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
     if found["bytes"] != facts["bytes"]:
         return f"has {found['bytes']} bytes, was written with {facts['bytes']}"
     return f"has a crc32 of {found['crc32']:08x}, was written with {facts['crc32']:08x}"
+
+
+def refuse_other_form(found: Mapping[str, Any], form: Mapping[str, type]) -> None:
+    """A ValueError unless every name of `form` has a value of its type, and `files` is one of
+    fingerprints.
+    """
+    for name, kind in form.items():
+        if type(found.get(name)) is not kind:
+            raise ValueError(f"{name} is {found.get(name)!r:.40}, not of type {kind.__name__}")
+    refuse_other_facts(found.get("files"))
 
 
 def refuse_other_facts(files: Any) -> None:

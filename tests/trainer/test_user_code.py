@@ -10,7 +10,7 @@ import pytest
 
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
-from trainer.detached.samplers.registry import Sampler
+from trainer.detached.samplers import Sampler
 from trainer.launch import check_trainer
 from trainer.ppo import PPOTrainer
 from trainer.ppo.compute_advantage import check_columns

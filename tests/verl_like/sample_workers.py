@@ -22,7 +22,7 @@ from verl_like import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl_like.calls.own_threads import OWN_THREADS
+from verl_like.calls.progress import OWN_THREADS
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 

@@ -22,12 +22,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainer.detached.measured import measured_phases
 from trainer.detached.overlap import (
     Phases,
     Prediction,
     Setup,
-    one_step_ahead,
+    measured_phases,
     simulate,
     what_limits,
 )
@@ -107,20 +106,10 @@ def overlap(arguments: Sequence[str]) -> None:
 
 
 def predict(phases: Phases, setup: Setup, staleness: Sequence[int]) -> list[Row]:
-    """The synchronous run, the one a step ahead, and those of each staleness above 0."""
+    """The synchronous run, and those of each staleness above 0."""
     base = replace(setup, max_staleness=0)
     synchronous = simulate(phases, base)
-    ahead = one_step_ahead(phases, base)
-    rows = [
-        Row("synchronous", base, synchronous, 1.0, what_limits(phases, base)),
-        Row(
-            "one step ahead",
-            base,
-            ahead,
-            synchronous.seconds / ahead.seconds,
-            what_limits(phases, base, one_step_ahead),
-        ),
-    ]
+    rows = [Row("synchronous", base, synchronous, 1.0, what_limits(phases, base))]
     for bound in sorted({bound for bound in staleness if bound > 0}):
         bounded = replace(setup, max_staleness=bound)
         rows.append(_row(f"staleness {bound}", phases, bounded, synchronous.seconds))
@@ -224,7 +213,7 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
         phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
     fields = dict(zip(PHASES, ("generate", "score", "update", "sync"), strict=True))
     phases = replace(phases, **{fields[name]: seconds for name, seconds in given.items()})
-    if not (min(phases.generate) > 0 and min(phases.update) > 0):
+    if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
         raise ConfigError("generation and update take time: --gen and --update are above 0.")
     return phases, notes
 

@@ -5,7 +5,7 @@ says FAIL ends with the command that mends it. Takes 10 to 20 seconds; the exit 
 anything needed fails.
 
 With --model, for one model folder (or name on the hub) which path each part of a run takes and why:
-attention, packed or padded rows, rollout engines, fused CPU functions, the state that is loaded.
+attention, packed or padded rows, rollout engines, the state that is loaded.
 Only its config.json is needed.
 """
 

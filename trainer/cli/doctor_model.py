@@ -27,7 +27,7 @@ BEYOND_EVERY_LIMIT = 2**62
 
 
 def model_findings(path: str) -> Iterator[Finding]:
-    """Class, attention, rows in training, rollout, CPU functions and state of the model."""
+    """Class, attention, rows in training, rollout and state of the model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,6 @@ def _of_class(config: Any, model_cls: Any, device: torch.device) -> Iterator[Fin
         kind, reasons = prove_class(config, config._attn_implementation, tuple(WAYS))
         yield Finding("rows", _rows(kind, reasons))
         yield Finding("attention of rows", _attention(small, kind == "packed", device, dtype))
-        yield Finding("CPU functions", _fused(small))
         yield Finding("state", _state(small))
     yield _rollout(config)
 
@@ -90,14 +89,6 @@ def _attention(small: Any, packs: bool, device: torch.device, dtype: torch.dtype
 
     kernel, why_not = find_kernel("auto", device, dtype)
     return describe(small, packs, kernel, why_not).partition(": ")[2]
-
-
-def _fused(small: Any) -> str:
-    from workers.cpu.fused_ops import fused_ops
-
-    with fused_ops(small):
-        kinds = {type(child).__name__ for child in small.modules() if "forward" in vars(child)}
-    return f"{', '.join(sorted(kinds)) or 'none'}; on a CPU, the rest runs as the model has it"
 
 
 def _state(small: Any) -> str:

@@ -30,7 +30,7 @@ from trainer.config.offload import device_type_of
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.detached.config import DetachedConfig
-from trainer.detached.measured import measured_phases
+from trainer.detached.overlap import measured_phases
 from trainer.detached.plan import plan_lines, prediction_lines
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class

@@ -35,6 +35,7 @@ from pathlib import Path
 from verl_like.terminal import end_with_the_reader, fit, terminal_width
 
 RECIPES = {
+    "ppo": "trainer.ppo.recipe.PPO",
     "sft": "trainer.sft.recipe.SFT",
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
     "dpo": "trainer.preference.recipe.DPO",
@@ -43,7 +44,6 @@ RECIPES = {
 }
 """Commands of a recipe alone."""
 COMMANDS = {
-    "ppo": "trainer.main_ppo.main",
     **RECIPES,
     "explain": "trainer.cli.explain.main",
     "bench": "trainer.cli.bench.main",

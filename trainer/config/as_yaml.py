@@ -17,7 +17,7 @@ YES_AND_NO = ("y", "Y", "n", "N")
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes such texts."""
+    """Quotes texts that could be read as numbers."""
 
 
 def _text(dumper: Any, text: str) -> Any:

@@ -36,7 +36,8 @@ def _items(key: Key, value: Any) -> list[tuple[str, Any]]:
 
 
 def _check_value(key: Key, value: Any) -> None:
-    _check_filled(key, value)
+    if key.rules.required and not value:
+        raise ConfigError(f"{key.name} is empty: {key.rules.required}.")
     _check_registered(key, value)
     _check_choices(key, value)
     _check_range(key, value)
@@ -55,11 +56,6 @@ def _check_item(item: Any, prefix: str, config: RunConfig) -> None:
                     f"{named.name} is set, but nothing reads it: {missing}. Drop it, or change "
                     "that."
                 )
-
-
-def _check_filled(key: Key, value: Any) -> None:
-    if key.rules.required and not value:
-        raise ConfigError(f"{key.name} is empty: {key.rules.required}.")
 
 
 def _check_registered(key: Key, value: Any) -> None:
@@ -139,7 +135,7 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _check_pool_resources(config: RunConfig) -> None:
-    """They are of pools that there are, and do not contradict themselves."""
+    """`pool_resources` names pools of the run, with resources that go together."""
     for pool, resources in config.pool_resources.items():
         pools = config.resource_pool_spec
         if pool not in pools:

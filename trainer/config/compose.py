@@ -179,7 +179,7 @@ def _tree_of_files(
     recipe: Recipe[Any], presets: tuple[str, ...], own: OwnFiles | None, written: Stamps
 ) -> DictConfig:
     """What Hydra composes of the YAML files: the recipe's, of the presets, of the user."""
-    folders, name = [recipe.config_dir, *recipe.shared_folders], recipe.config_name
+    folders, name = recipe.folders, recipe.config_name
     if own is not None:
         if not own.folder.is_dir():
             raise ConfigError(f"--config-dir: the folder '{own.folder}' not found.")
@@ -259,7 +259,7 @@ def _file_names(own: OwnFiles | None) -> list[str]:
 
 
 def _stamps(recipe: Recipe[Any], own: OwnFiles | None) -> Stamps:
-    folders = [recipe.config_dir, *recipe.shared_folders, *([own.folder] if own else [])]
+    folders = [*recipe.folders, *([own.folder] if own else [])]
     files = sorted(path for folder in folders for path in folder.rglob("*.yaml"))
     return tuple((str(path), path.stat().st_mtime_ns) for path in files)
 

@@ -48,13 +48,13 @@ class Recipe(Generic[C]):
     """What composing and checking a configuration needs to know of a recipe."""
 
     name: str
-    """Its word in messages and on the command line; its schema is `<name>_schema` in YAML."""
+    """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""
     schema: type[C]
-    """Its config dataclass."""
+    """The dataclass of its configuration."""
     config_dir: Path
     """Folder of its YAML; files in `placement/` there are presets beside those of `placements`."""
     config_name: str
-    """Its YAML, without the ending."""
+    """Name of its YAML, without the ending."""
     placements: Placements
     """What `placement=<preset>` stands for."""
     inactive_roles: Callable[[Any], Mapping[str, str]] = _none_inactive
@@ -81,14 +81,14 @@ class Recipe(Generic[C]):
     """Folder of another recipe whose groups of presets it has, too."""
 
     def load_registries(self) -> None:
-        """Import them."""
+        """Import the modules of `registries`."""
         for module in self.registries:
             importlib.import_module(module)
 
     @property
     def groups(self) -> list[str]:
         """The groups of presets: `placement`, and every folder of YAML beside the recipe's own."""
-        files = (path for folder in self._folders for path in folder.glob("*/*.yaml"))
+        files = (path for folder in self.folders for path in folder.glob("*/*.yaml"))
         return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
@@ -96,18 +96,14 @@ class Recipe(Generic[C]):
 
         Empty where there is no such group.
         """
-        folders = [folder / group for folder in self._folders if (folder / group).is_dir()]
+        folders = [folder / group for folder in self.folders if (folder / group).is_dir()]
         files = [path.stem for folder in folders for path in folder.glob("*.yaml")]
         return sorted({*files, *(self.placements if group == "placement" else ())})
 
     @property
-    def shared_folders(self) -> list[Path]:
-        """Where its groups of presets are, too."""
-        return [self.shares_presets_of] if self.shares_presets_of else []
-
-    @property
-    def _folders(self) -> list[Path]:
-        return [self.config_dir, *self.shared_folders]
+    def folders(self) -> list[Path]:
+        """Where its YAML is, and where its groups of presets are, too."""
+        return [self.config_dir, *([self.shares_presets_of] if self.shares_presets_of else [])]
 
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:

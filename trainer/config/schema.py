@@ -40,7 +40,7 @@ def check_tracker(tracker: Any, subject: str) -> None:
 
 
 def check_tracker_methods(tracker: Any, subject: str) -> None:
-    """Of a class, or of an object."""
+    """Refuse a class, or an object, without a tracker's two methods."""
     for name, call in (("write", Call("metrics", "step")), ("close", Call())):
         if not hasattr(tracker, name):
             raise ConfigError(
@@ -74,7 +74,7 @@ class TrainerConfig:
     stop_at: dict[str, float] = key(factory=dict, allows="metric: value", may_change_on_resume=True)
     """Metric -> value: the run ends with the first step in which one of them is reached."""
     nnodes: int = key(1, above=0, may_change_on_resume=True)
-    """Machines."""
+    """Number of machines."""
     n_gpus_per_node: int = key(1, above=0, may_change_on_resume=True)
     """Devices per machine; where there is no GPU, process slots."""
     backend: str = key("ray", choices=("ray", "local", "torchrun"), may_change_on_resume=True)
@@ -184,7 +184,7 @@ class RunConfig:
     trainer: TrainerConfig = key(factory=TrainerConfig)
     """The run."""
     ray: RayConfig = key(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
-    """Cluster."""
+    """The Ray cluster."""
     watch: dict[str, float] = key(
         factory=Deadlines.settings,
         allows=", ".join(f"{name} above 0" for name in Deadlines.settings()),

@@ -82,7 +82,7 @@ def _imported_by(file: Path) -> Iterator[Path]:
 
 
 def _files_of_module(names: list[str], importer: Path) -> Iterator[Path]:
-    """Those of a module of the user's and of the packages around it, by its dotted name.
+    """The files of a module of the user's and of the packages around it, by its dotted name.
 
     One that is on no path is looked for beside its importer, which may add that folder itself.
     """
@@ -100,7 +100,7 @@ def _files_of_module(names: list[str], importer: Path) -> Iterator[Path]:
 
 
 def _files_below(place: Path, names: list[str]) -> Iterator[Path]:
-    """Those of the modules with these names, one in the other; the last may be no module."""
+    """The files of nested modules with these names; the last name may be no module."""
     for name in [*names, ""]:
         file = place / "__init__.py" if place.is_dir() else place
         if file.is_file():

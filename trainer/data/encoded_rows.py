@@ -6,7 +6,6 @@ Rows of large files are kept in the cache on disk; later runs have arrays that a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,16 +16,13 @@ from numpy.typing import NDArray
 
 from trainer.data import cache
 from trainer.data.cache import Table, cached_table, what_tokens_depend_on
-from trainer.data.files import Row, names_of, rows_of_files, why_no_row
-from verl_like.errors import ConfigError
+from trainer.data.files import Row, good_rows, names_of, rows_of_files
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Side = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Tokens, and which of them are in the loss."""
 Parts = tuple[Sequence[Side], Sequence[float]]
 """The sides of a row, and the numbers beside them."""
-WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,8 @@ def encode_rows(
     names = names_of(files)
 
     def read() -> Iterator[T | None]:
-        return _encoded(key, names, kind, tokenizer, on_bad_row)
+        rows = rows_of_files(names, key)
+        return good_rows(rows, lambda where, row: kind.encode(row, tokenizer), on_bad_row)
 
     depends_on = what_tokens_depend_on(names, tokenizer)
     if depends_on is not None:
@@ -110,27 +107,6 @@ def _parts_of(table: Table) -> Iterator[Parts]:
             pairs = zip(ends[:-1], ends[1:], strict=True)
             yield [(ids[first:end], in_loss[first:end]) for first, end in pairs], its_facts
             begin = ends[-1]
-
-
-def _encoded(
-    key: str, names: Sequence[str], kind: RowKind[T], tokenizer: Any, on_bad_row: str | None
-) -> Iterator[T | None]:
-    """One by one; None for a row that is skipped."""
-    was_one_skipped = False
-    for where, row in rows_of_files(names, key):
-        try:
-            if problem_of_row := why_no_row(row):
-                raise ValueError(problem_of_row)
-            encoded: T | None = kind.encode(row, tokenizer)
-        except ValueError as problem:
-            if on_bad_row != "skip":
-                raise ConfigError(
-                    f"{where}: {problem}.{WAY_OUT if on_bad_row else ''}"
-                ) from problem
-            if not was_one_skipped:
-                logger.warning("%s: %s; it and others like it are skipped.", where, problem)
-            was_one_skipped, encoded = True, None
-        yield encoded
 
 
 def how_many(key: str, kind: str, num_rows: int, num_bad: int) -> str:

@@ -1,7 +1,8 @@
 """Rows of parquet, CSV and JSONL files, or of the user's data set; a bad one is named by number.
 
-`read_rows` gives prompts, `rows_of_files` the rows of recipes that generate nothing. Files may be
-data sets by name on the Hugging Face hub (`trainer.data.hub`).
+`rows_of_prompts` gives rows of prompts, `rows_of_files` those of recipes that generate nothing, and
+`good_rows` what is made of either. Files may be data sets by name on the Hugging Face hub
+(`trainer.data.hub`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, json_rows, parquet_rows
@@ -28,66 +29,49 @@ Row = dict[str, Any]
 RULE_COLUMNS = ("data_source", "reward_model")
 PLAIN = (str, int, float, bool, type(None))
 """Values that stay what they are as JSON."""
-
-
-def read_rows(
-    config: DataConfig,
-    setting: str,
-    tokenizer: Any = None,
-    needs_rules: bool = True,
-    encode: Callable[[str, Row], None] = lambda where, row: None,
-) -> tuple[list[Row], int]:
-    """`good_rows` as a list, and how many were skipped."""
-    found = list(good_rows(config, setting, tokenizer, needs_rules, encode))
-    rows = [row for row in found if row is not None]
-    return rows, len(found) - len(rows)
+WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
+T = TypeVar("T")
 
 
 def good_rows(
-    config: DataConfig,
-    setting: str,
-    tokenizer: Any,
-    needs_rules: bool,
-    encode: Callable[[str, Row], None],
-) -> Iterator[Row | None]:
-    """The rows in order, one by one; None for each that is skipped.
+    rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str | None
+) -> Iterator[T | None]:
+    """What `make` makes of each row with its place, one by one; None for each that is skipped.
 
-    `setting` names the files to read: train_files or val_files of `config`.
-
-    A row has a prompt; where rules by data_source score it (`needs_rules`), a data_source and a
-    reward_model with its ground_truth, too. `encode` gets every row with its place in the files; a
-    ValueError of it says what else is wrong. A bad row stops the run or, with
-    data.on_bad_row=skip, is left out.
+    A ValueError of `make` says what is wrong with a row. It stops the run or, where `on_bad_row` is
+    skip, the row is left out; None is that of a recipe without the key.
     """
-    names = names_of(getattr(config, setting))
     was_one_skipped = False
-    for where, row in _rows_of(config, names, setting, tokenizer, needs_rules):
-        if not needs_rules and isinstance(row, dict):
-            row = with_rule_columns(row)
-        problem = _problem(row, config.prompt_key) or _encoding_problem(encode, where, row)
-        if problem is None:
-            yield row
-            continue
-        if config.on_bad_row == "error":
-            raise ConfigError(
-                f"{where}: {problem}. Mend it, or leave such rows out with data.on_bad_row=skip."
-            )
-        if not was_one_skipped:
-            logger.warning(
-                "%s: %s; it and others like it are skipped (data.on_bad_row=skip)", where, problem
-            )
-        was_one_skipped = True
-        yield None
+    for where, row in rows:
+        try:
+            if why := why_no_row(row):
+                raise ValueError(why)
+            made: T | None = make(where, row)
+        except ConfigError:  # of all rows, not of this one
+            raise
+        except ValueError as problem:
+            if on_bad_row != "skip":
+                raise ConfigError(
+                    f"{where}: {problem}.{WAY_OUT if on_bad_row else ''}"
+                ) from problem
+            if not was_one_skipped:
+                story = "%s: %s; it and others like it are skipped (data.on_bad_row=skip)"
+                logger.warning(story, where, problem)
+            was_one_skipped, made = True, None
+        yield made
 
 
-def _encoding_problem(encode: Callable[[str, Row], None], where: str, row: Row) -> str | None:
-    try:
-        encode(where, row)
-    except ConfigError:  # of all rows, not of this one
-        raise
-    except ValueError as error:
-        return str(error)
-    return None
+def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
+    """A row that has a prompt; a ValueError says what it lacks.
+
+    Where rules by data_source score it (`needs_rules`), it has a data_source, and a reward_model
+    with its ground_truth; else these are filled in.
+    """
+    if not needs_rules:
+        row = with_rule_columns(row)
+    if problem := _problem(row, prompt_key):
+        raise ValueError(problem)
+    return row
 
 
 def with_rule_columns(row: Row) -> Row:
@@ -134,10 +118,11 @@ def _cut(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     most.were_more |= next(rows, None) is not None
 
 
-def _rows_of(
-    config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any, needs_rules: bool
+def rows_of_prompts(
+    config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool
 ) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row)."""
+    """(where it stands, row) of the files, or the user's data set, that the key `setting` names."""
+    files = names_of(getattr(config, setting))
     if config.custom_cls.path:
         yield from _cut(_custom_rows(config, files, tokenizer))
         return
@@ -236,10 +221,8 @@ def why_no_row(found: Any) -> str | None:
     return None
 
 
-def _problem(row: Any, prompt_key: str) -> str | None:
+def _problem(row: Row, prompt_key: str) -> str | None:
     """What is wrong with a row, if anything."""
-    if problem := why_no_row(row):
-        return problem
     for column in (prompt_key, *RULE_COLUMNS):
         if row.get(column) is None:
             filled = sorted(name for name, value in row.items() if value is not None)

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from trainer.data import cache
 from trainer.data.cache import NotPlainError, Table, cached_table, what_tokens_depend_on
 from trainer.data.config import DataConfig
-from trainer.data.files import Row, good_rows, names_of, note_plain, plain_columns
+from trainer.data.files import (
+    Row,
+    good_rows,
+    names_of,
+    note_plain,
+    plain_columns,
+    prompt_row,
+    rows_of_prompts,
+)
 from trainer.data.prompt_tokens import encode_prompt
 from verl_like.files import write_whole
 
@@ -95,15 +103,15 @@ def read_prompts(
 ) -> PromptTable:
     """The good rows of the files that the key `setting` of `config` names."""
 
+    def encode(where: str, row: Row) -> Encoded:
+        row = prompt_row(row, config.prompt_key, needs_rules)
+        tokens = encode_prompt(row[config.prompt_key], tokenizer)
+        check(where, len(tokens))
+        return row, tokens
+
     def read() -> Iterator[Encoded | None]:
-        tokens: list[NDArray[np.int64]] = []
-
-        def encode(where: str, row: Row) -> None:
-            tokens[:] = [encode_prompt(row[config.prompt_key], tokenizer)]
-            check(where, len(tokens[0]))
-
-        for row in good_rows(config, setting, tokenizer, needs_rules, encode):
-            yield None if row is None else (row, tokens[0])
+        rows = rows_of_prompts(config, setting, tokenizer, needs_rules)
+        return good_rows(rows, encode, config.on_bad_row)
 
     paths = names_of(getattr(config, setting))
     depends_on = None if config.custom_cls.path else what_tokens_depend_on(paths, tokenizer)

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import why_unused
-from trainer.detached.config import DetachedConfig
-from trainer.detached.maker_settings import MAKER_SETTINGS, ROLLOUT
+from trainer.detached.config import MAKER_SETTINGS, ROLLOUT, DetachedConfig, samples_per_batch
 from trainer.detached.roles import maker_roles, score_roles
-from trainer.detached.sizes import samples_per_batch
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import refuse

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.detached.maker_settings import own_rollout
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from trainer.detached.topology import Topology, maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.config_key import When, key, when
+from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
+
+MAKER_SETTINGS = "detached.maker_settings"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def by_number(maker_settings: Mapping[Any, Any]) -> dict[str, Any]:
+    """The settings by the number of their maker, as text: `{1: ...}` of a dict or of YAML is `.1`
+    of a command.
+    """
+    found: dict[str, Any] = {}
+    for maker, settings in maker_settings.items():
+        if str(maker) in found:
+            raise ConfigError(
+                f"{MAKER_SETTINGS} names maker {maker} twice: {found[str(maker)]} and {settings}. "
+                "Say all of it in one."
+            )
+        found[str(maker)] = settings
+    return found
+
+
+def own_rollout(rollout: RolloutConfig, maker: str, settings: Any) -> RolloutConfig:
+    """The rollout of a maker: the run's, with these settings, which have the types of its keys."""
+    where = f"{MAKER_SETTINGS}.{maker}"
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"{where}={settings!r} is no setting of a rollout: give keys of {ROLLOUT} with "
+            f"their values, as in {where}={{name: hf}}."
+        )
+    known = [field.name for field in dataclasses.fields(RolloutConfig)]
+    typed = OmegaConf.structured(RolloutConfig)
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"{where} names {name!r}, no key of rollout.{nearest(name, known)}")
+        try:
+            OmegaConf.update(typed, name, value)
+        except OmegaConfBaseException as error:
+            why = str(error).partition("\n")[0]  # the rest are OmegaConf's own names
+            raise ConfigError(f"{where}.{name}={value}: {why}. See {ROLLOUT}.{name}.") from error
+    own = OmegaConf.to_object(typed)
+    return dataclasses.replace(rollout, **{name: getattr(own, name) for name in settings})
+
 
 OWN_TRAINER = "trainer.detached.step.DetachedTrainer"
 """The trainer of a detached run, or what a user's is a subclass of."""
@@ -181,3 +226,31 @@ class DetachedConfig(PPOConfig):
     def rollout_of(self, maker: int) -> RolloutConfig:
         """The settings of a maker's rollout, its own ones included."""
         return self.of_role(maker_role(maker)).actor_rollout_ref.rollout
+
+
+def samples_per_batch(config: DetachedConfig) -> int:
+    """Samples of a step."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def open_samples(config: DetachedConfig) -> int:
+    """Samples that the bound of staleness lets be open while the trainer waits for a batch."""
+    detached = config.detached
+    return (detached.max_staleness + 1) * detached.update_steps * samples_per_batch(config)
+
+
+def open_at_once(config: DetachedConfig) -> int:
+    """Samples that staleness and the buffer let be queued or in the making."""
+    limit = config.detached.limit
+    return open_samples(config) if limit is None else min(limit, open_samples(config))
+
+
+def idle_makers(config: DetachedConfig) -> int:
+    """Makers for whom no piece is left, so few are open at once."""
+    topology = config.topology
+    samples_per_piece = config.piece_size * config.actor_rollout_ref.rollout.n
+    num_open = open_at_once(config) // len(topology.routed_ranks) // samples_per_piece
+    busy: set[int] = set()
+    for rank in topology.routed_ranks:
+        busy.update(topology.makers_for(rank)[:num_open])
+    return topology.makers - len(busy)

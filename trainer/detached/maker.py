@@ -10,20 +10,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.buffer import ExperienceBuffer, ToldToStop
+from trainer.detached.config import DetachedConfig
 from trainer.detached.pieces import Experience, Order
-from trainer.detached.topology import maker_role
+from trainer.detached.topology import Topology, maker_role
+from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
-from trainer.rollouts.samples import repeat_prompts
+from trainer.restarts import LOOK_AGAIN_S, wait_for_room
+from trainer.rollouts.samples import concat_rows, repeat_prompts
 from trainer.rollouts.trainer import with_responses
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import VerlLikeError, WorkerDiedError
+from verl_like.calls.future import gather
+from verl_like.calls.result import Result
+from verl_like.errors import (
+    NoRoomError,
+    PlacementError,
+    RolloutError,
+    VerlLikeError,
+    WorkerDiedError,
+)
+from verl_like.placement.roles import expand_roles
 from workers.rollout.client import RolloutClient, Submission
 
 logger = logging.getLogger(__name__)
@@ -193,3 +209,136 @@ class Maker:
 def rows_of(order: Order) -> DataProto:
     """A row for each sample of the prompts that a maker is to answer."""
     return repeat_prompts(order.prompts, order.piece.num_samples // len(order.uids))
+
+
+logger = logging.getLogger(__name__)
+MOST_RESTARTS = 3
+"""Of one maker: what dies every time has a reason that a restart does not mend."""
+
+
+class MakerLosses:
+    """Decides, and restarts."""
+
+    def __init__(
+        self,
+        config: DetachedConfig,
+        groups: WorkerGroups,
+        topology: Topology,
+        init_arguments: Callable[[str], dict[str, Any]],
+        is_ending: Callable[[], bool],
+    ) -> None:
+        """No maker is lost yet; `is_ending`: the run is to stop, or is over, and waits for none."""
+        self._config, self._is_ending = config, is_ending
+        self._policy = config.detached.on_maker_loss
+        self._pools = expand_roles(config.role_mapping)
+        self._groups, self._topology = groups, topology
+        self._init_arguments = init_arguments
+        self._restarts: Counter[int] = Counter()
+        self._gone: set[int] = set()
+
+    def __call__(self, maker: int, error: WorkerDiedError, num_lost: int) -> bool:
+        """Whether this maker goes on; raises where the run cannot."""
+        if self.is_alive(maker):  # then it is a trainer that died, while it sent weights
+            raise error
+        what = f"maker {maker} is lost with {num_lost} samples that it was making"
+        if self._policy == "restart" and self._restarts[maker] < MOST_RESTARTS:
+            self._restarts[maker] += 1
+            logger.warning("%s: it is started anew. %s", what, error)
+            return self._comes_back(maker, error)
+
+        self._gone.add(maker)
+        if self._policy == "continue" and not self._ranks_without_makers():
+            logger.warning("%s: the other makers take them over. %s", what, error)
+            return False
+        raise RolloutError(f"{what}: {error} {self._way_out(maker)}") from error
+
+    def is_alive(self, maker: int) -> bool:
+        """Whether all processes of its group answer."""
+        try:
+            self._groups[maker_role(maker)].ping()
+        except WorkerDiedError:
+            return False
+        return True
+
+    def _comes_back(self, maker: int, error: WorkerDiedError) -> bool:
+        """Whether it does; in a run that is told to stop, the other makers may end the step."""
+        try:
+            self._restart(maker)
+        except ToldToStop:
+            self._gone.add(maker)
+            if self._ranks_without_makers():
+                raise
+            return False
+        except NoRoomError:
+            raise
+        except PlacementError as problem:
+            error.add_note(str(problem))
+            raise error from None
+        return True
+
+    def _restart(self, maker: int) -> None:
+        pool = self._pools[maker_role(maker)]
+        restart, since = partial(self._groups.restart, pool), time.monotonic()
+        wait_for_room(restart, self._config, f"maker {maker}", since, self._look_again)
+        for role, its_pool in self._pools.items():
+            if its_pool == pool:
+                self._groups[role].init_model(**self._init_arguments(role))
+
+    def _look_again(self) -> None:
+        """In a moment."""
+        if self._is_ending():
+            raise ToldToStop
+        time.sleep(LOOK_AGAIN_S)
+
+    def _ranks_without_makers(self) -> list[int]:
+        ranks = range(self._topology.trainers)
+        return [rank for rank in ranks if self._gone >= set(self._topology.makers_of(rank))]
+
+    def _way_out(self, maker: int) -> str:
+        if self._policy == "fail":
+            return "detached.on_maker_loss=restart or continue would let the run go on."
+        if self._policy == "restart":
+            return f"It was started anew {self._restarts[maker]} times."
+        ranks = ", ".join(map(str, self._ranks_without_makers()))
+        return f"No maker is left for trainer rank {ranks}."
+
+
+def validators_of(makers: Sequence[Maker], config: DetachedConfig) -> list[Maker]:
+    """Those of the makers that would validate now."""
+    living = [maker for maker in makers if not maker.has_ended] or [makers[0]]
+    first = config.rollout_of(living[0].number)
+    return [maker for maker in living if config.rollout_of(maker.number) == first]
+
+
+def generate_in_parts(groups: WorkerGroups, makers: Sequence[Maker], asked: DataProto) -> DataProto:
+    """The samples of these rows, in their order; every maker makes as many as the others."""
+    makers = makers[: len(asked)]
+    futures = [
+        groups[maker.role].generate_sequences.remote(part)
+        for maker, part in zip(makers, asked.chunk(len(makers)), strict=True)
+    ]
+    return concat_rows([Result.of(result).batch for result in gather(*futures)])
+
+
+def at_once(act: Callable[[Maker], Any], makers: Sequence[Maker]) -> None:
+    """`act` on all of them side by side; one that fails does not keep it from the others."""
+    with ThreadPoolExecutor(len(makers), "validation") as threads:
+        futures = [threads.submit(act, maker) for maker in makers]
+    for future in futures:
+        future.result()
+
+
+def replace_lost(makers: Sequence[Maker], losses: MakerLosses, error: WorkerDiedError) -> None:
+    """Each of these that has lost a process is started anew, with weights, or ends.
+
+    Raises where the run cannot go on; where it is none of them, the error.
+    """
+    lost = [maker for maker in makers if not losses.is_alive(maker.number)] or makers[:1]
+    for maker in lost:
+        death = error
+        while maker.replace(death):
+            try:
+                maker.take_weights()
+                break
+            except WorkerDiedError as another:
+                death = another

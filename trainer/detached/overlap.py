@@ -1,24 +1,24 @@
 """Predicts what detached makers and trainers gain, from the seconds that the phases take.
 
-A simulation of the run's events with the pacing of `trainer.detached`, no thread and no device. The
-rules:
+A simulation of the run with the pacing of `trainer.detached`, no thread and no device. The rules:
 
 - A batch is `pieces` pieces of equal rows. Each is made by one maker. Between two pieces a maker
   takes the newest published weights, if it has older ones.
-- With p pieces begun and not yet taken, one more may begin while
-  p + 1 <= demand + max_staleness * pieces. The demand is a batch while the trainer waits for one,
-  else 0.
+- A piece of batch b may begin once version b - max_staleness is published; with a limit, once no
+  more pieces than that are queued or in the making.
 - The trainer takes a batch when all its pieces are there, scores it, updates, publishes a version.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+
+from trainer.report.read import RunData, read_run
+from verl_like.errors import ConfigError
 
 STEPS = 200
 """Enough of them that the first one, which nothing runs beside, does not count."""
@@ -62,6 +62,8 @@ class Setup:
     """A maker takes new weights in the middle of a piece, not before its next one."""
     fixed_share: float = 0.0
     """Share of a generation's seconds that fewer rows do not shorten: the longest response's."""
+    makers_by_rank: tuple[tuple[int, ...], ...] = ()
+    """The makers of each trainer rank, if a batch has a part for each; () if all serve all."""
 
     @property
     def num_pieces(self) -> int:
@@ -72,6 +74,13 @@ class Setup:
         """How long one maker makes the piece with this number."""
         batch_seconds = phases.generate[piece // self.num_pieces % len(phases.generate)]
         return batch_seconds * (self.fixed_share + (1 - self.fixed_share) / self.num_pieces)
+
+    def makers_of(self, piece: int) -> Sequence[int]:
+        """The makers that may make the piece with this number."""
+        if not self.makers_by_rank:
+            return range(self.num_makers)
+        ranks = len(self.makers_by_rank)
+        return self.makers_by_rank[piece % self.num_pieces * ranks // self.num_pieces]
 
     def train_seconds(self, phases: Phases, step: int) -> float:
         """How long the trainer scores and updates in a step."""
@@ -96,198 +105,83 @@ class Prediction:
         return sum(found) / len(found)
 
 
-class _Event(NamedTuple):
-    """Something that ends at `time`; events of one time come in the order of `number`."""
-
-    time: float
-    number: int
-    kind: str
-    """`generated`, `synced` or `trained`."""
-    maker: int
-
-
 @dataclass
 class _Maker:
     version: int = 0
-    piece: int = 0
-    """The number of the piece that it makes, or made last."""
-    state: str = "idle"
-    """`idle`, `syncing` or `generating`."""
-    drawn_by: int = 0
-    """The version that began its piece."""
-    ends: float = 0.0
-    """When it will have the weights, or the piece; weights taken at once move it."""
+    free_at: float = 0.0
     busy: float = 0.0
     syncing: float = 0.0
 
 
-class _Run:
-    """The state of a simulated run; `predict` goes through its events."""
+def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction:
+    """The run of `setup`, piece by piece in the order in which they begin.
 
-    def __init__(self, phases: Phases, setup: Setup) -> None:
-        self.phases, self.setup = phases, setup
-        self.now = 0.0
-        self.makers = [_Maker() for _ in range(setup.num_makers)]
-        self.version = 0
-        """The newest; the trainer's step with this number begins from it."""
-        self.is_training = False
-        self.trainer_busy = 0.0
-        self.num_begun = 0
-        self.queue: dict[int, int] = {}
-        """Piece -> the version that began it."""
-        self.staleness: Counter[int] = Counter()
-        self._events: list[_Event] = []
-        self._numbers = itertools.count()
+    `published[v]` is when the trainer has version v, `taken[v]` when it begins the step from it.
+    """
+    makers = [_Maker() for _ in range(setup.num_makers)]
+    published, taken, train_busy = [0.0], list[float](), 0.0
+    staleness: Counter[int] = Counter()
+    size, sync = setup.num_pieces, phases.sync
+    for step in range(num_steps):
+        ends = []
+        for piece in range(step * size, (step + 1) * size):
+            allowed = published[max(step - setup.max_staleness, 0)]
+            if setup.limit and piece >= setup.limit:
+                allowed = max(allowed, taken[(piece - setup.limit) // size])
+            maker = min((makers[n] for n in setup.makers_of(piece)), key=lambda one: one.free_at)
+            begin = _synced(maker, max(maker.free_at, allowed), published, sync)
+            staleness[step - maker.version] += 1
+            end = begin + setup.piece_seconds(phases, piece)
+            maker.busy += end - begin
+            while setup.weights_at_once and maker.version < len(published) - 1:
+                if published[maker.version + 1] >= end:
+                    break
+                maker.version += 1
+                end += sync[maker.version % len(sync)]
+                maker.syncing += sync[maker.version % len(sync)]
+            maker.free_at = end
+            ends.append(end)
+        taken.append(max(*ends, published[-1]))
+        seconds = setup.train_seconds(phases, step)
+        train_busy += seconds
+        published.append(taken[-1] + seconds)
 
-    def predict(self, num_steps: int) -> Prediction:
-        """Go through the events of these steps."""
-        while self.version < num_steps:
-            self._go_on()
-            event = heapq.heappop(self._events)
-            if event.kind == "generated" and event.time < self.makers[event.maker].ends:
-                continue  # weights came in the middle of the piece, which ends later
-            self.now = event.time
-            if event.kind == "trained":
-                self._publish()
-            elif event.kind == "synced":
-                self.makers[event.maker].state = "idle"
-            else:
-                self._put(self.makers[event.maker])
-        return self._prediction(num_steps)
-
-    def _go_on(self) -> None:
-        """All that can happen at this moment."""
-        self._take()
-        for number, maker in enumerate(self.makers):
-            if maker.state != "idle":
-                continue
-            if maker.version < self.version:
-                self._sync(number)
-            elif self._may_begin():
-                self._generate(number)
-
-    def _may_begin(self) -> bool:
-        """Whether pacing lets one more piece begin, by a maker with the newest weights."""
-        size = self.setup.num_pieces
-        num_taken = (self.version + self.is_training) * size
-        demand = 0 if self.is_training else size
-        room = demand + self.setup.max_staleness * size
-        return self.num_begun + 1 - num_taken <= min(room, self.setup.limit or room)
-
-    def _sync(self, number: int) -> None:
-        """The maker takes the version that is the newest now."""
-        maker = self.makers[number]
-        maker.state, maker.version = "syncing", self.version
-        maker.ends = self.now + self._sync_seconds()
-        maker.syncing += self._sync_seconds()
-        self._at(maker.ends, "synced", number)
-
-    def _generate(self, number: int) -> None:
-        maker = self.makers[number]
-        maker.piece, self.num_begun = self.num_begun, self.num_begun + 1
-        seconds = self.setup.piece_seconds(self.phases, maker.piece)
-        maker.state, maker.drawn_by, maker.ends = "generating", maker.version, self.now + seconds
-        maker.busy += seconds
-        self._at(maker.ends, "generated", number)
-
-    def _put(self, maker: _Maker) -> None:
-        """The maker's piece is queued."""
-        self.queue[maker.piece] = maker.drawn_by
-        maker.state = "idle"
-
-    def _take(self) -> None:
-        """The trainer takes the next batch, if it waits and all pieces are there."""
-        size = self.setup.num_pieces
-        batch = range(self.version * size, (self.version + 1) * size)
-        if self.is_training or not all(piece in self.queue for piece in batch):
-            return
-        self.staleness.update(self.version - self.queue.pop(piece) for piece in batch)
-        seconds = self.setup.train_seconds(self.phases, self.version)
-        self.is_training = True
-        self.trainer_busy += seconds
-        self._at(self.now + seconds, "trained")
-
-    def _publish(self) -> None:
-        """The trainer has a new version."""
-        self.is_training = False
-        self.version += 1
-        if not self.setup.weights_at_once:
-            return
-        for number, maker in enumerate(self.makers):
-            if maker.state == "generating":
-                maker.version = self.version
-                maker.ends += self._sync_seconds()
-                maker.syncing += self._sync_seconds()
-                self._at(maker.ends, "generated", number)
-
-    def _sync_seconds(self) -> float:
-        return self.phases.sync[self.version % len(self.phases.sync)]
-
-    def _at(self, time: float, kind: str, maker: int = 0) -> None:
-        heapq.heappush(self._events, _Event(time, next(self._numbers), kind, maker))
-
-    def _prediction(self, num_steps: int) -> Prediction:
-        """What has been, less what makers had begun that ends after the last step."""
-        worked = {"trainer": (self.trainer_busy, 0.0)}
-        for number, maker in enumerate(self.makers):
-            ahead = dict.fromkeys(("generating", "syncing"), 0.0)
-            ahead |= {maker.state: maker.ends - self.now}
-            busy, syncing = maker.busy - ahead["generating"], maker.syncing - ahead["syncing"]
-            worked[f"maker {number}"] = busy, syncing
-        return _prediction(worked, self.now, num_steps, self.staleness)
+    wall = published[-1]
+    worked = {"trainer": (train_busy, 0.0)}
+    worked |= {f"maker {n}": (one.busy, one.syncing) for n, one in enumerate(makers)}
+    return Prediction(wall / num_steps, _shares(worked, wall), staleness)
 
 
-def _prediction(
-    worked: Mapping[str, tuple[float, float]], wall: float, num_steps: int, staleness: Counter[int]
-) -> Prediction:
-    """From the seconds (busy, syncing) of every role; a role waits in what is left of the wall."""
+def _synced(
+    maker: _Maker, begin: float, published: Sequence[float], sync: Sequence[float]
+) -> float:
+    """When the maker begins that may begin at `begin`: with the newest weights of that moment.
+
+    It takes every version as soon as it is idle and the version is there.
+    """
+    now = maker.free_at
+    while True:
+        newest = bisect_right(published, now) - 1
+        if newest > maker.version:
+            maker.version = newest
+            now += sync[newest % len(sync)]
+            maker.syncing += sync[newest % len(sync)]
+        elif maker.version + 1 < len(published) and published[maker.version + 1] <= begin:
+            now = published[maker.version + 1]
+        else:
+            return max(now, begin)
+
+
+def _shares(worked: Mapping[str, tuple[float, float]], wall: float) -> dict[str, dict[str, float]]:
+    """Of the seconds (busy, syncing) of every role; a role waits in what is left of the wall."""
     shares = {}
     for role, (busy, syncing) in worked.items():
         busy, syncing = busy / wall, syncing / wall
         shares[role] = {"busy": busy, "waiting": max(1 - busy - syncing, 0.0), "syncing": syncing}
-    return Prediction(wall / num_steps, shares, staleness)
+    return shares
 
 
-def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction:
-    """The run of `setup`, event by event."""
-    return _Run(phases, setup).predict(num_steps)
-
-
-def one_step_ahead(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction:
-    """The run whose makers make the next batch while the trainer trains, and then all sync.
-
-    Both wait for each other after every step, which `max_staleness=1` does not ask for.
-    """
-    made = [_makespan(phases, setup, step) for step in range(num_steps)]
-    wall, syncing = max(made[0]), 0.0
-    busy = [*made[0]]
-    for step in range(num_steps):
-        following = made[step + 1] if step + 1 < num_steps else [0.0] * setup.num_makers
-        sync = phases.sync[step % len(phases.sync)]
-        wall += max(*following, setup.train_seconds(phases, step)) + sync
-        syncing += sync
-        busy = [before + more for before, more in zip(busy, following, strict=True)]
-
-    train = sum(setup.train_seconds(phases, step) for step in range(num_steps))
-    worked = {"trainer": (train, syncing)}
-    worked |= {f"maker {number}": (spent, syncing) for number, spent in enumerate(busy)}
-    size = setup.num_pieces
-    return _prediction(worked, wall, num_steps, Counter({0: size, 1: size * (num_steps - 1)}))
-
-
-def _makespan(phases: Phases, setup: Setup, step: int) -> list[float]:
-    """Seconds that each maker works on a batch whose pieces go to the first that is free."""
-    busy = [0.0] * setup.num_makers
-    for piece in range(step * setup.num_pieces, (step + 1) * setup.num_pieces):
-        busy[busy.index(min(busy))] += setup.piece_seconds(phases, piece)
-    return busy
-
-
-def what_limits(
-    phases: Phases,
-    setup: Setup,
-    predict: Callable[[Phases, Setup, int], Prediction] = simulate,
-) -> str:
+def what_limits(phases: Phases, setup: Setup) -> str:
     """Whose speed the run depends on most: `makers`, `trainer`, `weights` or `staleness bound`.
 
     Each is made a fifth faster, or the bound wider by one version, and the run simulated again.
@@ -298,5 +192,62 @@ def what_limits(
         "weights": (phases.times(sync=0.8), setup),
         "staleness bound": (phases, replace(setup, max_staleness=setup.max_staleness + 1)),
     }
-    seconds = {name: predict(*run, STEPS // 4).seconds for name, run in faster.items()}
+    seconds = {name: simulate(*run, STEPS // 4).seconds for name, run in faster.items()}
     return min(seconds, key=lambda name: seconds[name])
+
+
+Line = Mapping[str, float]
+GENERATION, UPDATE = ("generate_sequences", "take"), ("update_actor",)
+
+
+def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
+    """The phases of the run in `folder`, synchronous or detached, and what to know of them.
+
+    The first step is left out where there are others: caches and compilers warm up in it.
+    """
+    data = read_run(folder)
+    timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
+    if not timed:
+        raise ConfigError(
+            f"{folder}/metrics.jsonl has no timing_s/gen, so nothing says how long its makers "
+            "generate; give a PPO run, or the seconds by --gen, --score, --update and --sync."
+        )
+    timed = timed[1:] or timed
+    steps = f"{timed[0]['step']:.0f} to {timed[-1]['step']:.0f}"
+    notes = [f"measured in steps {steps} of {folder}", *_notes_on_placement(data)]
+    return _phases(timed), notes
+
+
+def _phases(lines: list[Line]) -> Phases:
+    """Of steps; a detached run's generation is what its makers did, not how long it was awaited."""
+    score = [line.get("timing_s/score", 0.0) for line in lines]
+    generate = [line["timing_s/gen"] for line in lines]
+    sync = [line.get("timing_s/update_weights", 0.0) for line in lines]
+    rest = [line["timing_s/step"] - line["timing_s/gen"] for line in lines]
+    if any(_of_makers(line, "busy") for line in lines):
+        generate = [sum(_of_makers(line, "busy")) for line in lines]
+        sync = [max(_of_makers(line, "syncing"), default=0.0) for line in lines]
+    else:
+        rest = [seconds - taken for seconds, taken in zip(rest, sync, strict=True)]
+    update = [max(seconds - spent, 0.0) for seconds, spent in zip(rest, score, strict=True)]
+    return Phases(generate, score, update, sync)
+
+
+def _of_makers(line: Line, state: str) -> list[float]:
+    """The seconds that each maker was in a state."""
+    prefix, suffix = "detached/maker_", f"/{state}_s"
+    return [line[name] for name in line if name.startswith(prefix) and name.endswith(suffix)]
+
+
+def _notes_on_placement(data: RunData) -> list[str]:
+    """That generation and update shared devices, if they did."""
+    pools = [
+        {call.pool for call in data.calls if call.method in methods}
+        for methods in (GENERATION, UPDATE)
+    ]
+    if not pools[0] & pools[1]:
+        return []
+    return [
+        "its makers and trainers share devices: what follows is for makers that have as many again "
+        "for themselves; with half of them each, both take about twice as long"
+    ]

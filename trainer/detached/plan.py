@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from trainer.detached.config import DetachedConfig
-from trainer.detached.overlap import Phases, Setup, simulate, what_limits
-from trainer.detached.roles import score_roles
-from trainer.detached.sizes import (
+from trainer.detached.config import (
+    DetachedConfig,
     idle_makers,
     open_at_once,
     samples_per_batch,
 )
+from trainer.detached.overlap import Phases, Setup, simulate, what_limits
+from trainer.detached.roles import score_roles
+from trainer.detached.topology import ANY_RANK, Topology
 
 AGES = {0: "as new as the policy", 1: "at most 1 version old"}
 MOMENTS = {"at_boundary": "between two pieces", "at_once": "in the middle of a piece"}
@@ -73,7 +74,13 @@ def setup_of(config: DetachedConfig) -> Setup:
         pieces=config.data.train_batch_size // prompts,
         limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
         weights_at_once=detached.new_weights == "at_once",
+        makers_by_rank=_makers_by_rank(topology),
     )
+
+
+def _makers_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    ranks = topology.routed_ranks
+    return () if ranks == [ANY_RANK] else tuple(tuple(topology.makers_for(r)) for r in ranks)
 
 
 def _count(number: int, what: str) -> str:

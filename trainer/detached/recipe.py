@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trainer.config.recipe import Recipe
-from trainer.detached.config import OWN_TRAINER, DetachedConfig
-from trainer.detached.maker_settings import MAKER_SETTINGS, by_number
+from trainer.detached.config import MAKER_SETTINGS, OWN_TRAINER, DetachedConfig, by_number
 from trainer.detached.roles import place_makers
 from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.recipe import (

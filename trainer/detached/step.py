@@ -17,24 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.buffer import EndOfSamples, ExperienceBuffer, ToldToStop
 from trainer.detached.checks import check_start
-from trainer.detached.config import DetachedConfig
-from trainer.detached.endings import EndOfSamples, ToldToStop
+from trainer.detached.config import MAKER_SETTINGS, DetachedConfig, open_samples, samples_per_batch
 from trainer.detached.ledger import Ledger
-from trainer.detached.losses import MakerLosses
-from trainer.detached.maker import Maker, MakerCalls
-from trainer.detached.maker_settings import MAKER_SETTINGS
-from trainer.detached.pacing import BufferSettings, Pacing
-from trainer.detached.pieces import PieceStream
+from trainer.detached.maker import (
+    Maker,
+    MakerCalls,
+    MakerLosses,
+    at_once,
+    generate_in_parts,
+    replace_lost,
+    validators_of,
+)
+from trainer.detached.pieces import BufferSettings, Pacing, PieceStream
 from trainer.detached.plan import plan_lines
 from trainer.detached.roles import maker_roles, score_roles
-from trainer.detached.samplers.registry import SAMPLERS
+from trainer.detached.samplers import SAMPLERS
 from trainer.detached.scoring import MADE_BY_MAKERS, REWARD_METHOD, ScoresHere, score_samples
-from trainer.detached.sizes import open_samples, samples_per_batch
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.topology import ANY_RANK, maker_role, role_on
-from trainer.detached.validators import at_once, generate_in_parts, replace_lost, validators_of
 from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics

@@ -39,7 +39,7 @@ class KLControlConfig:
     type: str = key("fixed", choices=("fixed", "adaptive"))
     """Whether the coefficient stays, or steers the KL to a target."""
     kl_coef: float = key(0.001, at_least=0)
-    """Its (first) value."""
+    """The coefficient, or its first value where it adapts."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
     """Samples over which the adaptive controller reacts."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
@@ -51,7 +51,7 @@ class FilterGroupsConfig:
     """DAPO's dynamic sampling: groups of equal scores are replaced by further prompts."""
 
     enable: bool = key(False)
-    """Replace them."""
+    """Replace groups of equal scores by further prompts."""
     metric: str = key(
         "seq_reward", allows="seq_reward or a reward's own number", read_when=when("enable")
     )
@@ -71,7 +71,7 @@ class PolicyFiltrationConfig:
     scores alone; max_random: the highest four times as likely as any other.
     """
     weight_pow: float = key(2.0, at_least=0, read_when=when("reweight_method", "pow"))
-    """That power."""
+    """The power of pow: 0 takes all samples alike."""
 
 
 @dataclass(kw_only=True)
@@ -109,7 +109,7 @@ class AlgorithmConfig:
     pf_ppo: PolicyFiltrationConfig = key(
         factory=PolicyFiltrationConfig, read_when=when("use_pf_ppo")
     )
-    """How."""
+    """How chances follow from scores."""
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """Dynamic sampling."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
@@ -123,7 +123,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = key(False)
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=when("use_kl_in_reward"))
-    """Estimator of that KL."""
+    """Estimator of the KL in the reward."""
     kl_penalty_per: str = key(
         "token", choices=("token", "sequence"), read_when=when("use_kl_in_reward")
     )
@@ -131,7 +131,7 @@ class AlgorithmConfig:
     mean KL of the response.
     """
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
-    """Its coefficient."""
+    """The coefficient of the KL in the reward."""
 
 
 @dataclass(kw_only=True)

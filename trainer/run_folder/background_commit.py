@@ -52,7 +52,6 @@ class BackgroundCommit:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is committed, or has failed."""
         return not self._thread.is_alive()
 
     def result(self) -> Path:

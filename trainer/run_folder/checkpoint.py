@@ -123,8 +123,6 @@ class Checkpoints:
             save_random_state(part / "random.json")
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
-            if not self._unwritten:
-                write_marker(part, step, self.config, self.inputs)
         self._written = step
 
     def _save_roles(self, part: Path, step: int, groups: Any) -> dict[str, Any]:
@@ -149,13 +147,9 @@ class Checkpoints:
         step, self._written = self._written, None
         if step is not None:
             self._saved_at = time.monotonic()
-            if self._unwritten:
-                commit = partial(self._commit_later, step)
-                self._background = BackgroundCommit(self._unwritten, self._part(step), commit)
-            else:
-                with self._naming_failures(step):
-                    self._committed.append(self._put_in_place(step))
-        if self._background is not None and self._background.is_done:
+            part, put_in_place = self._part(step), partial(self._put_in_place, step)
+            self._background = BackgroundCommit(self._unwritten, part, put_in_place)
+        if not self._unwritten or (self._background is not None and self._background.is_done):
             self.finish()
         committed, self._committed = self._committed, []
         return committed
@@ -178,19 +172,14 @@ class Checkpoints:
         seconds = self._longest_s if isinstance(error, Exception) else 0.0
         background.end(AFTER_LOSS_S if isinstance(error, WorkerError) else seconds)
 
-    def _commit_later(self, step: int, write: Callable[[], dict[str, Any]]) -> Path:
-        """In the background: what is left is written, then committed."""
+    def _put_in_place(self, step: int, write_rest: Callable[[], dict[str, Any]]) -> Path:
+        """The commit, once what is left is written; then older checkpoints may go."""
+        folder, part = self.folder / f"global_step_{step}", self._part(step)
         with self._naming_failures(step):
-            files = write()
-            write_marker(self._part(step), step, self.config, self.inputs, files)
-            return self._put_in_place(step)
-
-    def _put_in_place(self, step: int) -> Path:
-        """The commit; then older checkpoints may go."""
-        folder = self.folder / f"global_step_{step}"
-        put_in_place(self._part(step), folder)
-        write_whole(self.folder / LATEST, str(step))
-        drop_old(self.folder, self.trainer.max_ckpt_to_keep)
+            write_marker(part, step, self.config, self.inputs, write_rest())
+            put_in_place(part, folder)
+            write_whole(self.folder / LATEST, str(step))
+            drop_old(self.folder, self.trainer.max_ckpt_to_keep)
         return folder
 
     def load(self, groups: Any) -> dict[str, Any] | None:

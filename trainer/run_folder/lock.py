@@ -30,7 +30,6 @@ class FolderLock:
     """Held from `take` to the end of the `with` block."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Nothing is taken yet."""
         self.path = Path(folder) / LOCK_FILE
         self._descriptor: int | None = None
 
@@ -41,7 +40,6 @@ class FolderLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives it back."""
         if self._descriptor is not None:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -76,7 +74,6 @@ class FolderLock:
         self._sign(descriptor)
 
     def _sign(self, descriptor: int) -> None:
-        """Say whose it is."""
         facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(facts).encode(), 0)

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from trainer.run_folder.starts import installed_versions
@@ -19,13 +18,13 @@ from verl_like.files import (
     file_fault,
     fingerprint,
     read_json_object,
-    refuse_other_facts,
+    refuse_other_form,
     write_whole,
 )
 from workers.training.manifest import MANIFEST, refuse_missing
 
 MARKER = "commit.json"
-OBJECTS = ("config", "inputs", "versions")
+FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions": dict}
 
 
 def committed(folder: Path) -> list[int]:
@@ -47,7 +46,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER
     try:
         marker = read_json_object(path)
-        _refuse_other_form(marker)
+        refuse_other_form(marker, FORM)
     except FileNotFoundError as error:
         what = (
             "it was never committed (no commit.json)"
@@ -61,17 +60,6 @@ def read_marker(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     return marker
-
-
-def _refuse_other_form(marker: dict[str, Any]) -> None:
-    """A ValueError where it is not what a run writes."""
-    step = marker.get("step")
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step is {step!r:.40}, not the number of a step")
-    refuse_other_facts(marker.get("files"))
-    for name in OBJECTS:
-        if not isinstance(marker.get(name), dict):
-            raise ValueError(f"{name} is {marker.get(name)!r:.40}, not an object")
 
 
 def refuse_damaged(folder: Path) -> None:
@@ -91,7 +79,7 @@ def write_marker(
     step: int,
     config: dict[str, Any],
     inputs: dict[str, str],
-    known: Mapping[str, Any] = MappingProxyType({}),
+    known: Mapping[str, Any],
 ) -> None:
     """Mark what is in `part` as complete: all its files are there.
 

@@ -69,7 +69,6 @@ class MLflow:
         return run_id
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

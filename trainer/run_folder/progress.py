@@ -34,7 +34,6 @@ class Console:
         headline: Headline = no_headline,
         stream: TextIO | None = None,
     ):
-        """`stream` is where it shows; None takes standard output."""
         self._total, self._stream = total_steps, stream or sys.stdout
         self._headline = headline
         self._bar: Any = None
@@ -43,7 +42,6 @@ class Console:
         self._live = self._stream.isatty()
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """One step."""
         if self._first_step is None:
             self._first_step = step
         text = "  ".join(self._headline(metrics) or first_numbers(metrics))
@@ -85,7 +83,6 @@ class Console:
         )
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.close()
 

@@ -35,7 +35,6 @@ class RunStopped(KeyboardInterrupt):
     """A run was asked to stop; the message says where it stands."""
 
     def __init__(self, number: int, where: str) -> None:
-        """`number` is the signal's."""
         super().__init__(f"Stopped by {signal.Signals(number).name} {where}")
         self.exit_code = EXIT_OF_CTRL_C if number == signal.SIGINT else EXIT_OF_SIGTERM
 
@@ -44,7 +43,6 @@ class StopSignals:
     """The signals of one run. Only the main thread gets any: elsewhere this does nothing."""
 
     def __init__(self) -> None:
-        """Nothing is caught yet."""
         self.received = 0
         """Number of the signal that was noted, or 0."""
         self._holds = self._has_raised = False
@@ -52,13 +50,11 @@ class StopSignals:
         self._last, self._last_at = 0, 0.0
 
     def __enter__(self) -> StopSignals:
-        """Catch them."""
         if threading.current_thread() is threading.main_thread():
             self._before = {each: signal.signal(each, self._take) for each in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
         before, self._before = self._before, {}
         for each, handler in before.items():
             if signal.getsignal(each) == self._take:

@@ -31,7 +31,6 @@ PACKAGES = (
 
 
 def note_start(folder: Path) -> None:
-    """Add the line of this start."""
     line = {  # orig_argv: a command's main takes words out of argv
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),

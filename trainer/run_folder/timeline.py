@@ -59,7 +59,6 @@ class Timeline:
             self.path.write_bytes(facts[:-1].encode() + b', "traceEvents": [' + _TAIL)
 
     def add(self, records: Iterable[Record]) -> None:
-        """Append calls, in the order in which they began."""
         ordered = sorted(records, key=lambda record: float(record["start"]))
         events = [event for record in ordered for event in self._events(record)]
         if not events:

@@ -78,13 +78,11 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """A scalar for each number."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the files."""
         self._writer.close()
 
 
@@ -120,7 +118,6 @@ class WandB:
         write_whole(name, self._run.id)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -151,26 +148,21 @@ class Tracking:
     """Writes a step's metrics to every tracker."""
 
     def __init__(self, trackers: Iterable[Tracker]):
-        """`trackers` are closed by this."""
         self.trackers = list(trackers)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write one step's metrics."""
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self.trackers:
             tracker.write(plain, step)
 
     def close(self) -> None:
-        """Close every tracker."""
         for tracker in self.trackers:
             tracker.close()
 
     def __enter__(self) -> Tracking:
-        """For `with`."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
         self.close()
 
 

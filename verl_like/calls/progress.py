@@ -23,10 +23,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-from verl_like.calls.own_threads import OWN_THREADS
 from verl_like.calls.stacks import is_inside, waits_for_a_thread
 from verl_like.process.machine import children, cpu_s_of
 
+SIDE_CHANNEL = "side channel"
+"""Waits for connections of a process on Ray."""
+PIPE = "pipe"
+"""Reads the messages to a child process."""
+REQUEST = "request"
+"""Answers one request, or those of one connection, past the queue of calls."""
+COROUTINES = "coroutines"
+"""Runs the loop of the methods that are coroutines."""
+OWN_THREADS = (SIDE_CHANNEL, PIPE, REQUEST, COROUTINES)
+"""Names of the threads that serve a driver beside its calls. They sleep whatever a call does, so
+they are left out; one with another name would count as a thread that still works.
+"""
 IDLE, IN_COLLECTIVE, AT_LOCK, ELSEWHERE = "idle", "collective", "lock", "elsewhere"
 FUTEX = {"x86_64": "202 ", "aarch64": "98 "}.get(platform.machine(), "unknown")
 """How the kernel's line about a thread in this system call begins."""

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from verl_like.calls.call_times import CallTimes
 from verl_like.calls.messages import Call, Header, LazyPart, Pending, payload_of
 from verl_like.calls.progress import Progress
 from verl_like.calls.stopped import StoppedProcesses
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.waiting import CallTimes, Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.facts import ProcessFacts
 

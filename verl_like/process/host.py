@@ -31,8 +31,7 @@ from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
-from verl_like.calls.own_threads import COROUTINES
-from verl_like.calls.progress import Progress, progress_of_call
+from verl_like.calls.progress import COROUTINES, Progress, progress_of_call
 from verl_like.calls.result import Metrics, take_apart
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError

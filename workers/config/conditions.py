@@ -105,4 +105,6 @@ SAVES = When(
     ),
     "no checkpoints are asked for by trainer.save_freq or trainer.save_every_minutes",
 )
-"""Those that the default writes for safety are what the defaults of such keys say."""
+"""Checkpoints that only the default of `save_every_minutes` asks for do not count: they are written
+for safety, as the defaults of such keys say.
+"""

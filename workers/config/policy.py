@@ -83,7 +83,7 @@ HAS_REFERENCE = When(
 
 @dataclass(kw_only=True)
 class PolicyLossConfig:
-    """Which policy loss."""
+    """The choice of a policy loss."""
 
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
     """The loss, or the dotted path of a function of the user's."""
@@ -166,7 +166,7 @@ class ActorConfig:
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
     """Mini-batches of other samples in every pass, the critic's too."""
     data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, when("shuffle")))
-    """What their orders are drawn from."""
+    """Seed of the orders of `shuffle`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """PPO's clip range, both sides."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
@@ -194,9 +194,9 @@ class ActorConfig:
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
-    """Weight of that KL."""
+    """Weight of the KL in the loss."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
-    """Estimator of that KL."""
+    """Estimator of the KL in the loss."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES)
     """Validate with a moving average of the weights, of which this much stays at every update; null
     validates with the weights themselves.

@@ -44,8 +44,8 @@ class ReferenceModelConfig:
     """The reference's model."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
-    """Its folder, or its name on the Hugging Face hub, with the tokenizer of `model.path`; null is
-    the model itself, before training and without its adapters.
+    """Folder of the reference, or its name on the Hugging Face hub, with the tokenizer of
+    `model.path`; null is the model itself, before training and without its adapters.
     """
 
 

@@ -24,7 +24,7 @@ class RewardConfig:
     """One reward: where its scores come from, what they weigh, what a failure costs."""
 
     name: str = key("", required="give every reward a name of its own")
-    """Its word in metrics: `reward/<name>_score/mean`."""
+    """The reward in metrics: `reward/<name>_score/mean`."""
     kind: str = key("function", choices=REWARD_KINDS)
     """A function of the user's, a sequence classifier, or a server that speaks HTTP."""
     weight: float = key(1.0, allows="a number")

@@ -29,7 +29,7 @@ class OverlongBufferConfig:
     """DAPO's soft punishment of responses that come near `data.max_response_length`."""
 
     enable: bool = key(False, verl="reward_model.reward_kwargs.overlong_buffer_cfg.enable")
-    """Punish them."""
+    """Punish responses that come near the limit."""
     len: int = key(
         0,
         allows="1 to `data.max_response_length`",
@@ -51,7 +51,7 @@ class ScoringModelConfig:
     """A sequence classifier with one output, on the actor's tokenizer."""
 
     path: str = key("", allows="a folder")
-    """Its Hugging Face folder."""
+    """Hugging Face folder of the classifier."""
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
 
@@ -85,7 +85,7 @@ class RewardModelConfig:
     enable: bool = key(False, read_when=NO_REWARD_LIST)
     """Score with a model; starts the reward_model role."""
     model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=when("enable"))
-    """That model."""
+    """The model that scores."""
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )

@@ -105,6 +105,8 @@ class RolloutConfig:
     """What travels to the rollout: all weights, or those that have changed, LoRA as its factors."""
     double_buffer: bool = key(False, read_when=GENERATES_BESIDE, may_change_on_resume=True)
     """Receive new weights while generating with the old ones: one more copy, in host memory."""
+    read_back_every: int = key(10, above=0, may_change_on_resume=True)
+    """On GPUs: read the engine's weights back at one of so many weight syncs; on CPUs at each."""
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="what vLLM's LLM takes", read_when=ENGINE_IS_VLLM
     )

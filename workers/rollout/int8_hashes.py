@@ -23,7 +23,7 @@ class Int8Hashes:
     def note(self, name: str, sent: Tensor, held: Tensor | None) -> None:
         """A tensor came, and was written into `held`."""
         if isinstance(held, Int8Weight):
-            self._hashes[name] = float32_hash(sent), _held_hashes(held)
+            self._hashes[name] = int(float32_hash(sent)), _held_hashes(held)
 
     def checksum(self, weights: NamedTensors) -> str:
         """That of `workers.weights.checksum.checksum_of`, over int8 weights as they came.
@@ -44,7 +44,7 @@ class Int8Hashes:
 
     def _of(self, name: str, weight: Tensor) -> int:
         if not isinstance(weight, Int8Weight):
-            return float32_hash(weight)
+            return int(float32_hash(weight))
         came, made = self._hashes.get(name, (0, []))
         found = _held_hashes(weight)
         return came if made == found else found[0]

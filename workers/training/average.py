@@ -16,7 +16,6 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """Start at the module's weights."""
         self.module, self.decay = module, decay
         self.tensors = {name: weight.float().clone() for name, weight in self._weights().items()}
         self.put_aside: dict[str, Tensor] = {}

@@ -275,7 +275,6 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
 
 
 def put_optimizer_state(engine: TrainEngine, state: dict[str, Tensor]) -> None:
-    """Replace whatever the optimizer holds."""
     parameters = dict(engine.module.named_parameters())
     engine.optimizer.state.clear()
     for full_name, value in state.items():

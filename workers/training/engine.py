@@ -160,8 +160,7 @@ class TrainEngine:
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
         may_pack = self.model_config.use_remove_padding
-        # what is wrong with a fused function is not packing's
-        with self.running(fused=False), computing_in(self.module, self.cast):
+        with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, may_pack=may_pack)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
 
@@ -354,19 +353,17 @@ class TrainEngine:
         return self.row_passes.cut(self.reads(columns), budget)
 
     @contextmanager
-    def running(
-        self, optimizer: torch.optim.Optimizer | None = None, *, fused: bool = True
-    ) -> Iterator[None]:
+    def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Within, the module (and the optimizer's state) is ready to compute on the device.
 
-        Packed rows attend row by row, and on a CPU the parts that `fused_ops` knows run as written
-        there. What forward passes left whole of a sharded module is a shard again in the end.
+        Packed rows attend row by row, and on a CPU linear layers go through oneDNN. What forward
+        passes left whole of a sharded module is a shard again in the end.
         """
         with ExitStack() as stack:
             stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
             if self.is_sharded:
                 stack.callback(reshard, self.module)
-            if self.device.type == "cpu" and fused:
+            if self.device.type == "cpu":
                 stack.enter_context(cpu_kernels(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module, self.kernel))

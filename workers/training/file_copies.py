@@ -96,13 +96,11 @@ class FileCopies:
         return sum(len(copy.bytes) for copy in (*self._files.values(), *self._spare))
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """Copy a file's contents."""
         copy = self._spare.pop(0) if self._spare else _FileCopy()
         copy.fill(header, tensors)
         self._files[path] = copy
 
     def rename(self, path: Path, name: Path) -> None:
-        """Write it under another name."""
         self._files[name] = self._files.pop(path)
 
     def write(self) -> Files:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import CheckpointError, DamagedCheckpointError
-from verl_like.files import file_fault, read_json_object, refuse_other_facts, write_whole
+from verl_like.files import file_fault, read_json_object, refuse_other_form, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 """Of `shards/`; the first one was our own."""
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_row")
+FORM: dict[str, type] = {**dict.fromkeys(NUMBERS, int), "format": int, "contents": list}
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write what a part holds."""
     files = dict(sorted(manifest["files"].items()))
     text = json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1)
     write_whole(folder / MANIFEST, text)
@@ -44,7 +44,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 "does not read. Go on with that version (commit.json names it), or export the "
                 "model with it and start from that."
             )
-        _refuse_other_form(manifest)
+        refuse_other_form(manifest, FORM)
     except FileNotFoundError as error:
         what = "there is no such folder"
         if folder.is_dir():
@@ -53,19 +53,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     return manifest
-
-
-def _refuse_other_form(manifest: dict[str, Any]) -> None:
-    """A ValueError where it is not what `workers.training.checkpoint` writes."""
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"format is {manifest.get('format')!r:.40}, not {FORMAT}")
-    for name in NUMBERS:
-        if type(manifest.get(name)) is not int:
-            raise ValueError(f"{name} is {manifest.get(name)!r:.40}, not a number")
-    contents = manifest.get("contents")
-    if not isinstance(contents, list) or not all(isinstance(name, str) for name in contents):
-        raise ValueError(f"contents is {contents!r:.40}, not a list of names")
-    refuse_other_facts(manifest.get("files"))
 
 
 def loaded_files(manifest: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ def prepare_cpu_process() -> None:
 
 
 def cpu_kernels(module: nn.Module) -> AbstractContextManager[None]:
-    """Within, the parts of the module that `fused_ops` knows run as written there."""
-    from workers.cpu.fused_ops import fused_ops
+    """Within, linear layers of the module go through oneDNN."""
+    from workers.cpu.linear import onednn_linears
 
-    return fused_ops(module)
+    return onednn_linears(module)

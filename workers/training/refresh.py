@@ -43,7 +43,6 @@ class FollowingEngine(TrainEngine):
         """Name -> what is averaged, where it is not the weight itself."""
 
     def build(self, worker: Any, total_steps: int = 0) -> None:
-        """Load the model, and make what is averaged beside it."""
         super().build(worker, total_steps)
         for name, parameter in self.module.named_parameters():
             if self.decay > 0 and parameter.dtype != torch.float32:
@@ -98,7 +97,6 @@ class FollowingEngine(TrainEngine):
             own_part(weight).copy_(average)
 
     def commit(self, version: int) -> None:
-        """Name what was loaded."""
         self.version = version
 
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:

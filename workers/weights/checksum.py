@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -19,6 +19,8 @@ import xxhash
 from torch import Tensor
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+NumberedTensor = tuple[torch.Size, Tensor]
+"""The shape of a tensor, and its hash as a tensor of one number."""
 CHUNK = 2**18
 """Bytes that are copied and hashed in turn, so that the hash finds them in the L2 cache."""
 DEVICE_CHUNK = 2**20
@@ -108,18 +110,28 @@ class Stopwatch:
 
 
 def checksum_of(tensors: NamedTensors) -> str:
-    """A hash of names, shapes and float32 bytes of full tensors, whatever their order and dtype."""
-    return digest_of((name, tensor.shape, float32_hash(tensor)) for name, tensor in tensors)
+    """A hash of names, shapes and float32 bytes of full tensors: whatever their order, dtype and
+    device.
+    """
+    return checksum_of_hashes({name: (each.shape, float32_hash(each)) for name, each in tensors})
 
 
-def float32_hash(tensor: Tensor) -> int:
-    """The hash of a tensor's numbers as float32 in host memory: equal at every dtype and device."""
-    return hash_of(byte_view(tensor.detach().float().cpu().contiguous()))
+def float32_hash(tensor: Tensor) -> Tensor:
+    """`hash_on_device` of a tensor's numbers as float32."""
+    return hash_on_device(byte_view(tensor.detach().float().contiguous()))
+
+
+def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:
+    """The checksum of tensors by their shapes and `float32_hash`es."""
+    numbers = [number for _, number in hashes.values()]
+    fetched: list[int] = to_host(torch.stack(numbers)).tolist() if numbers else []
+    parts = zip(hashes, hashes.values(), fetched, strict=True)
+    return digest_of((name, shape, number) for name, (shape, _), number in parts)
 
 
 def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
     """One hash of (name, shape, hash) of every tensor, in any order."""
-    parts = sorted(f"{name} {list(shape)} {number:016x}" for name, shape, number in hashes)
+    parts = sorted(f"{name} {list(shape)} {number % 2**64:016x}" for name, shape, number in hashes)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

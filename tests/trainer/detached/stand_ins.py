@@ -13,8 +13,7 @@ from trainer.data.prompts import as_objects
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.ledger import Ledger
-from trainer.detached.pacing import BufferSettings, Pacing
-from trainer.detached.pieces import Experience, Order, PieceStream
+from trainer.detached.pieces import BufferSettings, Experience, Order, Pacing, PieceStream
 from trainer.detached.samplers import SAMPLERS, Sampler
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError

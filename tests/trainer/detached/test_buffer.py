@@ -10,12 +10,10 @@ import time
 import pytest
 
 from tests.trainer.detached.stand_ins import begin, finish, make_buffer, may_begin, train
-from trainer.detached.buffer import ExperienceBuffer
-from trainer.detached.endings import EndOfSamples, StalledError
+from trainer.detached.buffer import EndOfSamples, ExperienceBuffer, StalledError
 from trainer.detached.ledger import IN_FLIGHT, QUEUED
-from trainer.detached.pacing import Demand
-from trainer.detached.pieces import Order
-from trainer.detached.samplers.registry import Choice, Sampler, SamplerError, Stock, up_to
+from trainer.detached.pieces import Demand, Order
+from trainer.detached.samplers import Choice, Sampler, SamplerError, Stock, up_to
 from verl_like.errors import LedgerError
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.trainer.detached.stand_ins import StandInGroup, asked_of, make_buffer, train
 from trainer.detached.activity import Activity
 from trainer.detached.maker import Maker, MakerCalls
-from trainer.detached.overlap import Phases, Setup, one_step_ahead, simulate, what_limits
+from trainer.detached.overlap import Phases, Setup, simulate, what_limits
 from verl_like.batch.protocol import DataProto
 
 PHASES = Phases([1.2], [0.3], [0.8], [0.1])
@@ -47,10 +48,12 @@ def test_staleness_1_takes_as_long_as_the_slower_side() -> None:
         assert found.seconds == pytest.approx(max(1.2 + 0.1, 1.1 * factor), rel=0.01)
 
 
-def test_one_step_ahead_takes_the_slower_side_and_then_the_weights() -> None:
-    found = one_step_ahead(PHASES, Setup(num_makers=2))
-    assert found.seconds == pytest.approx(max(1.2 / 2, 1.1) + 0.1, rel=0.01)
-    assert found.shares["trainer"]["syncing"] == pytest.approx(0.1 / 1.2, rel=0.01)
+def test_makers_of_one_rank_do_not_help_another_s() -> None:
+    setup = Setup(num_makers=3, max_staleness=1, pieces=6, makers_by_rank=((0, 2), (1,)))
+    found = simulate(Phases([3.0], [0.0], [0.1]), setup)
+    assert found.seconds == pytest.approx(1.5, rel=0.01)  # three of six pieces, by one maker
+    evenly = simulate(Phases([3.0], [0.0], [0.1]), replace(setup, makers_by_rank=()))
+    assert evenly.seconds == pytest.approx(1.0, rel=0.02)
 
 
 def test_slow_weights_and_slow_updates_overlap() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
-from trainer.detached.measured import measured_phases
-from trainer.detached.overlap import Phases, simulate
+from trainer.detached.overlap import Phases, measured_phases, simulate
 from trainer.detached.plan import setup_of
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.config import PPOConfig

@@ -13,8 +13,7 @@ from tests.trainer.detached.uids import uids_in_order, uids_of
 from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
-from trainer.detached.samplers import Choice, Sampler, Stock
-from trainer.detached.samplers.registry import most_urgent_first, up_to
+from trainer.detached.samplers import Choice, Sampler, Stock, most_urgent_first, up_to
 
 STEPS, BATCH = 4, 16
 AHEAD = (

@@ -10,8 +10,7 @@ import pytest
 
 from tests.integration.runs import lines
 from trainer.detached.recipe import DETACHED
-from trainer.detached.sync_log import SyncLog
-from trainer.detached.weights import WeightFeed
+from trainer.detached.weights import SyncLog, WeightFeed
 from trainer.ppo.recipe import load_config
 
 

@@ -12,8 +12,8 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, calls
 from tests.trainer.detached.test_run import detached
 from trainer import load_config
+from trainer.detached.maker import at_once, replace_lost, validators_of
 from trainer.detached.recipe import DETACHED
-from trainer.detached.validators import at_once, replace_lost, validators_of
 from verl_like.errors import WorkerDiedError
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config, restarts
-from trainer.detached import losses as maker_losses
+from trainer.detached import maker as maker_losses
+from trainer.detached.buffer import ToldToStop
 from trainer.detached.config import DetachedConfig
-from trainer.detached.endings import ToldToStop
-from trainer.detached.losses import MakerLosses
+from trainer.detached.maker import MakerLosses
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
 from trainer.run_folder.signals import RunStopped

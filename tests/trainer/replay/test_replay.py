@@ -262,12 +262,12 @@ def test_the_debuggers_quit_ends_the_command_with_a_line(
 
     monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
     with pytest.raises(SystemExit, match="left from the debugger: nothing was compared"):
-        main._plain_command("replay", [str(made), "--step=3", "--break"])
+        main._run("replay", [str(made), "--step=3", "--break"])
 
 
 def test_an_error_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as error:
-        main._plain_command("replay", [str(tmp_path), "--step=1"])
+        main._run("replay", [str(tmp_path), "--step=1"])
     assert str(error.value) == f"error: {tmp_path} is not a run folder: it has no config.yaml."
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import CheckpointError
+from workers.training.manifest import NUMBERS, write_manifest
 
 PPO = {
     "actor_rollout_ref.model.path": "policy",
@@ -27,9 +28,9 @@ def checkpoint(
     path = folder / f"global_step_{step}"
     for role, contents in roles.items():
         (path / role).mkdir(parents=True)
-        numbers = dict.fromkeys(("step", "num_ranks", "schedule_step", "skipped_steps"), 1)
-        manifest = {"contents": contents, "tensors": {}, "files": {}, **numbers}
-        (path / role / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(
+            path / role, {**dict.fromkeys(NUMBERS, 1), "contents": contents, "files": {}}
+        )
     marker = {"step": step, "files": {}, "config": config, "inputs": {}, "versions": {}}
     (path / "commit.json").write_text(json.dumps(marker))
     return path
@@ -90,3 +91,10 @@ def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) ->
         find_saved_model(tmp_path)
     with pytest.raises(CheckpointError, match="what 'judge' was trained from.*--model"):
         find_saved_model(tmp_path, role="judge")
+
+
+def test_a_folder_of_an_earlier_version_is_refused_by_name(ppo_run: Path) -> None:
+    earlier = {"step": 10, "contents": ["model"], "tensors": {}, "files": {}}
+    (ppo_run / "global_step_10" / "actor" / "manifest.json").write_text(json.dumps(earlier))
+    with pytest.raises(CheckpointError, match="actor was written by an earlier verl-like.* export"):
+        find_saved_model(ppo_run)

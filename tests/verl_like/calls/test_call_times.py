@@ -10,8 +10,7 @@ import torch
 
 from tests.verl_like.fake_transport import fake_group
 from verl_like import DataProto
-from verl_like.calls.call_times import CallTimes
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.waiting import CallTimes, Deadlines
 from verl_like.errors import WaitTimeoutError
 
 LIMITS = Deadlines(call_s=7200.0, late_s=60.0)

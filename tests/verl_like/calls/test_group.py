@@ -14,7 +14,7 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
 from tests.waiting import wait_until
 from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
-from verl_like.calls.own_threads import COROUTINES, PIPE, REQUEST, SIDE_CHANNEL
+from verl_like.calls.progress import COROUTINES, PIPE, REQUEST, SIDE_CHANNEL
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
 BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]

@@ -30,7 +30,7 @@ def print_what_changes() -> None:
     environment = dict(os.environ)
     for package in foreign.OURS:
         import_all(package)
-    assert "workers.cpu.fused_ops" in sys.modules
+    assert "workers.cpu.linear" in sys.modules
     seen = {
         "early": foreign.EARLY,
         "kernels": [foreign.KERNELS, foreign.LINEAR_ON_META],
@@ -58,20 +58,14 @@ def changed_by_engines(tiny_dir: Path) -> list[Any]:
     from transformers.models.llama import modeling_llama
 
     from tests import foreign_functions as foreign
-    from workers.cpu import fused_ops
+    from workers.cpu import linear
     from workers.roles.actor import ActorWorker
-    from workers.rollout.base import EngineLimits, Request, SamplingParams
+    from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.sample import Sample
     from workers.training.microbatch import Budget
 
-    fused_ops.MIN_MULTIPLICATIONS = 1
-    rotations, original = [], fused_ops._rotary_in_place_of
-
-    def noted(own: Any) -> Any:
-        rotations.append(own)
-        return original(own)
-
-    fused_ops._rotary_in_place_of = noted
+    linear.MIN_MULTIPLICATIONS = 1
     before, vars_before = foreign.snapshot(), dict(vars(modeling_llama))
     actor = started(ActorWorker, tiny_config(tiny_dir), 1)
     with actor.engine.running():
@@ -79,8 +73,7 @@ def changed_by_engines(tiny_dir: Path) -> list[Any]:
     gradients(actor, make_batch(4), ACTOR_COLUMNS, Budget(rows=2))
     engine = NativeEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=False)
     engine.commit(0)
-    engine.generate([Request([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))
-    assert rotations
+    engine.generate([Sample([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))
     return [inside, [foreign.changed(before), vars(modeling_llama) == vars_before]]
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
+from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig
 from workers.cpu.allocator import keep_freed_memory
 from workers.models import memory_shapes
@@ -22,6 +23,7 @@ from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model,
 from workers.roles.actor import ActorWorker
 from workers.training import engine as engine_module
 from workers.training.engine import INPUTS
+from workers.training.microbatch import RowColumns, Rows
 
 DEEPSEEK_7B = LlamaConfig(
     hidden_size=4096,
@@ -58,14 +60,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
-    """An actor that computes as on a GPU, without the CPU's fused functions."""
+    """An actor that computes as on a GPU, without oneDNN's linear layers."""
     monkeypatch.setattr(engine_module, "cpu_kernels", nullcontext)
     actor = ActorWorker(tiny_config(small))
     actor.init_model(1)
     return actor
 
 
-def columns() -> dict[str, Tensor]:
+def columns() -> RowColumns:
     width = PROMPT + RESPONSE
     ids = torch.randint(6, 500, (ROWS, width))
     values = {
@@ -75,7 +77,8 @@ def columns() -> dict[str, Tensor]:
         "responses": ids[:, PROMPT:],
         "response_mask": torch.ones(ROWS, RESPONSE, dtype=torch.long),
     }
-    return {name: values[name] for name in INPUTS}
+    batch = DataProto.from_dict({name: values[name] for name in INPUTS})
+    return Rows.take(batch, INPUTS, 1).columns
 
 
 def kept_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple[int, Tensor]:
@@ -131,7 +134,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
     engine, shapes = worker.engine, shapes_of(small / "model")
     with engine.running():
         kept, log_probs = kept_by(
-            lambda: engine.outputs(columns())["log_probs"], engine.parameters()
+            lambda: engine.outputs(columns())["log_probs"].values, engine.parameters()
         )
         log_probs.sum().backward()
     tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE

@@ -28,9 +28,10 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import to_training
 from workers.roles.actor import ActorWorker
-from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
+from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.hf_export import export_huggingface
 from workers.training.microbatch import Budget, Rows, mini_batch
@@ -249,7 +250,7 @@ def _decoding_error(engine: Any, module: Any, num_prompts: int) -> float:
     engine.commit(0)
     rows = range(num_prompts)
     prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in rows]
-    requests = [Request(prompt, row) for row, prompt in enumerate(prompts)]
+    requests = [Sample(prompt, row) for row, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_tokens=DECODED, stop_token_ids=(), do_sample=False)
     worst = 0.0
     for prompt, output in zip(prompts, engine.generate(requests, sampling), strict=True):

@@ -24,7 +24,7 @@ from tests.workers.samples import (
 )
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
-from workers.cpu import fused_ops
+from workers.cpu import linear
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.parallel import fsdp as sharding
 from workers.roles.actor import ActorWorker
@@ -52,7 +52,7 @@ def on_ranks(
     if is_large:
         sharding.SMALL_ELEMENTS = 0
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        fused_ops.MIN_MULTIPLICATIONS = 1
+        linear.MIN_MULTIPLICATIONS = 1
     config = tiny_config(
         tiny_dir,
         entropy_coeff=0.01,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from workers.models.causal_lm import to_training
 from workers.models.rotary import factor_border
 from workers.models.stand_in import stand_in
 from workers.roles.actor import ActorWorker
-from workers.training import engine as training_engine
 from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.microbatch import Budget, Rows, mini_batch
@@ -300,24 +297,6 @@ def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
     cuts = engine._cut(Rows.take(data, INPUTS).columns, Budget(rows=4))
     assert engine.row_passes.kind == "single"
     assert sorted(cuts) == [[0], [1], [2], [3]]
-
-
-def test_a_fused_function_that_fails_is_not_blamed_on_packing(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def failing(module: torch.nn.Module) -> Iterator[None]:
-        with module.register_forward_pre_hook(fails):
-            yield
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError("a fused function")
-
-    monkeypatch.setattr(training_engine, "cpu_kernels", failing)
-    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    assert engine.packs
-    with pytest.raises(RuntimeError, match="a fused function"):
-        engine.forward_rows(make_batch(2), NEIGHBOURS)
 
 
 def test_gradient_checkpointing_that_a_class_lacks_is_refused(tmp_path: Path) -> None:

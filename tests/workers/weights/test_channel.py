@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 
 from tests.verl_like.calls.threads_of_others import leave_out
 from tests.waiting import wait_until
-from tests.workers.rollout_engines import beside
 from tests.workers.stand_ins import (
     Group,
     Receiver,
@@ -66,7 +66,8 @@ def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
 
     monkeypatch.setattr(Channel, "send", send_late)
     receives = WeightReceiver._receive.__code__
-    with beside(lambda: sync_weights(actor, Group([Receiver()]), 1)) as synced:
+    with ThreadPoolExecutor(1) as own_thread:
+        synced = own_thread.submit(sync_weights, actor, Group([Receiver()]), 1)
         time.sleep(0.3)
         others = [thread.name for thread in threading.enumerate()]
         leave_out(monkeypatch, *others)
@@ -75,7 +76,7 @@ def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
         time.sleep(0.3)
         assert progress_of_call(1, receives, None).wakeups == before
         go_on.set()
-    assert synced[0]["training/weight_version"] == 1.0
+    assert synced.result()["training/weight_version"] == 1.0
 
 
 def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:

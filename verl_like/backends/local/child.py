@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from verl_like.calls.own_threads import PIPE, REQUEST
+from verl_like.calls.progress import PIPE, REQUEST
 from verl_like.errors import WorkerError, cannot_travel
 from verl_like.process.host import WorkerHost
 

@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from verl_like.calls.own_threads import REQUEST, SIDE_CHANNEL
-from verl_like.calls.progress import Progress
+from verl_like.calls.progress import REQUEST, SIDE_CHANNEL, Progress
 from verl_like.errors import WorkerError, cannot_travel
 
 logger = logging.getLogger(__name__)

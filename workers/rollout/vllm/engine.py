@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.multiprocessing  # has tensors pickled as handles of their memory
 from torch import Tensor
 
-from verl_like.errors import ConfigError, RolloutError, WeightSyncError
+from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample, ends_with_stop_string
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.read_back import UNQUANTIZED
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
+from workers.weights.channel import pack
+from workers.weights.checksum import Stopwatch
 
 EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 NAMED_UNREAD = 6
 """Tensors that are named, of those that cannot be read back."""
+SHARED_BYTES = 64 * 2**20
+"""Of the memory in which several ranks of vLLM find their weights."""
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +79,7 @@ class VllmEngine(RolloutEngine):
                 f"every layer is {', '.join(methods)}. Leave it out, or use a checkpoint and "
                 "device that support it."
             )
-        self.rank_checksums: list[str] = []
+        self._checksum = "no weights have arrived"
         self.unread: list[str] | None = None
         """Weights of the last load that could not be read back: they were compared as they
         arrived, not as vLLM holds them."""
@@ -124,8 +128,8 @@ class VllmEngine(RolloutEngine):
             ) from error
 
     def weights_checksum(self) -> str:
-        """Hash of the weights as they arrived in vLLM's processes, which fuse and pack them."""
-        return self.rank_checksums[0] if self.rank_checksums else "no weights have arrived"
+        """Hash of the weights as they were handed to vLLM, which fuses and packs them."""
+        return self._checksum
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Not held in Hugging Face's layout."""
@@ -228,23 +232,43 @@ class VllmEngine(RolloutEngine):
         that is done before they go on.
         """
         handover = Handover(self.expected)
-        self.rank_checksums = []
-        self._everywhere("begin_load")
+        self._everywhere("begin_load", self.reads_back)
         try:
-            for bucket in _buckets(handover.pieces(tensors)):
-                self._send(bucket)
+            self._hand_over(handover.pieces(tensors))
         finally:
             arrivals = self._everywhere("finish_load")
             if not self.num_running:
                 self.drop_prefixes()
 
-        self.rank_checksums = handover.verify(arrivals)
-        self._found_damaged = handover.damaged(arrivals)
-        self._say_what_is_unread(handover.unread(arrivals), len(handover.num_elements))
-        if len(set(self.rank_checksums)) != 1:
-            raise WeightSyncError(
-                f"engine: vLLM's ranks received different weights: {self.rank_checksums}."
-            )
+        handover.verify(arrivals)
+        self._checksum = handover.checksum()
+        if self.reads_back:
+            self._found_damaged = handover.damaged(arrivals)
+            self._say_what_is_unread(handover.unread(arrivals), len(handover.num_elements))
+
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Give vLLM's ranks the tensors: in this process, or in memory shared with theirs.
+
+        That is shared memory of the host, or by CUDA's handles that of the GPU where a tensor lies.
+        """
+        ranks = self.settings.tensor_parallel
+        if ranks == 1:
+            for each in tensors:
+                self._everywhere("load_tensors", [each])
+            return
+        device = torch.device(self.settings.device_type)
+        room = torch.empty(0, dtype=torch.uint8, device=device)
+
+        def room_for(_: int, num_bytes: int) -> Tensor:
+            nonlocal room
+            if len(room) < num_bytes:
+                room = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return room[:num_bytes]
+
+        for bucket in pack(tensors, SHARED_BYTES, room_for, Stopwatch(), lends=False):
+            # a handle is good for one process
+            handles = [bytes(ForkingPickler.dumps(bucket)) for _ in range(ranks)]
+            self._everywhere("load_shared", handles)
 
     def _damaged(self) -> list[str]:
         """As vLLM's processes have read them."""
@@ -272,18 +296,6 @@ class VllmEngine(RolloutEngine):
                 "rollout: vLLM kept prefixes that older weights have computed; what it would "
                 "generate from them is of no one version. Start the rollout anew."
             )
-
-    def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
-        if self.settings.tensor_parallel == 1:
-            self._everywhere("load_tensors", bucket)
-            return
-        from safetensors.torch import save_file
-
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            path = f"{place}/bucket.safetensors"
-            save_file({name: tensor.detach().contiguous() for name, tensor in bucket}, path)
-            self._everywhere("load_file", path)
 
     def _free(self) -> None:
         if self.settings.device_type == "cuda":
@@ -320,22 +332,6 @@ class _Request:
         new = torch.tensor(self.versions, dtype=torch.int32)
         versions = torch.cat([before.versions, new])
         return before.with_response(tokens, made, versions, self.finish_reason)
-
-
-def _buckets(
-    tensors: Iterable[tuple[str, Tensor]], limit: int = 64 * 2**20
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors copied out of the channel's memory, some 64 MiB at a time."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        bucket.append((name, tensor.detach().clone()))
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def check_vllm(model_path: str) -> str:

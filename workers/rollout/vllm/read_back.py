@@ -1,30 +1,31 @@
 """What vLLM's model holds of the weights that were written into it, read back after a load.
 
-    written = WrittenPieces()
-    with written:
-        written.expect(name, tensor)                  # a tensor that has arrived ...
+    read_back = ReadBack()
+    with read_back:
+        read_back.expect(name, tensor)                # a tensor that has arrived ...
         model.load_weights([(name, tensor)])          # ... goes where vLLM's loaders put it
-    held = written.read_back(model)
+    held = read_back.held(model)
 
 vLLM fuses projections, pads vocabularies, cuts tensors over its ranks and loads layers into memory
 that it copies from. Its own loaders know where each tensor goes. So every copy that they make is
 noted: the part of the parameter, and the hash of the bytes that belong there. Afterwards the same
-parts are read again. What layers on CPUs have packed for their kernels is not there as it came
-(`packed` looks at it, and at what a layer quantises, just before).
+parts are read again. A weight that its layer packs for a kernel or quantises is compared just
+before (`processing`), once vLLM has put it together: what follows is the kernel's own.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from workers.weights.checksum import byte_view, hash_of
 
@@ -42,10 +43,10 @@ class Held:
     """Tensors of which a part is held otherwise."""
 
     def __add__(self, other: Held) -> Held:
-        """What two readings of different layers have found."""
-        num_elements = Counter(self.num_elements) + Counter(other.num_elements)
         damaged = {*self.damaged, *other.damaged}
-        return Held(dict(num_elements), tuple(sorted(damaged)))
+        counts = Counter(self.num_elements) + Counter(other.num_elements)
+        kept = {name: count for name, count in counts.items() if name not in damaged}
+        return Held(kept, tuple(sorted(damaged)))
 
 
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -62,39 +63,17 @@ class Piece:
     offset: int
     dtype: torch.dtype
     value: int
-    is_packed: bool = False
-    """Its layer has packed it: nothing computes it anew any more."""
 
     def __len__(self) -> int:
-        """How many elements it has."""
         return math.prod(self.size)
 
     def is_in(self, weight: Tensor) -> bool:
         """Whether the memory of `weight` has it bit for bit."""
         part = weight.detach().as_strided(self.size, self.stride, self.offset)
-        return _hash(part) == self.value
-
-    def reordered(self, weight: Tensor, packed: Tensor) -> Piece | None:
-        """Itself in a copy of `weight` that has its elements in another order; None if not there.
-
-        They are known by their sum as integers: any one that differs changes it.
-        """
-        offset = self.offset - weight.storage_offset() + packed.storage_offset()
-        part = packed.detach().as_strided(self.size, self.stride, offset)
-        words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
-        own = weight.detach().as_strided(self.size, self.stride, self.offset)
-        if part.contiguous().view(words).sum() != own.contiguous().view(words).sum():
-            return None
-        return replace(self, offset=offset, value=_hash(part), is_packed=True)
-
-    def rows_of(self, weight: Tensor) -> slice:
-        """The rows of a contiguous matrix in which it lies."""
-        first = self.offset - weight.storage_offset()
-        last = first + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return slice(first // weight.stride(0), last // weight.stride(0) + 1)
+        return hash_of(byte_view(part.contiguous())) == self.value
 
 
-class WrittenPieces(TorchDispatchMode):
+class ReadBack(TorchDispatchMode):
     """Within, notes every copy of an expected tensor, or of a part of it, into other memory.
 
     Memory is known by its storage, which no later one can be taken for.
@@ -104,6 +83,8 @@ class WrittenPieces(TorchDispatchMode):
         super().__init__()
         self._sources: dict[StorageWeakRef, str] = {}
         self._pieces: dict[StorageWeakRef, dict[_Place, Piece]] = {}
+        self._before = Held()
+        """Of weights that their layers have packed or quantised since."""
 
     def expect(self, name: str, tensor: Tensor) -> None:
         """This tensor is about to be loaded."""
@@ -129,9 +110,9 @@ class WrittenPieces(TorchDispatchMode):
         # whatever else writes there computes something of it: that is not what arrived
         after = {where: piece for where, piece in before.items() if not _overlap(piece, into)}
         if source is not None and name is not None:
-            value = _hash(source.to(into.dtype).expand(into.shape))
+            written = source.to(into.device, into.dtype).expand(into.shape).contiguous()
             where = tuple(into.shape), into.stride(), into.storage_offset()
-            after[where] = Piece(name, *where, into.dtype, value)
+            after[where] = Piece(name, *where, into.dtype, hash_of(byte_view(written)))
         elif source is not None and origin in self._pieces and _is_whole(into, source):
             # a layer that was loaded elsewhere is copied to where its kernel looks
             shift = into.storage_offset() - source.storage_offset()
@@ -141,45 +122,49 @@ class WrittenPieces(TorchDispatchMode):
         if before or after:
             self._pieces[place] = after
 
-    def pieces_of(self, weight: Tensor) -> list[Piece]:
-        """Those that were written into the memory of a weight, and not over since."""
-        return list(self._pieces.get(_storage(weight), {}).values())
+    @contextmanager
+    def processing(self, layer: nn.Module) -> Iterator[None]:
+        """While this layer makes of its weights what its kernel takes; compares them just before.
 
-    def add(self, weight: Tensor, pieces: Iterable[Piece]) -> None:
-        """Its memory has these as well, though no copy put them there."""
-        found = {(piece.size, piece.stride, piece.offset): piece for piece in pieces}
-        self._pieces.setdefault(_storage(weight), {}).update(found)
+        What is still in its place afterwards is compared again in the end.
+        """
+        weights = dict(layer.named_parameters(recurse=False))
+        places = {name: _storage(weight) for name, weight in weights.items()}
+        with _disable_current_modes():
+            found = {name: self._compared(weight) for name, weight in weights.items()}
+        yield
+        for name, before in found.items():
+            now = getattr(layer, name, None)
+            if not isinstance(now, Tensor) or _storage(now) != places[name]:
+                self._before += before
 
-    def read_back(self, model: nn.Module) -> Held:
-        """Hash what the model's parameters and buffers hold where pieces were written."""
-        num_elements: dict[str, int] = {}
-        damaged: set[str] = set()
-        for weight, is_plain in _weights(model):
-            for piece in self.pieces_of(weight):
-                if weight.dtype != piece.dtype:
-                    continue  # a kernel's own type
-                if piece.is_in(weight):
-                    num_elements[piece.name] = num_elements.get(piece.name, 0) + len(piece)
-                elif is_plain or piece.is_packed:
-                    damaged.add(piece.name)
-        return Held(num_elements, tuple(sorted(damaged)))
+    def held(self, model: nn.Module) -> Held:
+        """What the model's parameters and buffers hold of what was written."""
+        held, seen = self._before, set[int]()
+        for module in model.modules():
+            for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if id(weight) not in seen:
+                    seen.add(id(weight))
+                    found = self._compared(weight)
+                    # what a layer computes anew is no damage
+                    held += found if keeps_weights(module) else Held(found.num_elements)
+        return held
+
+    def _compared(self, weight: Tensor) -> Held:
+        """What was written into the memory of a weight, and not over since, and is there."""
+        held = Held()
+        for piece in self._pieces.get(_storage(weight), {}).values():
+            if weight.dtype != piece.dtype:
+                continue  # a kernel's own type
+            is_there = piece.is_in(weight)
+            held += Held({piece.name: len(piece)}) if is_there else Held(damaged=(piece.name,))
+        return held
 
 
 def keeps_weights(layer: nn.Module) -> bool:
     """Whether it computes with its weights as they were loaded, or with a packed copy of them."""
     method = getattr(layer, "quant_method", None)
     return method is None or type(method).__name__ in UNQUANTIZED
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """Every parameter and buffer once, and whether its layer keeps it as it was loaded."""
-    seen: set[int] = set()
-    for module in model.modules():
-        is_plain = keeps_weights(module)
-        for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield weight, is_plain
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
@@ -205,7 +190,3 @@ def _is_whole(into: Tensor, source: Tensor) -> bool:
     whole = source.untyped_storage().nbytes() == source.numel() * source.element_size()
     same = (into.shape, into.stride(), into.dtype) == (source.shape, source.stride(), source.dtype)
     return whole and same
-
-
-def _hash(tensor: Tensor) -> int:
-    return hash_of(byte_view(tensor.cpu().contiguous()))

@@ -6,13 +6,12 @@ Nothing here imports vLLM itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.checkpoint_format import CheckpointFormat
@@ -107,37 +106,6 @@ def process_environment(
         torch.set_num_threads(num_threads)
 
 
-@dataclass
-class Account:
-    """Which of the expected weights have arrived."""
-
-    shapes: dict[str, torch.Size]
-    tied: dict[str, str]
-    received: set[str] = field(default_factory=set)
-    extra: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Those that fit, under the name that counts; the others are noted."""
-        for name, tensor in tensors:
-            name = self.tied.get(name, name)
-            if name not in self.shapes:
-                self.extra.append(name)
-                continue
-            self.received.add(name)
-            if tensor.shape != self.shapes[name]:
-                self.unfit.append(
-                    f"{name} (is {list(self.shapes[name])}, was sent {list(tensor.shape)})"
-                )
-            else:
-                yield name, tensor
-
-    @property
-    def missing(self) -> list[str]:
-        """Names that never came."""
-        return [name for name in self.shapes if name not in self.received]
-
-
 @dataclass(frozen=True)
 class ExpectedWeights:
     """The weights of a model folder by its module's names, without loading them."""
@@ -152,10 +120,6 @@ class ExpectedWeights:
     def num_elements(self) -> int:
         """Numbers in all of them."""
         return sum(shape.numel() for shape in self.shapes.values())
-
-    def account(self) -> Account:
-        """A new account of one load."""
-        return Account(self.shapes, self.tied)
 
 
 def expected_weights(model_path: str) -> ExpectedWeights:

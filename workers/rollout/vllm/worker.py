@@ -9,9 +9,10 @@ which is ten times slower, and log-probs after truncation.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
-from workers.rollout.vllm.handover import Arrivals, hash_in_float32
-from workers.rollout.vllm.packed import PackedWeights, watch_packing
-from workers.rollout.vllm.read_back import WrittenPieces
+from workers.rollout.vllm.handover import Arrivals
+from workers.rollout.vllm.read_back import ReadBack
+from workers.weights.channel import Bucket
+from workers.weights.checksum import hashes_of
 
 
 class Sampler(nn.Module):
@@ -72,19 +74,21 @@ class Sampler(nn.Module):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: needs `model_runner` and `vllm_config`."""
+    """Mixed into vLLM's worker: needs `model_runner`, `vllm_config` and `rank`."""
 
     model_runner: Any
     vllm_config: Any
+    rank: int
     _arrivals: Arrivals
-    _written: WrittenPieces
-    _packed: PackedWeights
+    _read_back: ReadBack | None = None
+    _processed: set[nn.Module]
+    """Layers whose weights are what their kernels take, since this load began."""
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; returns the classes of the layers' methods: which quantization."""
         if not isinstance(self.model_runner.sampler, Sampler):
             self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
-            watch_packing(self.model_runner.model, lambda layer: self._packed.packing(layer))
+            watch_processing(self.model_runner.model, self._process)
         methods = set()
         for module in self.model_runner.model.modules():
             method = getattr(module, "quant_method", None)
@@ -105,13 +109,13 @@ class WorkerExtension:
         """Nothing runs."""
         self.model_runner.sampler.sampling = None
 
-    def begin_load(self) -> None:
+    def begin_load(self, reads_back: bool) -> None:
         """Take the kernels' own layout back to the checkpoint's, by layers, as weights arrive."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._arrivals, self._written = Arrivals({}), WrittenPieces()
-        self._packed = PackedWeights(self._written)
+        self._arrivals, self._processed = Arrivals(), set()
+        self._read_back = ReadBack() if reads_back else None
         _forget_expert_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
@@ -120,41 +124,85 @@ class WorkerExtension:
         """Some of the weights, as a checkpoint has them."""
         for name, tensor in tensors:
             own = tensor.detach().clone()  # held back by the loader until its layer is complete
-            self._arrivals.hashes[name] = hash_in_float32(own)
-            self._written.expect(name, own)
+            if self._read_back is not None:
+                self._read_back.expect(name, own)
             why_not = self._load_tensor(name, own)
             if why_not is not None:
                 self._arrivals.unplaced[name] = why_not
 
+    def load_shared(self, handles: list[bytes]) -> None:
+        """Some of the weights, in memory that the process of the engine shares with every rank."""
+        bucket: Bucket = pickle.loads(handles[self.rank])
+        found = hashes_of(bucket.pieces())
+        for (name, *_, sent), value in zip(bucket.facts, found, strict=True):
+            if value != sent:
+                self._arrivals.changed.append(name)
+        self.load_tensors(bucket.tensors())
+
     def _load_tensor(self, name: str, tensor: Tensor) -> str | None:
         """Why vLLM's model has no place for it, in its words; None where it took it."""
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(self.vllm_config), torch.no_grad(), self._written:
+        with self._loading():
             try:
                 filled = self.model_runner.model.load_weights([(name, tensor)])
             except (KeyError, ValueError) as error:
                 return f" ({type(error).__name__}: {error})"
         return None if filled is None or filled else ""
 
-    def load_file(self, path: str) -> None:
-        """Some of the weights, from a safetensors file that every rank can read."""
-        from safetensors.torch import load_file
-
-        self.load_tensors(load_file(Path(path)).items())
-
     def finish_load(self) -> Arrivals:
-        """Back to the kernels' layout; returns what this rank was given, and what it then holds."""
-        from vllm.config import set_current_vllm_config
+        """Back to the kernels' layout; returns what this rank then holds."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self.model_runner.model
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            with self._written:
-                finalize_layerwise_reload(model, self.model_runner.model_config)
-                self._packed.pack_tied(model)
-            held = self._written.read_back(model) + self._packed.read_back(model)
-            return replace(self._arrivals, held=held)
+        with self._loading():
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+            self._process_tied(model)
+        if self._read_back is not None:
+            with torch.no_grad():
+                self._arrivals.held = self._read_back.held(model)
+        return self._arrivals
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with (
+            set_current_vllm_config(self.vllm_config),
+            torch.no_grad(),
+            self._read_back or nullcontext(),
+        ):
+            yield
+
+    def _process(self, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
+        """Have a layer make of its weights what its kernel takes."""
+        with nullcontext() if self._read_back is None else self._read_back.processing(layer):
+            process(layer)
+        self._processed.add(layer)
+
+    def _process_tied(self, model: nn.Module) -> None:
+        """Have layers pack their weight that this load has filled by its other name alone.
+
+        On CPUs a head that is tied to the embedding would compute with what was packed before: vLLM
+        takes it for a layer without new weights.
+        """
+        for layer in model.modules():
+            packs = hasattr(layer, "cpu_linear") and layer not in self._processed
+            if packs and layer.weight.dim() == 2:
+                method: Any = layer.quant_method
+                method.process_weights_after_loading(layer)
+
+
+def watch_processing(
+    model: nn.Module, process: Callable[[Callable[[nn.Module], None], nn.Module], None]
+) -> None:
+    """Have a loaded model's layers pack or quantise their weights by `process(own way, layer)`."""
+    methods: dict[int, Any] = {}
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            methods[id(method)] = method
+    for method in methods.values():
+        own = method.process_weights_after_loading
+        method.process_weights_after_loading = partial(process, own)
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:

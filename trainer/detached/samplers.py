@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from trainer.detached.pieces import Experience, Piece
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
@@ -76,14 +78,14 @@ def chosen(sampler: Sampler, stock: Stock) -> Choice:
     if choice.taken and num_samples != stock.num_samples:
         raise SamplerError(
             f"the sampler {name} took {num_samples} samples for a batch of {stock.num_samples}: "
-            "trainer.detached.samplers.registry.up_to takes as many, or none."
+            "trainer.detached.samplers.up_to takes as many, or none."
         )
     oldest = min((one.version for one in choice.taken), default=stock.version)
     if stock.version - oldest > stock.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
             f"{stock.version}, and detached.max_staleness={stock.max_staleness}: it had left them "
-            "over for too long. trainer.detached.samplers.registry.most_urgent_first puts at the "
+            "over for too long. trainer.detached.samplers.most_urgent_first puts at the "
             "head what a batch must have."
         )
     return choice
@@ -94,7 +96,7 @@ def _check(sampler: Any, subject: str) -> None:
     if not (isinstance(sampler, type) and issubclass(sampler, Sampler)):
         raise ConfigError(
             f"{subject} is no class of samplers: make it a subclass of "
-            "trainer.detached.samplers.registry.Sampler."
+            "trainer.detached.samplers.Sampler."
         )
     check_methods(sampler, Sampler, subject)
     check_call(sampler, subject, Call())
@@ -132,3 +134,55 @@ def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experie
         if num_left > stock.room_after(made_by):
             return None
     return [*head.values(), *(one for one in ready if one.piece.number not in head)]
+
+
+@SAMPLERS.register("in_order")
+class InOrder(Sampler):
+    """Waits for a slow piece."""
+
+    def choose(self, stock: Stock) -> Choice:
+        """The lowest piece numbers, once all of them are there."""
+        ready = sorted(stock.ready, key=lambda one: one.piece.number)
+        taken = up_to(ready, stock.num_samples)
+        if not taken:
+            return Choice()
+        last = taken[-1].piece.number
+        waits = any(piece.number < last for piece, _ in stock.coming)
+        return Choice() if waits else Choice(taken)
+
+
+@SAMPLERS.register("random")
+class RandomOrder(Sampler):
+    """Drawn by the run's seed and the batch's number, without replacement."""
+
+    def choose(self, stock: Stock) -> Choice:
+        """Any that are ready, after those that would be too old for the batch after this one."""
+        order = np.random.default_rng(list(stock.seed)).permutation(len(stock.ready))
+        shuffled = [stock.ready[place] for place in order]
+        ordered = most_urgent_first(stock, shuffled)
+        return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
+
+
+@SAMPLERS.register("ready_first")
+class ReadyFirst(Sampler):
+    """Long responses come later than short ones: a batch's lengths are biased by its place."""
+
+    def choose(self, stock: Stock) -> Choice:
+        """The first to come, after those that would be too old for the batch after this one."""
+        ordered = most_urgent_first(stock, stock.ready)
+        return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
+
+
+@SAMPLERS.register("version_window")
+class VersionWindow(Sampler):
+    """A bound that discards, inside the bound that paces (`detached.max_staleness`)."""
+
+    def choose(self, stock: Stock) -> Choice:
+        """The first to come within the window, the oldest versions first."""
+        window = stock.max_staleness if stock.window is None else stock.window
+        oldest = stock.version - window
+        reason = f"older than {window} versions"
+        dropped = [(one, reason) for one in stock.ready if one.version < oldest]
+        inside = [one for one in stock.ready if one.version >= oldest]
+        inside.sort(key=lambda one: one.version)
+        return Choice(up_to(inside, stock.num_samples), dropped)

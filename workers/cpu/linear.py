@@ -1,0 +1,96 @@
+"""Linear layers of a module in training that multiply through oneDNN, forwards and backwards.
+
+Only instances inside the given module are touched, never a class or a module of another package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from workers.cpu import onednn
+
+GRADIENT_ROWS = 1024
+"""Rows that are transposed at a time for a weight's gradient: they stay in the cache."""
+MIN_MULTIPLICATIONS = 2**24
+"""A linear layer with fewer is left to torch: building a kernel for its rows would take longer."""
+
+
+class _Linear(torch.autograd.Function):
+    """states @ weight.t() + bias.
+
+    Of the two factors of the weight's gradient the narrower is transposed in memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        result: Tensor = torch.ops.aten._unsafe_view(
+            onednn.linear(flat, weight, bias), [*states.shape[:-1], len(weight)]
+        )
+        return result  # no view in autograd's eyes: FSDP2 hangs its hooks on it
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        flat, weight = ctx.saved_tensors
+        grad_flat = grad.reshape(-1, grad.shape[-1])
+        grad_states = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_states = onednn.linear(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _outer(grad_flat, flat)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_flat.sum(dim=0)
+        return grad_states, grad_weight, grad_bias
+
+
+def _outer(grad: Tensor, states: Tensor) -> Tensor:
+    """grad.t() @ states, some rows at a time; of the two the narrower is transposed in memory."""
+    grad_is_narrow = grad.shape[1] <= states.shape[1]
+    narrow, wide = (grad, states) if grad_is_narrow else (states, grad)
+
+    total: Tensor | None = None
+    for few, many in zip(narrow.split(GRADIENT_ROWS), wide.split(GRADIENT_ROWS), strict=True):
+        few = few.t().contiguous()
+        if total is None:
+            total = onednn.linear(few, many.t())
+        else:
+            total = onednn.linear_binary("add", total, few, many.t())
+
+    assert total is not None, "a batch has rows"
+    return total if grad_is_narrow else total.t().contiguous()
+
+
+_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+
+
+@contextmanager
+def onednn_linears(module: nn.Module) -> Iterator[None]:
+    """Within, linear layers of the module go through oneDNN; a backward pass, too.
+
+    Each gets a `forward` of its own, which shadows that of its class and goes in the end.
+    """
+    with ExitStack() as stack:
+        for child in module.modules():
+            if type(child) is nn.Linear and "forward" not in vars(child):
+                child.forward = MethodType(_linear_forward, child)
+                stack.callback(delattr, child, "forward")
+        yield
+
+
+def _linear_forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    weight, bias = module.weight, module.bias
+    fits = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
+    is_plain = onednn.supports(weight) and not isinstance(weight, DTensor)
+    is_worth_it = input.numel() * len(weight) >= MIN_MULTIPLICATIONS
+
+    compute = _linear if fits and is_plain and is_worth_it else functional.linear
+    return compute(input, weight, bias)
