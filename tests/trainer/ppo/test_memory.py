@@ -15,8 +15,9 @@ from trainer.ppo.memory import check_memory, fit_passes, role_memories, tokens_a
 from trainer.ppo.preflight import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
+from verl_like.process.worker import Worker
 from workers.config.passes import LARGEST_PASS
-from workers.memory import GIB, pool_bytes
+from workers.memory import GIB, HeldModel, pool_bytes
 from workers.training.lm_head import CHUNK_BYTES
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
@@ -179,6 +180,24 @@ def test_a_reward_model_passes_as_many_tokens_as_the_actor(
     )
     assert tokens_at_once(by_tokens, "reward_model") == (240, 10)
     assert tokens_at_once(of_its_own, "reward_model") == (3 * 24, 3)
+
+
+class Verifier(Worker):
+    """A frozen model of a role of one's own."""
+
+    @classmethod
+    def held_model(cls, config: PPOConfig, role: str) -> HeldModel:
+        return HeldModel("verifier.path", config.actor_rollout_ref.model)
+
+
+def test_a_role_of_ones_own_is_counted_by_the_model_that_its_class_says_it_holds(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    own = ("+role_workers.verifier=tests.trainer.ppo.test_memory.Verifier",)
+    config = load_config(overrides(tiny_dir, tmp_path, *own, "+role_mapping.verifier=global_pool"))
+    roles = {role.role: role for role in role_memories(config, "cpu")}
+    assert roles["verifier"].weights == roles["actor"].weights > 0
+    assert roles["verifier"].moments == 0 < roles["actor"].moments
 
 
 @pytest.mark.parametrize(
