@@ -33,6 +33,20 @@ WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
 T = TypeVar("T")
 
 
+def read_rows(
+    config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
+) -> tuple[list[Row], int]:
+    """The rows of prompts that a run would read, and how many it would skip."""
+    rows = rows_of_prompts(config, setting, tokenizer, needs_rules)
+    found = list(
+        good_rows(
+            rows, lambda _, row: prompt_row(row, config.prompt_key, needs_rules), config.on_bad_row
+        )
+    )
+    good = [row for row in found if row is not None]
+    return good, len(found) - len(good)
+
+
 def good_rows(
     rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str | None
 ) -> Iterator[T | None]:

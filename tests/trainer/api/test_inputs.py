@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.data.reading import read_rows
 from trainer.api.inputs import (
     file_names,
     is_file_name,
@@ -21,7 +20,7 @@ from trainer.api.inputs import (
     write_rows,
 )
 from trainer.data.config import DataConfig
-from trainer.data.files import other_columns
+from trainer.data.files import other_columns, read_rows
 from verl_like.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "say a"}]
