@@ -193,8 +193,12 @@ def _missing(name: str, present: set[str]) -> str:
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
     """A rectangle [rows, R] as the batch holds its responses: ragged, or as it is."""
-    responses = batch.column("response_mask")
-    return responses.like(rectangle) if isinstance(responses, Ragged) else rectangle
+    return held_as(batch.column("response_mask"), rectangle)
+
+
+def held_as(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
+    """A rectangle as a column of its shape is held."""
+    return column.like(rectangle) if isinstance(column, Ragged) else rectangle
 
 
 def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:

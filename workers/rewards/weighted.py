@@ -23,7 +23,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError
 from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
-from workers.columns import read_columns
+from workers.columns import held_as, read_columns
 from workers.config import OverlongBufferConfig, RewardConfig, ScoringRun, rewards_of
 from workers.rewards.functions import check_rules
 from workers.rewards.manager import FAILURES, RewardManager, Scored
@@ -170,6 +170,7 @@ class WeightedScores:
         self._rewards, self._futures, self._normalize = rewards, futures, normalize
         self._check = check
         self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
+        self._held = batch.column("response_mask")
         self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
 
     def __str__(self) -> str:
@@ -215,9 +216,11 @@ class WeightedScores:
             extras[SKIPPED] = skipped.double().numpy()
             metrics["reward/num_skipped"] = float(skipped.sum())
         _refuse_infinite(total, self._uids)
-        return DataProto.from_dict(
-            {"token_level_scores": total, "step_ends": step_ends}, extras
-        ), metrics
+        columns = {
+            "token_level_scores": held_as(self._held, total),
+            "step_ends": held_as(self._held, step_ends),
+        }
+        return DataProto.from_dict(columns, extras), metrics
 
     def _answer(self, future: Any, timeout: float | None) -> Any:
         """Of a function or server: while it is waited for, no call would notice a lost worker."""
