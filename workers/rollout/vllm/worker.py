@@ -138,6 +138,9 @@ class WorkerExtension:
             if value != sent:
                 self._arrivals.changed.append(name)
         self.load_tensors(bucket.tensors())
+        if bucket.payload.is_cuda:
+            # the engine fills this memory anew as soon as every rank has answered
+            torch.cuda.synchronize(bucket.payload.device)
 
     def _load_tensor(self, name: str, tensor: Tensor) -> str | None:
         """Why vLLM's model has no place for it, in its words; None where it took it."""
