@@ -193,7 +193,7 @@ FILTERED = "algorithm.filter_groups"
 EMPTY = "no token"
 
 
-def fates_of(batch: DataProto, learned: DataProto, config: PPOConfig) -> dict[str, int]:
+def count_by_reason(batch: DataProto, learned: DataProto, config: PPOConfig) -> dict[str, int]:
     """Of a step's samples: how many are in the losses of what is `learned`, and why others are not.
 
     A sample that PF-PPO has drawn several times is one.

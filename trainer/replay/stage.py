@@ -78,7 +78,7 @@ def one_stage(trainer: PPOTrainer, asked: Asked) -> Metrics:
         return dict(result)
     batch, metrics = result
     following = STAGES[STAGES.index(asked.stage) + 1]
-    trainer.batches.keep(following, batch, trainer.global_step)
+    trainer.batches.save(following, batch, trainer.global_step)
     return dict(metrics)
 
 

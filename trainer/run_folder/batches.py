@@ -23,14 +23,14 @@ def batch_file(run_folder: Path, step: int, stage: str) -> Path:
     return run_folder / BATCHES_FOLDER / str(step) / f"{stage}.safetensors"
 
 
-class KeptBatches:
+class SavedBatches:
     """Those of one run: of its newest steps, as many as are asked for."""
 
     def __init__(self, run_folder: Path, num_steps: int) -> None:
         """Nothing is written yet; 0 steps keep nothing."""
         self._run_folder, self._num_steps = run_folder, num_steps
 
-    def keep(self, stage: str, batch: DataProto, step: int) -> None:
+    def save(self, stage: str, batch: DataProto, step: int) -> None:
         """Write what goes into the stage; with the step's first batch, an old step's go."""
         if not self._num_steps:
             return

@@ -28,7 +28,6 @@ from trainer.ppo.dataflow import (
     side_by_side,
     step_nodes,
 )
-from trainer.ppo.run import PPORun
 from trainer.rollouts.trainer import SamplingTrainer
 
 PLACEMENTS = ("colocate", "split", "standalone")
@@ -224,7 +223,7 @@ NO_PART_OF_A_STAGE = {
 
 def test_every_method_that_a_stage_calls_makes_it_a_subclass_own() -> None:
     methods: dict[str, Any] = {}
-    for cls in (SamplingTrainer, PPORun, PPOTrainer):
+    for cls in (SamplingTrainer, PPOTrainer):
         methods |= dict(inspect.getmembers(cls, inspect.isfunction))
     root = dict(inspect.getmembers(Trainer, inspect.isfunction))
     methods = {name: methods[name] for name in methods if name not in root}

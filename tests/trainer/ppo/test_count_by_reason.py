@@ -8,7 +8,7 @@ import torch
 
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.update_samples import fates_of, samples_of_update
+from trainer.ppo.update_samples import count_by_reason, samples_of_update
 from verl_like.batch.protocol import DataProto
 from workers.rewards.weighted import SKIPPED
 
@@ -31,7 +31,7 @@ def batch() -> DataProto:
 
 def fates(batch: DataProto, config: PPOConfig) -> dict[str, int]:
     learned, _ = samples_of_update(batch, config, 1, balance=lambda rows: (rows, {}))
-    return fates_of(batch, learned, config)
+    return count_by_reason(batch, learned, config)
 
 
 def test_what_leaves_the_losses_is_counted_once(batch: DataProto) -> None:
@@ -55,11 +55,11 @@ def test_samples_that_are_not_drawn_or_rejected_are_counted_too(batch: DataProto
     rejected = batch.select()
     rejected.batch["response_mask"] = rejected.batch["response_mask"].clone()
     rejected.batch["response_mask"][[5, 6]] = 0
-    assert fates_of(batch, rejected, PPOConfig()) == {
+    assert count_by_reason(batch, rejected, PPOConfig()) == {
         **{"trained": 6, "algorithm.rollout_correction": 2},
     }
 
 
 def test_a_row_that_comes_twice_opens_the_ledger(batch: DataProto) -> None:
     twice = DataProto.concat([batch, batch[:1]])
-    assert sum(fates_of(batch, twice, PPOConfig()).values()) == ROWS + 1
+    assert sum(count_by_reason(batch, twice, PPOConfig()).values()) == ROWS + 1

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
-from trainer.ppo.spare_time import SpareTime
+from trainer.ppo.deferred import DeferredWork
 from trainer.ppo.step import PPOTrainer
 from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto
@@ -26,25 +26,25 @@ def test_work_is_done_once_at_the_first_use_or_for_the_result() -> None:
         done.append(name)
         return {name: 1.0}
 
-    spare = SpareTime()
-    spare.use()
-    spare.plan(lambda: work("early"))
-    spare.use()
-    spare.use()
+    deferred = DeferredWork()
+    deferred.run()
+    deferred.defer(lambda: work("early"))
+    deferred.run()
+    deferred.run()
     assert done == ["early"]
-    assert spare.result() == {"early": 1.0}
-    spare.plan(lambda: work("forgotten"))
-    spare.plan(lambda: work("late"))
-    assert spare.result() == {"late": 1.0}
+    assert deferred.result() == {"early": 1.0}
+    deferred.defer(lambda: work("forgotten"))
+    deferred.defer(lambda: work("late"))
+    assert deferred.result() == {"late": 1.0}
     assert done == ["early", "late"]
 
 
 def test_an_error_waits_for_whoever_asks_for_the_result() -> None:
-    spare = SpareTime()
-    spare.plan(lambda: {}[0])
-    spare.use()
+    deferred = DeferredWork()
+    deferred.defer(lambda: {}[0])
+    deferred.run()
     with pytest.raises(KeyError):
-        spare.result()
+        deferred.result()
 
 
 class SlowActor(ActorWorker):
