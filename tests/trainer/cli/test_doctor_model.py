@@ -34,7 +34,6 @@ def test_each_path_of_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "llama, computed by LlamaForCausalLM" in text
     assert "ok rows packed" in text
     assert "packed rows by sdpa, in rectangles" in text
-    assert "LlamaAttention, LlamaMLP, LlamaRMSNorm" in text
     assert "persistent buffers: none" in text
     assert "native, hf or vllm" in text
 
