@@ -18,6 +18,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import ASK, RolloutWorker
+from workers.rollout.sample import Sample
 from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
@@ -187,10 +188,9 @@ class WaitsForWeights(RolloutWorker):
 class SleepingRollout(RolloutWorker):
     """As long at every row as the phases of a prediction say, and at taking weights."""
 
-    @register(dispatch_mode=ASK, readonly=True, blocking=False)
-    def submit(self, data: DataProto) -> None:
+    def requests_of(self, data: DataProto) -> list[Sample]:
         time.sleep(ROW_S * len(data))
-        super().submit(data)
+        return super().requests_of(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
