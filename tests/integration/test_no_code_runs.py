@@ -157,6 +157,7 @@ BETWEEN_PROCESSES = (
     "verl_like/calls/",
     "verl_like/backends/",
     "workers/rewards/channel.py",
+    "workers/rollout/vllm/worker.py",
 )
 FUNCTION_OF_A_SESSION = "trainer/api/rewards.py"
 """Code of the user's own, which a Python session wrote down as code."""
