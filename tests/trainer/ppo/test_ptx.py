@@ -109,5 +109,5 @@ def test_a_row_that_fits_into_no_pass_is_refused(
 
 
 def test_its_keys_are_read_only_where_there_are_files(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ptx.coef is set.* there are no ptx.train_files"):
+    with pytest.raises(ConfigError, match="ptx.coef is set.* ptx.train_files is not set"):
         load_config(overrides(tiny_dir, tmp_path, "ptx.coef=2"))
