@@ -67,7 +67,7 @@ class BareEngine(HFEngine):
 
 
 class NarrowEngine(HFEngine):
-    def _generate(self, requests: Any) -> Any: ...
+    def _advance(self) -> Any: ...
 
 
 class OwnHook(PPOTrainer):
@@ -129,7 +129,7 @@ def test_a_sampler_of_detached_runs_is_refused(name: str, words: str) -> None:
     ("name", "words"),
     [
         ("BareEngine", r"takes \(module, limits\), .* unexpected keyword argument 'decode'"),
-        ("NarrowEngine", r"its _generate takes \(self, requests\)"),
+        ("NarrowEngine", r"its _advance takes \(self\)"),
     ],
 )
 def test_an_engine_is_refused(name: str, words: str) -> None:

@@ -89,7 +89,8 @@ def load_config(
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
     given = known_settings(settings, recipe, own)
-    tree = compose_tree([*known_settings(defaults, recipe), *given], recipe, own)
+    defaults_and_given = [*known_settings(defaults, recipe), *given]
+    tree = compose_tree(_with_torchrun(defaults_and_given), recipe, own)
 
     keys = keys_of(given)
     config = _as_object(tree, recipe)
@@ -109,7 +110,7 @@ def known_settings(
 ) -> list[Override]:
     """The settings with keys and presets of ours, shorthands written out; others are refused."""
     parsed = recipe.translate([parse(setting) for setting in settings])
-    parsed = _with_torchrun(expand_shorthands(recipe, parsed))
+    parsed = expand_shorthands(recipe, parsed)
 
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
     _refuse([refusal for refusal in refusals if refusal], recipe)

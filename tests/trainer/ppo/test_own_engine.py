@@ -11,8 +11,9 @@ import pytest
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 from verl_like.errors import ConfigError
-from workers.rollout.base import Output, Request, SamplingParams
+from workers.rollout.base import SamplingParams
 from workers.rollout.hf import HFEngine
+from workers.rollout.sample import Sample
 
 
 class CountingEngine(HFEngine):
@@ -20,9 +21,9 @@ class CountingEngine(HFEngine):
 
     num_responses: ClassVar[int] = 0
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        CountingEngine.num_responses += len(requests)
-        return super().generate(requests, sampling)
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
+        CountingEngine.num_responses += len(samples)
+        return super().submit(samples, sampling)
 
 
 def steps(tiny_dir: Path, folder: Path, name: str) -> list[dict[str, float]]:

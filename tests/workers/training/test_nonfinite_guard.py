@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -74,9 +73,7 @@ def test_samples_of_every_rank_are_named(one_layer_dir: Path) -> None:
         assert_named(*result)
 
 
-def test_a_resumed_worker_counts_on_and_one_of_an_older_checkpoint_begins_anew(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_worker_counts_on(tiny_dir: Path, tmp_path: Path) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4, optim=OptimConfig(max_skipped_steps=1))
     actor = started(ActorWorker, config, 10)
     actor.update_actor(broken_batch())
@@ -86,10 +83,3 @@ def test_a_resumed_worker_counts_on_and_one_of_an_older_checkpoint_begins_anew(
     resumed.load_checkpoint(str(tmp_path / "actor"))
     with pytest.raises(WorkerError, match=r"^2 steps in a row had a non-finite gradient"):
         resumed.update_actor(broken_batch())
-
-    path = tmp_path / "actor" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["skipped_in_a_row"]
-    path.write_text(json.dumps(manifest))
-    resumed.load_checkpoint(str(tmp_path / "actor"))
-    assert (resumed.engine.guard.in_a_row, resumed.engine.guard.total) == (0, 1)
