@@ -31,15 +31,19 @@ class Column:
     shape: str
     dtype: str
     note: str = ""
-    """Who writes it; of a role's method, what stands behind its name."""
+    """Which part of the driver writes it, or when and how its writers do."""
     role: str = ""
     """The role that writes it, if one does."""
     method: str = ""
+    is_loaded: bool = False
+    """Whether the data loader gives it, a prompt's part of it where a role writes it, too."""
 
     @property
     def written_by(self) -> str:
         """Who writes it, in words."""
-        return f"{self.role}.{self.method}{self.note}" if self.role else self.note
+        loader = ["the data loader"] if self.is_loaded else []
+        role = [f"{self.role}.{self.method}"] if self.role else []
+        return ", then ".join([*loader, *role]) + self.note
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,6 @@ class MethodColumns:
 
 
 _GENERATED = "rollout", "generate_sequences"
-_DATA = "the data loader"
-_GROWN = f"{_DATA} (width P), then {'.'.join(_GENERATED)}"
 
 
 def _of_role(name: str, writer: str, note: str = "") -> Column:
@@ -63,14 +65,19 @@ def _of_role(name: str, writer: str, note: str = "") -> Column:
     return Column(name, "[rows, R]", "float32", note, role, method)
 
 
+def _loaded(name: str, note: str = "") -> Column:
+    """What a prompt's row brings with it."""
+    return Column(name, "[rows]", "object", note, is_loaded=True)
+
+
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
         Column("prompts", "[rows, P]", "int64", "", *_GENERATED),
         Column("responses", "[rows, R]", "int64", "", *_GENERATED),
-        Column("input_ids", "[rows, T]", "int64", _GROWN),
-        Column("attention_mask", "[rows, T]", "int64", _GROWN),
-        Column("position_ids", "[rows, T]", "int64", _GROWN),
+        Column("input_ids", "[rows, T]", "int64", "", *_GENERATED, is_loaded=True),
+        Column("attention_mask", "[rows, T]", "int64", "", *_GENERATED, is_loaded=True),
+        Column("position_ids", "[rows, T]", "int64", "", *_GENERATED, is_loaded=True),
         Column("response_mask", "[rows, R]", "int64", "", *_GENERATED),
         Column("rollout_log_probs", "[rows, R]", "float32", "", *_GENERATED),
         Column(
@@ -104,12 +111,12 @@ COLUMNS: dict[str, Column] = {
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance, if it shuffles"),
         Column("reward_baselines", "[rows]", "float32", "the driver's greedy_scores, for remax"),
-        Column("uid", "[rows]", "object", _DATA),
-        Column("raw_prompt", "[rows]", "object", _DATA),
-        Column("data_source", "[rows]", "object", _DATA),
-        Column("reward_model", "[rows]", "object", _DATA),
-        Column("extra_info", "[rows]", "object", _DATA),
-        Column("row_columns", "[rows]", "object", f"{_DATA}, if rows have columns of their own"),
+        _loaded("uid"),
+        _loaded("raw_prompt"),
+        _loaded("data_source"),
+        _loaded("reward_model"),
+        _loaded("extra_info"),
+        _loaded("row_columns", ", if rows have columns of their own"),
     )
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -150,7 +149,7 @@ def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Rec
             for name in columns:
                 writers[name].add(method)
     named = {
-        name: set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", column.written_by)) - {"rollout.n"}
+        name: {f"{column.role}.{column.method}"} if column.role else set()
         for name, column in COLUMNS.items()
     }
     assert named == writers
@@ -158,7 +157,7 @@ def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Rec
 
 def test_the_data_loader_s_columns_say_so(recorders: list[Recorder]) -> None:
     loaded = recorders[0].given["generate"]
-    named = {name for name, column in COLUMNS.items() if "the data loader" in column.written_by}
+    named = {name for name, column in COLUMNS.items() if column.is_loaded}
     assert named == set(loaded)
     for name in ("input_ids", "attention_mask", "position_ids"):
         assert as_table_row(loaded[name]) == ("[rows, P]", COLUMNS[name].dtype)

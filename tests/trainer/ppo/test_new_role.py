@@ -20,6 +20,13 @@ from verl_like.errors import ConfigError
 from workers.columns import COLUMNS, reads_of
 
 METHOD = "judge.compute_judge_log_prob"
+JUDGED = COLUMNS.pop("judge_log_prob")  # its class put it there when it was imported
+
+
+@pytest.fixture(autouse=True)
+def judged_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge's column is in the table while the tests of this file run, and in no others."""
+    monkeypatch.setitem(COLUMNS, JUDGED.name, JUDGED)
 
 
 class Recorded(PPOTrainer):
