@@ -28,7 +28,6 @@ from trainer.recovery import bring_back
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts
 from trainer.run_folder.checkpoint import Checkpoints
-from trainer.run_folder.finished import why_finished
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
@@ -70,7 +69,7 @@ def run(
         stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
-        nothing_left = why_finished(Checkpoints(config))
+        nothing_left = Checkpoints(config).why_finished
         if nothing_left and trainer_cls.wrote_all(config):
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)

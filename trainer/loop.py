@@ -26,8 +26,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
 from trainer.recovery import replace_within_step
 from trainer.restarts import Restarts
-from trainer.run_folder.checkpoint import Checkpoints
-from trainer.run_folder.finished import IS_LAST
+from trainer.run_folder.checkpoint import IS_LAST, Checkpoints
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings

@@ -153,13 +153,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its JSON is nested too deeply") from error
 
 
-def json_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file, one a line, and how many of its lines are none.
+def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file, one a line that has the text, and how many of these lines are none.
 
     A process that is killed leaves half a line; a file that is not there has no lines.
     """
     found, num_broken = [], 0
     for line in lines_of(path) if path.is_file() else ():
+        if text not in line:
+            continue
         try:
             row = parse_json(line)
         except ValueError:

@@ -149,6 +149,15 @@ def may_change_on_resume(schema: type, name: str) -> bool:
     return any(key.rules.may_change_on_resume for key in path_to(schema, name))
 
 
+def keys_that_differ(schema: type, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a run was started with and is resumed with, of the keys of both that may not change."""
+    return [
+        f"{key} was {before[key]!r}, is {value!r}"
+        for key, value in now.items()
+        if before.get(key, value) != value and not may_change_on_resume(schema, key)
+    ]
+
+
 def read(config: Any, name: str) -> Any:
     """The value at a dotted key; at "" the configuration itself."""
     for part in name.split(".") if name else ():

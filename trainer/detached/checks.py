@@ -15,7 +15,6 @@ from trainer.ppo.checks import refuse
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.run_folder.checkpoint import Checkpoints
-from trainer.run_folder.finished import why_finished
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import ENGINES
@@ -179,7 +178,7 @@ def check_start(config: DetachedConfig) -> None:
     checkpoints, length = Checkpoints(config), update_steps * train_epochs
     if checkpoints.start is None or checkpoints.start_step % length == 0:
         return
-    if not why_finished(checkpoints):
+    if not checkpoints.why_finished:
         raise CheckpointError(
             f"{checkpoints.start} is of a run that ended within a round of detached.update_steps="
             f"{update_steps} x detached.train_epochs={train_epochs} steps, whose batches no "

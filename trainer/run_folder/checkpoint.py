@@ -29,31 +29,44 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.config.flat import flat_config
-from trainer.config.keys import may_change_on_resume
+from trainer.config.flat import NAMES_OF_A_RUN, flat_config
+from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
-from trainer.run_folder.background_commit import BackgroundCommit
 from trainer.run_folder.inputs import digests_of_inputs
-from trainer.run_folder.marker import committed, named, read_marker, refuse_damaged, write_marker
-from trainer.run_folder.retention import drop_old
+from trainer.run_folder.marker import (
+    committed,
+    drop_old,
+    named,
+    read_marker,
+    refuse_damaged,
+    write_marker,
+)
 from trainer.run_folder.starts import installed_versions
 from verl_like.calls.future import gather
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import CheckpointError, DamagedCheckpointError, WorkerError
-from verl_like.files import lines_of, parse_json, put_in_place, read_json_object, write_whole
+from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError, WorkerError
+from verl_like.files import json_lines, json_objects, put_in_place, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
+from workers.training.manifest import add_files
 
 LATEST = "latest_checkpointed_iteration.txt"
 WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
 """What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
 """
+IS_LAST = "is_last_step"
+"""In the driver's state of a checkpoint: no step of that run comes after it."""
 AFTER_LOSS_S = 10.0
 """What the writing of a checkpoint gets to end when a worker is lost: it may be the writer."""
+DROP_S = 5.0
+"""What the writing gets to hear that it is to hurry, or to end."""
+POLL_S = 0.05
+OF_STEPS = ("rollouts", "validation", "batches")
+"""Folders of a run with a file or a folder for each step."""
 logger = logging.getLogger(__name__)
 
 
@@ -71,9 +84,11 @@ class Checkpoints:
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
         self._written: int | None = None
+        """The step of the checkpoint that is to be committed."""
         self._unwritten: dict[str, Any] = {}
         """Groups by role, whose workers have copied what they have to write."""
-        self._background: BackgroundCommit | None = None
+        self._writing: dict[str, Any] | None = None
+        """The futures of their writing, while the steps go on."""
         self._committed: list[Path] = []
         """Since `commit` was last asked."""
         self._longest_s = Deadlines.of(config.watch).call_s
@@ -88,6 +103,30 @@ class Checkpoints:
     def goes_on_here(self) -> bool:
         """Whether the run goes on from a checkpoint of its own folder: its earlier lines stay."""
         return self.start is not None and self.start.parent == self.folder
+
+    @property
+    def why_finished(self) -> str:
+        """That this very run has had its last step, in words; "" where it has not.
+
+        A run with another setting, such as a length, is started: it may have steps left.
+        """
+        if self.start is None or not self.goes_on_here:
+            return ""
+        saved = read_marker(self.start)["config"]
+        keys = self.config.keys() - set(NAMES_OF_A_RUN)
+        if any(saved.get(key) != self.config[key] for key in keys):
+            return ""
+        try:
+            state = read_json_object(self.start / "trainer.json")
+        except (OSError, ValueError):
+            return ""  # the resume says what is wrong with it
+        if not state.get(IS_LAST):
+            return ""
+        return (
+            f"{self.folder} holds this run, which ended with step {self.start_step}: nothing is "
+            "left to do. More steps come of trainer.total_training_steps, trainer.total_epochs or "
+            "trainer.stop_at, another run of another trainer.default_local_dir."
+        )
 
     def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
         """Whether `trainer.save_freq` or `save_every_minutes` asks for a checkpoint after it."""
@@ -141,46 +180,71 @@ class Checkpoints:
     def commit(self) -> list[Path]:
         """Give what was written, if anything was, its name: `global_step_<step>`.
 
-        Where files are left to write, that is done in the background; an error of it is raised
-        here, at the next step. Gives the checkpoints that are committed since the last time.
+        Where files are left to write, workers do that beside the steps, and a later call names the
+        checkpoint, or raises what failed. Gives those that are committed since the last time.
         """
-        step, self._written = self._written, None
-        if step is not None:
+        if self._written is not None and self._writing is None:
             self._saved_at = time.monotonic()
-            part, put_in_place = self._part(step), partial(self._put_in_place, step)
-            self._background = BackgroundCommit(self._unwritten, part, put_in_place)
-        if not self._unwritten or (self._background is not None and self._background.is_done):
+            groups = self._unwritten.items()
+            self._writing = {role: group.write_checkpoint.remote() for role, group in groups}
+        if self._is_all_there:
             self.finish()
         committed, self._committed = self._committed, []
         return committed
 
+    @property
+    def _is_all_there(self) -> bool:
+        return all(future.done() for future in (self._writing or {}).values())
+
     def finish(self) -> None:
-        """Wait until what is written in the background is committed; raises what failed."""
-        if self._background is not None:
-            self._committed.append(self._background.result())
-            self._background = None
-
-    def close(self) -> None:
-        """End what is written in the background, if the run ends by an error or a signal.
-
-        It is committed, if it can be; not where a second signal ends the run at once.
-        """
-        background, self._background = self._background, None
-        if background is None:
+        """Wait until what is written is committed; raises what failed. Older ones may go then."""
+        step, writing = self._written, self._writing
+        if step is None or writing is None:
             return
-        error = sys.exception()
-        seconds = self._longest_s if isinstance(error, Exception) else 0.0
-        background.end(AFTER_LOSS_S if isinstance(error, WorkerError) else seconds)
-
-    def _put_in_place(self, step: int, write_rest: Callable[[], dict[str, Any]]) -> Path:
-        """The commit, once what is left is written; then older checkpoints may go."""
+        if not self._is_all_there:
+            self._hurry(is_wanted=True)
+        self._written = self._writing = None
         folder, part = self.folder / f"global_step_{step}", self._part(step)
         with self._naming_failures(step):
-            write_marker(part, step, self.config, self.inputs, write_rest())
+            for role, future in writing.items():
+                for files in future.get():
+                    add_files(part / role, files)
+            write_marker(part, step, self.config, self.inputs)
             put_in_place(part, folder)
             write_whole(self.folder / LATEST, str(step))
             drop_old(self.folder, self.trainer.max_ckpt_to_keep)
-        return folder
+        self._committed.append(folder)
+
+    def _hurry(self, is_wanted: bool) -> None:
+        """Have the workers that write hurry, or end."""
+        for group in self._unwritten.values():
+            with suppress(VerlLikeError):  # whoever is gone writes nothing
+                group.hurry_checkpoint.remote(is_wanted).get(timeout=DROP_S)
+
+    def close(self) -> None:
+        """End what is being written, if the run ends by an error or a signal.
+
+        It is committed, if it can be; not where a second signal ends the run at once.
+        """
+        step, error = self._written, sys.exception()
+        if step is None or self._writing is None:
+            return
+        seconds = self._longest_s if isinstance(error, Exception) else 0.0
+        self._wait(AFTER_LOSS_S if isinstance(error, WorkerError) else seconds)
+        try:
+            if not self._is_all_there:
+                self._hurry(is_wanted=False)
+                self._wait(DROP_S)
+                with self._naming_failures(step):
+                    raise CheckpointError("the run ended before it was written.")
+            self.finish()
+        except VerlLikeError as failure:
+            logger.warning("%s", failure)
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._is_all_there and time.monotonic() < until:
+            time.sleep(POLL_S)
 
     def load(self, groups: Any) -> dict[str, Any] | None:
         """Load every role's state of the chosen checkpoint; gives the driver's, if any.
@@ -226,17 +290,11 @@ class Checkpoints:
                 (self.folder / name).unlink(missing_ok=True)
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
-            kept = [line for line in lines_of(metrics) if 0 <= _step_of(line) <= last]
-            write_whole(metrics, "".join(f"{line}\n" for line in kept))
-        for path in (
-            *self.folder.glob("rollouts/*.jsonl"),
-            *self.folder.glob("validation/*.jsonl"),
-        ):
+            lines = [line for line in json_objects(metrics)[0] if _is_of(line, last)]
+            write_whole(metrics, json_lines(lines))
+        for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
-                path.unlink()
-        for folder in self.folder.glob("batches/*"):
-            if folder.name.isdecimal() and int(folder.name) > last:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
 
     def _set_aside(self, folder: Path, why: str) -> None:
@@ -334,11 +392,7 @@ class Checkpoints:
         """Keys that decide what is computed, and contents of files, that are not as they were."""
         marker = read_marker(folder)
         saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
-        differing = []
-        for key, value in self.config.items():
-            is_same = key not in saved or saved[key] == value
-            if not is_same and not may_change_on_resume(self.schema, key):
-                differing.append(f"{key} was {saved[key]!r}, is {value!r}")
+        differing = keys_that_differ(self.schema, saved, self.config)
         for name, digest in self.inputs.items():
             if inputs.get(name, digest) != digest:
                 differing.append(f"{name} has other contents now")
@@ -346,10 +400,7 @@ class Checkpoints:
             if versions.get(name, version) != version:
                 logger.warning(
                     "%s was written by %s %s, here is %s: numbers may differ.",
-                    folder,
-                    name,
-                    versions[name],
-                    version,
+                    *(folder, name, versions[name], version),
                 )
         return differing
 
@@ -367,9 +418,7 @@ class Checkpoints:
         return f"Name another one: beside it are {named(steps)}."
 
 
-def _step_of(line: str) -> int:
-    """The step of a line of metrics; -1 for half a line, or another's."""
-    try:
-        return int(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return -1
+def _is_of(line: dict[str, Any], last: int) -> bool:
+    """Whether it is a line of metrics of a step up to the last one."""
+    step = line.get("step")
+    return isinstance(step, int) and 0 <= step <= last

@@ -30,7 +30,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.config.as_yaml import in_yaml
 from trainer.config.flat import config_hash, flat_config, flatten
-from trainer.config.keys import may_change_on_resume
+from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
 from trainer.run_folder.lock import FolderLock
 from verl_like.errors import ConfigError
@@ -79,11 +79,7 @@ def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     if config.trainer.resume_mode != "auto" or not has_metrics or any(folder.glob("global_step_*")):
         return
     before, now = saved_config(folder), flat_config(config)
-    differs = []
-    for key in sorted(before.keys() & now.keys()):
-        if before[key] != now[key] and not may_change_on_resume(type(config), key):
-            differs.append(f"{key} was {before[key]!r}, is {now[key]!r}")
-
+    differs = keys_that_differ(type(config), before, now)
     if differs:
         more = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
         raise ConfigError(

@@ -1,14 +1,16 @@
-"""`commit.json`, the marker over all roles of a checkpoint: written last, read first.
+"""The committed checkpoints of a run folder: their marker `commit.json`, and which of them stay.
 
-Whatever the file holds, what comes back is of the form that is written, or the error says what is
-wrong.
+The marker is over all roles: written last, read first. Whatever the file holds, what comes back is
+of the form that is written, or the error says what is wrong.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import (
     file_fault,
     fingerprint,
+    json_objects,
     read_json_object,
     refuse_other_form,
     write_whole,
@@ -74,20 +77,16 @@ def refuse_damaged(folder: Path) -> None:
         refuse_missing(manifest.parent)
 
 
-def write_marker(
-    part: Path,
-    step: int,
-    config: dict[str, Any],
-    inputs: dict[str, str],
-    known: Mapping[str, Any],
-) -> None:
+def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str, str]) -> None:
     """Mark what is in `part` as complete: all its files are there.
 
-    The fingerprints of those that are `known` by name were taken when they were written.
+    It vouches for the driver's files and every role's top ones, of which its manifest vouches for
+    what lies deeper.
     """
+    paths = [path for path in sorted(part.glob("*")) + sorted(part.glob("*/*")) if path.is_file()]
     marker = {
         "step": step,
-        "files": marked_files(part, known),
+        "files": {path.relative_to(part).as_posix(): fingerprint(path) for path in paths},
         "config": config,
         "inputs": inputs,
         "versions": installed_versions(),
@@ -95,8 +94,39 @@ def write_marker(
     write_whole(part / MARKER, json.dumps(marker, indent=1))
 
 
-def marked_files(part: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The driver's files and every role's top ones; its manifest vouches for what lies deeper."""
-    paths = sorted(part.glob("*")) + sorted(part.glob("*/*"))
-    names = [path.relative_to(part).as_posix() for path in paths if path.is_file()]
-    return {name: known.get(name) or fingerprint(part / name) for name in names}
+def drop_old(folder: Path, keep: int | None) -> None:
+    """Delete those of the run folder's checkpoints that are neither new nor best."""
+    for step in steps_to_drop(folder, committed(folder), keep):
+        checkpoint = folder / f"global_step_{step}"
+        old = checkpoint.with_name(checkpoint.name + ".old")
+        checkpoint.replace(old)  # half a folder must never carry the name of a whole one
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
+    """Those of the committed steps, oldest first, whose checkpoints do not stay.
+
+    The newest ones do, and that of the best validation, the later of equals.
+    """
+    if keep is None:
+        return []
+    # a long run has many other lines, which are not parsed
+    lines, _ = json_objects(folder / "metrics.jsonl", '"val')
+    scored = [(validation_score(line), line["step"]) for line in lines if line.get("step") in steps]
+    best = max(((score, step) for score, step in scored if score is not None), default=(0, None))[1]
+    return [step for step in steps[:-keep] if step != best]
+
+
+def validation_score(line: Mapping[str, Any]) -> float | None:
+    """One number for the validation in a line of metrics, larger for a better one.
+
+    That is the mean of `val-core/...`, or, where a recipe validates by losses alone, less theirs.
+    """
+    numbers = {name: x for name, x in line.items() if isinstance(x, int | float)}
+    losses = [x for name, x in numbers.items() if name.startswith("val") and name.endswith("loss")]
+    scored = [name for name in numbers if name.startswith("val-core/")]
+    scores = [numbers[name] for name in scored if not name.endswith("loss")]
+    if not scores and not losses:
+        return None
+    mean = sum(scores) / len(scores) if scores else -sum(losses) / len(losses)
+    return mean if math.isfinite(mean) else -math.inf

@@ -289,7 +289,7 @@ class Worker:
     def start_checkpoint(self, path: str, step: int = 0) -> bool:
         """`save_checkpoint`; a role that leaves files to be written in the background gives True.
 
-        The driver calls it under `trainer.async_save`; see `workers.training.background_save`.
+        The driver calls it under `trainer.async_save`; see `workers.training.file_copies`.
         """
         self.save_checkpoint(path, step)
         return False

@@ -1,6 +1,5 @@
-"""Tensors in files as safetensors reads them, written at once, or by whoever takes them over.
-
-`workers.training.file_copies` takes them over, and writes them while training goes on.
+"""Tensors in files as safetensors reads them, written at once, or while training goes on
+(`workers.training.file_copies`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,34 +31,25 @@ ALIGNMENT = 8
 """Of the first byte after the header."""
 
 
-class FileWriter(Protocol):
-    """Gets files, each a header that the bytes of tensors follow.
+class FileWriter:
+    """Gets files, each a header that the bytes of tensors follow, and writes them at once.
 
-    writer.add(path, header, tensors)     # the tensors may change from now on
-    writer.rename(path, name)             # of one that it got
+    Of tensors on a GPU one at a time is in host memory.
     """
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """Take a file over."""
-
-    def rename(self, path: Path, name: Path) -> None:
-        """Give it another name."""
-
-
-class _WritesAtOnce:
-    """One tensor at a time is in host memory."""
-
-    def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
+        """Take a file over: the tensors may change from now on."""
         with path.open("wb") as file:
             file.write(header)
             for tensor in tensors:
                 file.write(memoryview(bytes_of(tensor).cpu().numpy()))
 
     def rename(self, path: Path, name: Path) -> None:
+        """Give a file that it got another name."""
         path.replace(name)
 
 
-AT_ONCE: FileWriter = _WritesAtOnce()
+AT_ONCE = FileWriter()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
-from workers.training.background_save import SavesInBackground
 from workers.training.engine import TrainEngine
+from workers.training.file_copies import SavesInBackground
 from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
 from workers.weights.sync import SyncReport, WeightReceiver

@@ -7,7 +7,7 @@
     lora_adapter/       with LoRA: the adapter as peft loads it
 
 Everything is first written beside the folder (`<folder>.part`), then renamed. With files that are
-written in the background (`background_save`) it goes into the folder itself; the driver adds these
+written in the background (`file_copies`) it goes into the folder itself; the driver adds these
 files to the manifest, and renames the step's folder when all is there. Tensors are stored by
 parameter name at full shape, so another number of ranks, another strategy, or a plain module can
 load them. With LoRA only what is trained is stored: the base comes from the model's path. Ranks
@@ -30,11 +30,11 @@ from verl_like.files import file_fault, fingerprint, put_in_place
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
+from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
-from workers.training.background_save import SavesInBackground
-from workers.training.file_copies import FileCopies, writer_of
-from workers.training.hf_export import export_huggingface, model_file_bytes
+from workers.training.file_copies import FileCopies, SavesInBackground
+from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, refuse_damaged, write_manifest
 from workers.training.shards import read_shards, stored_tensors, write_shards
 
@@ -109,11 +109,7 @@ def _write(
 ) -> None:
     """All files, the manifest last; it names those that are there."""
     tensors = saved_tensors(engine, contents, average)
-    exports = "hf_model" in contents
-    is_first = ranks.mine == 0
-    writer = writer_of(
-        copies, ranks, tensors, lambda: model_file_bytes(engine) if exports and is_first else 0
-    )
+    writer = copies or AT_ONCE
     ranks.first_does(lambda: _make_empty(part))
     if tensors:
         shards = part / "shards"
@@ -127,10 +123,9 @@ def _write(
                 part / "lora_adapter", engine.module, engine.model_config, adapter, writer
             )
         )
-    if exports:
-        ranks.all_do(
-            lambda: export_huggingface(engine, part / "huggingface", is_first, writer=writer)
-        )
+    if "hf_model" in contents:
+        exported, is_first = part / "huggingface", ranks.mine == 0
+        ranks.all_do(lambda: export_huggingface(engine, exported, is_first, writer=writer))
 
     manifest = {
         "step": step,

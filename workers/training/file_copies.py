@@ -1,14 +1,15 @@
-"""Files of a checkpoint as copies in host memory, which are written while training goes on.
+"""Files of a checkpoint as copies in host memory, which are written while training goes on:
+`trainer.async_save`.
 
-    copies.begin(folder)
-    write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
-    files = copies.write()                                    # in another thread
-    copies.hurry()                                            # from a third: somebody waits
-    copies.drop()                                             # or nobody wants the files any more
+The driver calls, on every rank of a role that `SavesInBackground`:
 
-A process of low priority writes a large file (`workers.training.write_copy`). A thread would hold
-the interpreter's lock now and then, without the priority to go on and give it back. What the
-process leaves when it is ended is written here.
+    start_checkpoint(path, step)     # in its turn: copies; training goes on
+    write_checkpoint()               # past the queue, beside the steps: writes
+    hurry_checkpoint(is_wanted)      # past the queue: somebody waits for it, or wants it no more
+
+A process of low priority writes a file (`workers.training.write_copy`). A thread would hold the
+interpreter's lock now and then, without the priority to go on and give it back. What the process
+leaves when it is ended is written here.
 """
 
 from __future__ import annotations
@@ -23,24 +24,23 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
-from workers.models.tensor_files import AT_ONCE, FileWriter, bytes_of
-from workers.parallel.collectives import Ranks
+from verl_like.process.worker import Worker
+from workers.models.tensor_files import FileWriter, bytes_of
 from workers.training import write_copy
-from workers.training.shards import pieces_to_write
 
 LEAST_BYTES = 16 * 2**20
-"""Below this a rank's files are written sooner than a copy of them would pay."""
-OWN_PROCESS_BYTES = 4 * 2**20
-"""A smaller file is written sooner than a process starts."""
+"""A smaller file is written sooner than a copy of it, and a process, would pay."""
 MOST_OF_FREE = 0.5
 """The share of the free host memory that the copies of all ranks may take."""
 LOWEST_PRIORITY = 19
@@ -50,8 +50,52 @@ Files = dict[str, dict[str, int]]
 logger = logging.getLogger(__name__)
 
 
-class FileCopies:
-    """The files of one checkpoint of a role, on one rank."""
+class SavesInBackground(Worker):
+    """A worker whose `save_checkpoint` writes its large files by `self.copies`."""
+
+    background_from_bytes: ClassVar[int] = LEAST_BYTES
+    """Smaller files are written while the worker is waited for."""
+    copies: FileCopies | None = None
+    """Takes files while `start_checkpoint` runs; None: they are written at once."""
+    _own_copies: FileCopies | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_checkpoint(self, path: str, step: int = 0) -> bool:
+        """`save_checkpoint`, but large files are copied; gives whether any is left to write."""
+        if self._own_copies is None:
+            self._own_copies = FileCopies(self.background_from_bytes)
+        self._own_copies.begin(Path(path))
+        self.copies = self._own_copies
+        try:
+            self.save_checkpoint(path, step)
+        finally:
+            self.copies = None
+        return self._own_copies.are_there
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def write_checkpoint(self) -> Files:
+        """Write what was copied, beside whatever is being computed."""
+        assert self._own_copies is not None, "start_checkpoint comes first"
+        try:
+            return self._own_copies.write()
+        except CheckpointError as error:
+            raise CheckpointError(f"rank {self.rank}: {error}") from error
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def hurry_checkpoint(self, is_wanted: bool = True) -> None:
+        """Write the rest as fast as it goes, or nothing more if it is wanted no longer."""
+        assert self._own_copies is not None, "start_checkpoint comes first"
+        self._own_copies.hurry(is_wanted)
+
+
+class FileCopies(FileWriter):
+    """The files of one checkpoint of a role, on one rank; small ones are written at once.
+
+    copies.begin(folder)
+    write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
+    files = copies.write()                                    # in another thread
+    copies.hurry(is_wanted)                                   # from a third
+    """
 
     def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
         self.least_bytes = least_bytes
@@ -74,12 +118,20 @@ class FileCopies:
         self._files, self.folder = {}, folder
         self._is_waited_for = self._is_dropped = False
 
-    def pay(self, num_bytes: int) -> bool:
-        """Whether so many bytes are many, and the host has room for their copies."""
-        wanted = (num_bytes - self._num_allocated) / 2**30
+    def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
+        num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors)
+        if num_bytes < self.least_bytes or not self._has_room(num_bytes):
+            super().add(path, header, tensors)
+            return
+        copy = self._spare.pop(0) if self._spare else _FileCopy()
+        copy.fill(header, tensors)
+        self._files[path] = copy
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether the host has memory for such a copy on each of its ranks."""
+        spare = len(self._spare[0].bytes) if self._spare else 0
+        wanted = (num_bytes - spare) / 2**30
         free, num_here = free_memory_gb(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if num_bytes < self.least_bytes:
-            return False
         if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
             return True
         if not self._has_warned:
@@ -91,17 +143,11 @@ class FileCopies:
             )
         return False
 
-    @property
-    def _num_allocated(self) -> int:
-        return sum(len(copy.bytes) for copy in (*self._files.values(), *self._spare))
-
-    def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-        copy = self._spare.pop(0) if self._spare else _FileCopy()
-        copy.fill(header, tensors)
-        self._files[path] = copy
-
     def rename(self, path: Path, name: Path) -> None:
-        self._files[name] = self._files.pop(path)
+        if path in self._files:
+            self._files[name] = self._files.pop(path)
+        else:
+            super().rename(path, name)
 
     def write(self) -> Files:
         """Write every file, to the disk; what is written is as it was when it was copied."""
@@ -113,18 +159,15 @@ class FileCopies:
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
         return found
 
-    def hurry(self) -> None:
-        """Have the rest written in this process, with its priority."""
-        self._is_waited_for = True
-        self._end_process()
-
-    def drop(self) -> None:
-        """Have a `write` in another thread end."""
-        self._is_dropped = True
-        self._end_process()
+    def hurry(self, is_wanted: bool = True) -> None:
+        """Have a `write` in another thread end, or do the rest itself, with its own priority."""
+        with self._lock:
+            self._is_waited_for, self._is_dropped = True, not is_wanted
+            if self._process is not None:
+                self._process.kill()
 
     def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
-        """By a process of its own, if one is wanted; what it leaves is written here."""
+        """By a process of its own, unless somebody waits; what it leaves is written here."""
         start = 0
         process = self._start(path, copy)
         if process is not None:
@@ -139,31 +182,11 @@ class FileCopies:
         go_on()
         return write_copy.write_file(path, copy.contents, start, go_on)
 
-    def _result_of(self, process: subprocess.Popen[bytes], path: Path) -> dict[str, int] | None:
-        """The file's fingerprint; None where the process did not come to the end."""
-        with process:
-            assert process.stdout is not None, "it was asked for"
-            said = process.stdout.read()
-        if said:
-            facts: dict[str, int] = json.loads(said)
-            if "error" in facts:
-                raise CheckpointError(f"{path}: {facts['error']}")
-            return facts
-        if not (self._is_waited_for or self._is_dropped):
-            code = process.returncode
-            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            logger.warning(
-                "%s: the process that wrote it ended by %s; the rest is written by the one that "
-                "trains.",
-                *(path, how),
-            )
-        return None
-
     def _start(self, path: Path, copy: _FileCopy) -> subprocess.Popen[bytes] | None:
         """The process; None if none is wanted, or can be had."""
         program = [sys.executable, "-I", "-S", write_copy.__file__]
         with self._lock:
-            if copy.num_bytes < OWN_PROCESS_BYTES or self._is_waited_for or self._is_dropped:
+            if self._is_waited_for:
                 return None
             try:
                 self._process = subprocess.Popen(
@@ -180,23 +203,25 @@ class FileCopies:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
             return self._process
 
-    def _end_process(self) -> None:
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
-
-
-def writer_of(
-    copies: FileCopies | None,
-    ranks: Ranks,
-    tensors: Mapping[str, Tensor],
-    more: Callable[[], int] = lambda: 0,
-) -> FileWriter:
-    """What writes a rank's pieces and `more` bytes: at once, or where copies pay, later."""
-    if copies is None:
-        return AT_ONCE
-    pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
-    return copies if copies.pay(more() + sum(piece.nbytes for piece in pieces)) else AT_ONCE
+    def _result_of(self, process: subprocess.Popen[bytes], path: Path) -> dict[str, int] | None:
+        """The file's fingerprint; None where the process did not come to the end."""
+        with process:
+            assert process.stdout is not None, "it was asked for"
+            said = process.stdout.read()
+        if said:
+            facts: dict[str, int] = json.loads(said)
+            if "error" in facts:
+                raise CheckpointError(f"{path}: {facts['error']}")
+            return facts
+        if not self._is_waited_for:
+            code = process.returncode
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            logger.warning(
+                "%s: the process that wrote it ended by %s; the rest is written by the one that "
+                "trains.",
+                *(path, how),
+            )
+        return None
 
 
 class _FileCopy:

@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
-from workers.models.state import named_state, persistent_buffers
+from workers.models.state import persistent_buffers
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
 if TYPE_CHECKING:
@@ -84,14 +84,6 @@ def write_model_folder(
     dtype = _stored_dtype(config, model_config)
     typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
     _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes, writer)
-
-
-def model_file_bytes(engine: TrainEngine) -> int:
-    """What the weights of `export_huggingface` take, but for buffers of another type."""
-    source = model_folder(engine.model_config.path)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    width = _stored_dtype(config, engine.model_config).itemsize
-    return width * sum(tensor.numel() for _, tensor in named_state(engine.module))
 
 
 def _stored_dtype(config: Mapping[str, Any], model_config: ModelConfig) -> torch.dtype:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from workers.models.state import named_state, persistent_buffers
+from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
-from workers.training.file_copies import FileCopies, writer_of
+from workers.training.file_copies import FileCopies
 from workers.training.shards import read_shards, write_shards
 from workers.weights.checksum import CopyCheck
 from workers.weights.module_writer import refuse_problems
@@ -102,8 +103,7 @@ class FollowingEngine(TrainEngine):
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
-        tensors = self._saved()
-        writer = writer_of(copies, ranks, tensors)
+        tensors, writer = self._saved(), copies or AT_ONCE
         ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, writer))
 
     @torch.no_grad()

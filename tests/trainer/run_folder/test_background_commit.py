@@ -129,26 +129,11 @@ def test_whoever_waits_for_a_checkpoint_makes_its_writers_hurry(tmp_path: Path) 
     assert committed(tmp_path) == [2]
 
 
-def test_a_file_that_was_hashed_when_it_was_written_is_not_read_again(tmp_path: Path) -> None:
-    facts = {"bytes": 1, "crc32": 12345}  # another than the file's
-
-    class TopFile(Writer):
-        def write(self) -> list[dict[str, dict[str, int]]]:
-            super().write()
-            return [{"number": facts}]
-
-    run = begun(tmp_path, writer := TopFile(7))
-    writer.gate.set()
-    run.finish()
-    assert read_marker(tmp_path / "global_step_2")["files"]["actor/number"] == facts
-
-
 def test_a_write_that_failed_is_told_at_the_next_step_and_leaves_no_marker(tmp_path: Path) -> None:
     why = "rank 1: shards/1.safetensors: OSError: No space left on device"
     run = begun(tmp_path, writer := Writer(7, CheckpointError(why)))
     writer.gate.set()
-    assert run._background is not None
-    run._background._thread.join(LIMIT_S)
+    run._wait(LIMIT_S)
     with pytest.raises(CheckpointError, match=f"step 2 was not written: {why} .* MiB are free"):
         run.commit()
     assert not list(tmp_path.glob("global_step_*"))

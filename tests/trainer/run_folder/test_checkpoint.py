@@ -15,8 +15,7 @@ import pytest
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, saved
 from trainer.run_folder import checkpoint
 from trainer.run_folder.checkpoint import WANDB_ID
-from trainer.run_folder.marker import committed
-from trainer.run_folder.retention import validation_score
+from trainer.run_folder.marker import committed, validation_score
 from verl_like.errors import CheckpointError, ConfigError
 
 

@@ -15,9 +15,8 @@ from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
 from trainer.compare.runs import read_runs
 from trainer.report.page import write_report
 from trainer.run_folder.checkpoint import LATEST
-from trainer.run_folder.marker import committed, read_marker
+from trainer.run_folder.marker import committed, read_marker, steps_to_drop
 from trainer.run_folder.result import RunResult
-from trainer.run_folder.retention import steps_to_drop
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import JsonLines
 from verl_like.errors import CheckpointError, DamagedCheckpointError

@@ -33,11 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
-    """The same step written at once, and in the background while two updates are made.
-
-    A process of its own writes even these small files.
-    """
-    file_copies.OWN_PROCESS_BYTES = 0
+    """The same step written at once, and in the background while two updates are made."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.model.lora_rank = 4
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
@@ -84,7 +80,7 @@ def copied(tmp_path: Path, tensors: list[torch.Tensor], copies: FileCopies) -> b
 
 
 def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path) -> None:
-    copies, addresses = FileCopies(), []
+    copies, addresses = FileCopies(least_bytes=0), []
     for length in (40, 30, 40):
         tensors = [torch.arange(length), torch.tensor(1.5), torch.ones(3, 2).bfloat16().T]
         AT_ONCE.add(tmp_path / "at once", b"head", tensors)
@@ -102,13 +98,16 @@ def test_a_role_with_little_to_write_leaves_nothing(one_layer_dir: Path, tmp_pat
 
 
 def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(file_copies, "free_memory_gb", lambda: 0.25)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     copies = FileCopies(least_bytes=1)
-    for num_bytes, pays in ((2**26, True), (2**26 + 1, False), (2**26 + 1, False)):
-        assert copies.pay(num_bytes) is pays
+    copies.begin(tmp_path)
+    for name, num_bytes in (("fits", 2**26), ("large", 2**26 + 1), ("as large", 2**26 + 1)):
+        copies.add(tmp_path / name, b"head", [torch.zeros(num_bytes - 4, dtype=torch.uint8)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["as large", "large"]
+    assert list(copies.write()) == ["fits"]
     (said,) = caplog.messages
     assert "0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
 

@@ -36,12 +36,6 @@ time.sleep(60)
 """A program that writes one block, and no more."""
 
 
-@pytest.fixture(autouse=True)
-def _for_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process, however small the file is."""
-    monkeypatch.setattr(file_copies, "OWN_PROCESS_BYTES", 0)
-
-
 @pytest.fixture
 def copies(tmp_path: Path) -> FileCopies:
     """One file that is left to be written."""
@@ -49,7 +43,7 @@ def copies(tmp_path: Path) -> FileCopies:
 
 
 def with_a_file(path: Path) -> FileCopies:
-    made = FileCopies()
+    made = FileCopies(least_bytes=0)
     made.begin(path.parent)
     made.add(path, CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
     return made
@@ -93,12 +87,13 @@ def test_a_process_writes_the_file_and_is_gone(
     assert own_children() == before
 
 
-def test_a_small_file_is_written_without_one(
-    copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_copies, "OWN_PROCESS_BYTES", NUM_BYTES + 1)
-    monkeypatch.delattr(subprocess, "Popen")
-    assert is_whole(copies.write(), tmp_path / "file")
+def test_a_small_file_is_written_at_once_and_has_the_name_that_it_is_given(tmp_path: Path) -> None:
+    copies = FileCopies(least_bytes=NUM_BYTES + 1)
+    copies.begin(tmp_path)
+    copies.add(tmp_path / "draft", CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
+    copies.rename(tmp_path / "draft", tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == CONTENTS.numpy().tobytes()
+    assert not copies.are_there
 
 
 def test_when_somebody_waits_the_rest_is_written_at_once(
@@ -130,7 +125,7 @@ def test_what_a_killed_process_leaves_is_written_and_said(
 def test_a_dropped_file_is_written_no_further(
     children_before: set[int], copies: FileCopies, halted: Future[Files], tmp_path: Path
 ) -> None:
-    copies.drop()
+    copies.hurry(is_wanted=False)
     with pytest.raises(CheckpointError, match="file was given up"):
         halted.result(LIMIT_S)
     assert (tmp_path / "file").stat().st_size == 4096
