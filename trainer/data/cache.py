@@ -1,6 +1,7 @@
 """What is made of large files once, in entries on disk that later runs map into memory.
 
-    table = cached_table("prompts", depends_on, {"row": pa.string(), ...}, blocks, facts)
+    entry = cached_rows("prompts", depends_on, {"row": pa.string(), ...}, read, facts)
+    entry.table.column("row")[7]
 
 An entry is a folder, whose name is a hash of all that its content depends on: `rows.arrow` and
 `facts.json`.
@@ -16,12 +17,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from trainer.data.files import are_first_rows_enough
 
@@ -32,7 +31,7 @@ ROWS_PER_BLOCK = 1000
 """Of the files in an entry: no more rows than these are in memory while they are written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """An entry that no run has opened for so long is removed."""
-FORMAT = 2
+FORMAT = 3
 ROWS, FACTS = "rows.arrow", "facts.json"
 
 
@@ -40,8 +39,8 @@ class NotPlainError(Exception):
     """A row has a value that an entry has no form for."""
 
 
-class Table:
-    """An entry: rows in an Arrow file that is mapped into memory, and facts about all of them."""
+class Entry:
+    """Rows in an Arrow file that is mapped into memory, and facts about all of them."""
 
     def __init__(self, folder: Path) -> None:
         """Raises where the entry is not whole."""
@@ -49,22 +48,11 @@ class Table:
 
         self.folder = folder
         self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        file = pa.ipc.open_file(pa.memory_map(str(folder / ROWS)))
-        self.blocks = [file.get_batch(number) for number in range(file.num_record_batches)]
-        self._ends = np.cumsum([block.num_rows for block in self.blocks])
-
-    def cell(self, column: str, number: int) -> Any:
-        """The value of a column in the row of that number, as an Arrow scalar."""
-        block = int(np.searchsorted(self._ends, number, side="right"))
-        return self.blocks[block].column(column)[number - self._ends[block]]
-
-    def as_array(self, take: Callable[[Any], NDArray[Any]]) -> NDArray[np.int32]:
-        """What `take` gives of every block, one after the other."""
-        return np.concatenate([np.zeros(0, np.int32), *map(take, self.blocks)]).astype(np.int32)
+        self.table = pa.ipc.open_file(pa.memory_map(str(folder / ROWS))).read_all()
 
 
 def what_tokens_depend_on(names: Sequence[str], tokenizer: Any) -> dict[str, Any] | None:
-    """Files and tokenizer, for `cached`; None where there is to be no entry."""
+    """Files and tokenizer, for `cached_rows`; None where there is to be no entry."""
     paths = [Path(name) for name in names]
     if are_first_rows_enough() or not all(path.is_file() for path in paths):
         return None  # of the hub; or missing, which reading says
@@ -75,18 +63,18 @@ def what_tokens_depend_on(names: Sequence[str], tokenizer: Any) -> dict[str, Any
     return {"format": FORMAT, "files": facts_of_files(paths), "tokenizer": facts}
 
 
-def cached_table(
+def cached_rows(
     what: str,
     depends_on: dict[str, Any],
     columns: dict[str, Any],
-    blocks: Callable[[], Iterable[Sequence[Sequence[Any]]]],
-    facts: Callable[[], dict[str, Any]],
-) -> Table | None:
-    """The table for all that it `depends_on`, made where there is none.
+    read: Callable[[], Iterator[dict[str, Any] | None]],
+    facts: Callable[[], dict[str, Any]] = dict,
+) -> Entry | None:
+    """The entry for all that it `depends_on`, made where there is none.
 
-    `columns` are names and Arrow types, `blocks` gives the columns' values some rows at a time,
-    and `facts`, asked after them, what is known of all rows. None: rows like these cannot be kept,
-    or there is no place for a cache.
+    `columns` are names and Arrow types, `read` gives every row's values, None for a bad row, and
+    `facts`, asked after the last row, what is known of all of them beside "num_bad". None: rows
+    like these cannot be kept, or there is no place for a cache.
     """
     key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
     cache = cache_folder(what)
@@ -98,7 +86,9 @@ def cached_table(
         _forget_old(cache)
         made = Path(tempfile.mkdtemp(dir=cache, prefix="being_made_"))
         try:
-            _write(made, columns, blocks(), facts)
+            num_bad = _write(made / ROWS, columns, read())
+            all_facts = {"num_bad": num_bad, **facts()}
+            (made / FACTS).write_text(json.dumps(all_facts), encoding="utf-8")
             shutil.rmtree(entry, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run was first
                 made.rename(entry)
@@ -113,21 +103,17 @@ def cached_table(
     return _opened(entry)
 
 
-def _write(
-    folder: Path,
-    columns: dict[str, Any],
-    blocks: Iterable[Sequence[Sequence[Any]]],
-    facts: Callable[[], dict[str, Any]],
-) -> None:
-    """No more than one block is in memory."""
+def _write(path: Path, columns: dict[str, Any], rows: Iterator[dict[str, Any] | None]) -> int:
+    """Write the good rows, of which no more than a block is in memory; the number of bad ones."""
     import pyarrow as pa
 
-    schema = pa.schema(list(columns.items()))
-    with pa.OSFile(str(folder / ROWS), "wb") as file, pa.ipc.new_file(file, schema) as out:
-        for block in blocks:
-            arrays = map(pa.array, block, columns.values())
-            out.write_batch(pa.record_batch(list(arrays), schema=schema))
-    (folder / FACTS).write_text(json.dumps(facts()), encoding="utf-8")
+    schema, num_bad = pa.schema(list(columns.items())), 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as out:
+        while block := list(islice(rows, ROWS_PER_BLOCK)):
+            good = [row for row in block if row is not None]
+            num_bad += len(block) - len(good)
+            out.write_batch(pa.RecordBatch.from_pylist(good, schema=schema))
+    return num_bad
 
 
 def cache_folder(what: str) -> Path:
@@ -157,19 +143,19 @@ def facts_of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
     }
 
 
-def _opened(entry: Path) -> Table | None:
+def _opened(folder: Path) -> Entry | None:
     import pyarrow as pa
 
-    if not entry.is_dir():
+    if not folder.is_dir():
         return None
     try:
-        table = Table(entry)
+        entry = Entry(folder)
         with contextlib.suppress(OSError):  # of another user, who keeps it
-            os.utime(entry)
+            os.utime(folder)
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        logger.warning("%s is damaged and made again (%s)", entry, error)
+        logger.warning("%s is damaged and made again (%s)", folder, error)
         return None
-    return table
+    return entry
 
 
 def _forget_old(cache: Path) -> None:

@@ -1,66 +1,68 @@
 """Rows of files as tokens; a bad one stops the run, or is left out.
 
-A `RowKind` says what tokens are made of a row: those of texts and chats, pairs, labelled responses.
-Rows of large files are kept in the cache on disk; later runs have arrays that are views of it.
+What a recipe learns from a row are its sides (one text, the two of a pair, labelled responses) and
+numbers beside them. Rows of large files are kept in the cache on disk; later runs have arrays that
+are views of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data import cache
-from trainer.data.cache import Table, cached_table, what_tokens_depend_on
+from trainer.data.cache import Entry, cached_rows, what_tokens_depend_on
 from trainer.data.files import Row, good_rows, names_of, rows_of_files
-
-T = TypeVar("T")
-Side = tuple[NDArray[np.int64], NDArray[np.bool_]]
-"""Tokens, and which of them are in the loss."""
-Parts = tuple[Sequence[Side], Sequence[float]]
-"""The sides of a row, and the numbers beside them."""
 
 
 @dataclass(frozen=True)
-class RowKind(Generic[T]):
-    """What a recipe makes of the rows of a file."""
+class LMRow:
+    """The tokens of a text, and which of them the loss is of."""
 
-    name: str
-    """Tells entries of other kinds from these."""
-    encode: Callable[[Row, Any], T]
-    """(row, tokenizer) -> what is made of it; a ValueError says what is wrong with the row."""
-    to_parts: Callable[[T], Parts]
-    """What is kept of that."""
-    of_parts: Callable[[Parts], T]
-    """The same, from what is kept."""
+    ids: NDArray[np.int64]
+    in_loss: NDArray[np.bool_]
+
+    def cut(self, max_length: int) -> LMRow:
+        """Without what is beyond so many tokens."""
+        return LMRow(self.ids[:max_length], self.in_loss[:max_length])
+
+
+class EncodedRow(NamedTuple):
+    """What a recipe makes of a row of a file."""
+
+    sides: Sequence[LMRow]
+    numbers: Sequence[float] = ()
+
+
+Encode = Callable[[Row, Any], EncodedRow]
+"""(row, tokenizer) -> its tokens; a ValueError says what is wrong with the row."""
 
 
 def encode_rows(
-    key: str, files: Any, kind: RowKind[T], tokenizer: Any, on_bad_row: str | None
-) -> tuple[list[T], int]:
-    """What `kind` makes of the rows in order, and how many were skipped.
+    key: str, files: Any, what: str, encode: Encode, tokenizer: Any, on_bad_row: str | None
+) -> tuple[list[EncodedRow], int]:
+    """What `encode` makes of the rows in order, and how many were skipped.
 
-    `key` is the configuration's that names the files; large ones are read and tokenized once.
-    With `on_bad_row` skip a bad row is left out, otherwise it stops the run. None is that of a
-    recipe without the key `data.on_bad_row`.
+    `key` is the configuration's that names the files; large ones are read and tokenized once, and
+    `what` tells their entry from others of the same files. With `on_bad_row` skip a bad row is left
+    out, otherwise it stops the run. None is that of a recipe without the key `data.on_bad_row`.
     """
     names = names_of(files)
 
-    def read() -> Iterator[T | None]:
+    def read() -> Iterator[EncodedRow | None]:
         rows = rows_of_files(names, key)
-        return good_rows(rows, lambda where, row: kind.encode(row, tokenizer), on_bad_row)
+        return good_rows(rows, lambda where, row: encode(row, tokenizer), on_bad_row)
 
     depends_on = what_tokens_depend_on(names, tokenizer)
     if depends_on is not None:
-        depends_on |= {"rows": kind.name, "on_bad_row": on_bad_row}
+        depends_on |= {"rows": what, "on_bad_row": on_bad_row}
         depends_on |= {"eos_token_id": tokenizer.eos_token_id}
-        table = _cached(kind, depends_on, read)
-        if table is not None:
-            return [kind.of_parts(parts) for parts in _parts_of(table)], table.facts["num_bad"]
+        entry = _cached(depends_on, read)
+        if entry is not None:
+            return list(_rows_of(entry)), entry.facts["num_bad"]
 
     encoded = list(read())
     rows = [row for row in encoded if row is not None]
@@ -68,45 +70,68 @@ def encode_rows(
 
 
 def _cached(
-    kind: RowKind[T], depends_on: dict[str, Any], read: Callable[[], Iterator[T | None]]
-) -> Table | None:
-    """Tokens and loss mask of every row's sides, one after the other, and its numbers."""
+    depends_on: dict[str, Any], read: Callable[[], Iterator[EncodedRow | None]]
+) -> Entry | None:
+    """Tokens and loss mask of every side, and the numbers."""
     import pyarrow as pa
 
     columns = {
-        "lengths": pa.list_(pa.int32()),
-        "ids": pa.list_(pa.int64()),
-        "in_loss": pa.list_(pa.uint8()),
-        "facts": pa.list_(pa.float64()),
+        "ids": pa.list_(pa.list_(pa.int64())),
+        "in_loss": pa.list_(pa.list_(pa.uint8())),
+        "numbers": pa.list_(pa.float64()),
     }
-    facts = {"num_bad": 0}
 
-    def blocks() -> Iterator[Sequence[Sequence[Any]]]:
-        rows = read()
-        while block := list(islice(rows, cache.ROWS_PER_BLOCK)):
-            parts = [kind.to_parts(row) for row in block if row is not None]
-            facts["num_bad"] += len(block) - len(parts)
-            yield (
-                [[len(ids) for ids, _ in sides] for sides, _ in parts],
-                [np.concatenate([ids for ids, _ in sides]) for sides, _ in parts],
-                [np.concatenate([mask for _, mask in sides]).view(np.uint8) for sides, _ in parts],
-                [list(numbers) for _, numbers in parts],
-            )
+    def cells() -> Iterator[dict[str, Any] | None]:
+        for row in read():
+            yield row and {
+                "ids": [side.ids for side in row.sides],
+                "in_loss": [side.in_loss.view(np.uint8) for side in row.sides],
+                "numbers": list(row.numbers),
+            }
 
-    return cached_table("rows", depends_on, columns, blocks, lambda: facts)
+    return cached_rows("rows", depends_on, columns, cells)
 
 
-def _parts_of(table: Table) -> Iterator[Parts]:
-    for block in table.blocks:
-        ids = block.column("ids").values.to_numpy()
-        in_loss = block.column("in_loss").values.to_numpy().view(np.bool_)
-        begin = 0
-        lengths, facts = block.column("lengths").to_pylist(), block.column("facts").to_pylist()
-        for its_lengths, its_facts in zip(lengths, facts, strict=True):
-            ends = np.cumsum([begin, *its_lengths]).tolist()
-            pairs = zip(ends[:-1], ends[1:], strict=True)
-            yield [(ids[first:end], in_loss[first:end]) for first, end in pairs], its_facts
-            begin = ends[-1]
+def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
+    for block in entry.table.to_batches():
+        sides_of_rows = block.column("ids")
+        ids = sides_of_rows.values.values.to_numpy()
+        in_loss = block.column("in_loss").values.values.to_numpy().view(np.bool_)
+        bounds = sides_of_rows.values.offsets.to_numpy().tolist()
+        sides = [
+            LMRow(ids[begin:end], in_loss[begin:end])
+            for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+        ends = sides_of_rows.offsets.to_numpy().tolist()
+        numbers = block.column("numbers").to_pylist()
+        for begin, end, its_numbers in zip(ends[:-1], ends[1:], numbers, strict=True):
+            yield EncodedRow(sides[begin:end], its_numbers)
+
+
+def teaches(sides: Sequence[LMRow]) -> bool:
+    """Whether every side has a token in the loss, and no other is the same as the first."""
+    first, *others = sides
+    has_loss = all(side.in_loss[1:].any() for side in sides)
+    return has_loss and not any(np.array_equal(first.ids, side.ids) for side in others)
+
+
+def cut_rows(
+    rows: Sequence[EncodedRow], max_length: int, story: str, lost: str
+) -> tuple[list[EncodedRow], str]:
+    """The rows with sides of at most `max_length` tokens, and `story` with what became of them.
+
+    One that teaches nothing any more is dropped; `lost` says in words what it lacks.
+    """
+    kept: list[EncodedRow] = []
+    num_cut = 0
+    for row in rows:
+        if max(len(side.ids) for side in row.sides) > max_length:
+            num_cut += 1
+            row = row._replace(sides=[side.cut(max_length) for side in row.sides])
+        if teaches(row.sides):
+            kept.append(row)
+    dropped = f"and of these {len(rows) - len(kept)} dropped, since nothing was left of {lost}"
+    return kept, f"{story}; {num_cut} were cut to {max_length} tokens, {dropped}"
 
 
 def how_many(key: str, kind: str, num_rows: int, num_bad: int) -> str:

@@ -272,22 +272,16 @@ def listing(folder: Path) -> str:
 
 def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
     """Columns of plain values beside those of verl's schema; images and the like are none."""
-    found: dict[str, bool] = {}
+    plain: dict[str, bool] = {}
     for row in rows:
-        note_plain(row, found)
-    return plain_columns(found, prompt_key)
+        for name, value in row.items():
+            plain[name] = plain.get(name, True) and is_plain(value)
+    return own_columns((name for name in plain if plain[name]), prompt_key)
 
 
-def note_plain(row: Row, found: dict[str, bool]) -> None:
-    """Note for each column whether all of its values, so far, are plain."""
-    for name, value in row.items():
-        found[name] = found.get(name, True) and is_plain(value)
-
-
-def plain_columns(found: dict[str, bool], prompt_key: str) -> list[str]:
-    """The columns of plain values that verl's schema does not have."""
-    ours = (prompt_key, *RULE_COLUMNS, "extra_info")
-    return sorted(name for name, plain in found.items() if plain and name not in ours)
+def own_columns(names: Iterable[str], prompt_key: str) -> list[str]:
+    """Those of the columns that verl's schema does not have."""
+    return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info"})
 
 
 def is_plain(value: Any) -> bool:

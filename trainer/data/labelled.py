@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.encoded_rows import RowKind, encode_rows, how_many
+from trainer.data.encoded_rows import EncodedRow, LMRow, cut_rows, encode_rows, how_many
 from trainer.data.files import Row
-from trainer.data.lm_rows import LMRow, filled_columns, lm_batch
+from trainer.data.lm_rows import filled_columns, lm_batch
 from trainer.data.pairs import encode_pair, encode_reply
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -54,23 +54,15 @@ def read_labelled(
     Rows of more than `max_length` tokens are cut at their end; one whose response is cut away is
     dropped. Both are counted in a line of the log.
     """
-    rows, num_bad = encode_rows(key, files, LABELLED_ROWS, tokenizer, on_bad_row)
-    found: list[tuple[LMRow, bool]] = []
-    num_read = num_cut = num_dropped = 0
-    for row in rows:
-        for response, label in row:
-            num_read += 1
-            num_cut += len(response.ids) > max_length
-            cut = LMRow(response.ids[:max_length], response.in_loss[:max_length])
-            if cut.in_loss[1:].any():
-                found.append((cut, label))
-            else:
-                num_dropped += 1
-
-    story = (
-        f"{how_many(key, 'responses', num_read, num_bad)}; {num_cut} were cut to {max_length} "
-        f"tokens, and of these {num_dropped} dropped, since nothing was left of the response"
-    )
+    rows, num_bad = encode_rows(key, files, "labelled", _encode, tokenizer, on_bad_row)
+    responses = [
+        EncodedRow([side], [label])
+        for row in rows
+        for side, label in zip(row.sides, row.numbers, strict=True)
+    ]
+    story = how_many(key, "responses", len(responses), num_bad)
+    responses, story = cut_rows(responses, max_length, story, "the response")
+    found = [(row.sides[0], bool(row.numbers[0])) for row in responses]
     num_good = sum(label for _, label in found)
     if num_good in (0, len(found)):
         raise ConfigError(
@@ -79,6 +71,11 @@ def read_labelled(
         )
     logger.info("%s; %d of those left are good", story, num_good)
     return _with_mismatched(found, max_length, seed)
+
+
+def _encode(row: Row, tokenizer: Any) -> EncodedRow:
+    responses, labels = zip(*encode_labelled(row, tokenizer), strict=True)
+    return EncodedRow(responses, labels)
 
 
 def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
@@ -94,19 +91,6 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
             f"is {filled_columns(row)}"
         )
     return [(encode_reply(row["prompt"], row[columns[0]], tokenizer), _label(row))]
-
-
-LABELLED_ROWS: RowKind[list[tuple[LMRow, bool]]] = RowKind(
-    "labelled responses",
-    encode_labelled,
-    to_parts=lambda row: (
-        [(response.ids, response.in_loss) for response, _ in row],
-        [float(label) for _, label in row],
-    ),
-    of_parts=lambda parts: [
-        (LMRow(*side), bool(label)) for side, label in zip(*parts, strict=True)
-    ],
-)
 
 
 def _label(row: Row) -> bool:
@@ -146,7 +130,7 @@ def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
     prompt, response = int(row.in_loss.argmax()), int(other.in_loss.argmax())
     ids = np.concatenate([row.ids[:prompt], other.ids[response:]])
     in_loss = np.concatenate([row.in_loss[:prompt], other.in_loss[response:]])
-    return LMRow(ids[:max_length], in_loss[:max_length])
+    return LMRow(ids, in_loss).cut(max_length)
 
 
 def labelled_batch(

@@ -18,14 +18,20 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.encoded_rows import RowKind, encode_rows, how_many
+from trainer.data.encoded_rows import (
+    EncodedRow,
+    LMRow,
+    cut_rows,
+    encode_rows,
+    how_many,
+    teaches,
+)
 from trainer.data.files import Row
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
@@ -40,14 +46,6 @@ from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class LMRow:
-    """One row's tokens, and which of them the loss is of."""
-
-    ids: NDArray[np.int64]
-    in_loss: NDArray[np.bool_]
 
 
 def read_lm_rows(
@@ -66,28 +64,20 @@ def read_lm_rows(
     Rows of more than `max_length` tokens are cut at their end; one that has no token of the loss
     left is dropped. Both are counted in a line of the log.
     """
-    found, num_bad = encode_rows(key, files, LM_ROWS, tokenizer, on_bad_row)
-    rows: list[LMRow] = []
-    num_cut = num_dropped = 0
-    for encoded in found:
-        if loss_on_all:
-            encoded = LMRow(encoded.ids, np.ones_like(encoded.in_loss))
-        if len(encoded.ids) > max_length:
-            num_cut += 1
-            encoded = LMRow(encoded.ids[:max_length], encoded.in_loss[:max_length])
-        if encoded.in_loss[1:].any():
-            rows.append(encoded)
-        else:
-            num_dropped += 1
-
-    story = (
-        f"{how_many(key, 'rows', len(found), num_bad)}; {num_cut} were cut to {max_length} tokens, "
-        f"and of these {num_dropped} dropped, since nothing of their loss was left"
-    )
+    found, num_bad = encode_rows(key, files, "language model", _encode, tokenizer, on_bad_row)
+    if loss_on_all:
+        sides = [row.sides[0] for row in found]
+        found = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
+    story = how_many(key, "rows", len(found), num_bad)
+    rows, story = cut_rows(found, max_length, story, "their loss")
     if not rows:
         raise ConfigError(f"{story}: no row is left to train on.")
     logger.info("%s", story)
-    return rows
+    return [row.sides[0] for row in rows]
+
+
+def _encode(row: Row, tokenizer: Any) -> EncodedRow:
+    return EncodedRow([encode_lm_row(row, tokenizer)])
 
 
 def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
@@ -96,7 +86,7 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     for columns, encode in ENCODERS.items():
         if all(row.get(column) is not None for column in columns):
             encoded = encode(row, tokenizer)
-            if not encoded.in_loss[1:].any():
+            if not teaches([encoded]):
                 raise ValueError("no token of it is in the loss")
             return encoded
 
@@ -104,14 +94,6 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
         "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; there is "
         f"{filled_columns(row)}"
     )
-
-
-LM_ROWS = RowKind(
-    "language model",
-    encode_lm_row,
-    to_parts=lambda row: ([(row.ids, row.in_loss)], []),
-    of_parts=lambda parts: LMRow(*parts[0][0]),
-)
 
 
 def filled_columns(row: Row) -> str:

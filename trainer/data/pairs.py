@@ -22,9 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.encoded_rows import RowKind, encode_rows, how_many
+from trainer.data.encoded_rows import (
+    EncodedRow,
+    LMRow,
+    cut_rows,
+    encode_rows,
+    how_many,
+    teaches,
+)
 from trainer.data.files import Row
-from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
+from trainer.data.lm_rows import encode_lm_row, filled_columns, lm_columns
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
@@ -52,29 +59,18 @@ def read_pairs(
     Sides of more than `max_length` tokens are cut at their end; a pair whose response is cut away
     on either side, or which then is equal, is dropped. Both are counted in a line of the log.
     """
-    found, num_bad = encode_rows(key, files, PAIR_ROWS, tokenizer, on_bad_row)
-    rows: list[PairRow] = []
-    num_cut = num_dropped = 0
-    for pair in found:
-        sides = (pair.chosen, pair.rejected)
-        if max(len(side.ids) for side in sides) > max_length:
-            num_cut += 1
-            chosen, rejected = (_cut_side(side, max_length) for side in sides)
-            pair = PairRow(chosen, rejected, pair.margin)
-        if _differ(pair):
-            rows.append(pair)
-        else:
-            num_dropped += 1
-
-    story = (
-        f"{how_many(key, 'pairs', len(found), num_bad)}; {num_cut} were cut to {max_length} "
-        f"tokens, and of these {num_dropped} dropped, since nothing was left of a response or of "
-        "the difference"
-    )
+    found, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row)
+    story = how_many(key, "pairs", len(found), num_bad)
+    rows, story = cut_rows(found, max_length, story, "a response or of the difference")
     if not rows:
         raise ConfigError(f"{story}: no pair is left to train on.")
     logger.info("%s", story)
-    return rows
+    return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
+
+
+def _encode(row: Row, tokenizer: Any) -> EncodedRow:
+    pair = encode_pair(row, tokenizer)
+    return EncodedRow([pair.chosen, pair.rejected], [pair.margin])
 
 
 def encode_pair(row: Row, tokenizer: Any) -> PairRow:
@@ -90,21 +86,9 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     chosen, rejected = (_encode_side(row, side, tokenizer) for side in ("chosen", "rejected"))
     if row.get("prompt") is None:
         chosen, rejected = _after_common_beginning(chosen, rejected)
-    pair = PairRow(chosen, rejected, _margin(row))
-    if not _differ(pair):
+    if not teaches([chosen, rejected]):
         raise ValueError("'chosen' and 'rejected' are equal once they are tokens")
-    return pair
-
-
-PAIR_ROWS = RowKind(
-    "pairs",
-    encode_pair,
-    to_parts=lambda pair: (
-        [(side.ids, side.in_loss) for side in (pair.chosen, pair.rejected)],
-        [pair.margin],
-    ),
-    of_parts=lambda parts: PairRow(LMRow(*parts[0][0]), LMRow(*parts[0][1]), parts[1][0]),
-)
+    return PairRow(chosen, rejected, _margin(row))
 
 
 def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
@@ -138,17 +122,6 @@ def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRo
     for side in (chosen, rejected):
         sides.append(LMRow(side.ids, side.in_loss & (np.arange(len(side.ids)) >= common)))
     return sides[0], sides[1]
-
-
-def _cut_side(side: LMRow, max_length: int) -> LMRow:
-    return LMRow(side.ids[:max_length], side.in_loss[:max_length])
-
-
-def _differ(pair: PairRow) -> bool:
-    """Whether both sides have a response left, and not the same one."""
-    if not (pair.chosen.in_loss[1:].any() and pair.rejected.in_loss[1:].any()):
-        return False
-    return not np.array_equal(pair.chosen.ids, pair.rejected.ids)
 
 
 def _margin(row: Row) -> float:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from trainer.chaos import Fault
+from trainer.data.encoded_rows import LMRow
 from trainer.data.files import check_files
-from trainer.data.lm_rows import LMRow
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.nodes import begin_cluster

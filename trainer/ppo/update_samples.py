@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
+from trainer.data.encoded_rows import LMRow
+from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.correct_rollout import correct_rollout

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.data.lm_rows import LMRow
+from trainer.data.encoded_rows import LMRow
 from verl_like.errors import CheckpointError
 from verl_like.files import sync_folder
 

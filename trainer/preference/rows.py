@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.data.encoded_rows import LMRow
 from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
-from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.preference.recipe import PreferenceConfig
 from trainer.rows.preflight import longest_row

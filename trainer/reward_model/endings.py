@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.lm_rows import LMRow
+from trainer.data.encoded_rows import LMRow
 from trainer.data.pairs import PairRow
 from workers.models.folder import generation_eos
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -88,7 +87,7 @@ def copy_of(column: torch.Tensor) -> torch.Tensor:
     return _room(column.shape, column.dtype).copy_(column)
 
 
-def join_rows(parts: Sequence[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
+def join_rows(parts: list[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
     """The rows of all parts, in order; unless it `keeps` blocks, in one that is never kept."""
     size = sum([part.nbytes for part in parts])
     if size < (LARGE_BYTES if keeps else UNKEPT_BYTES) or not all(map(_is_plain, parts)):

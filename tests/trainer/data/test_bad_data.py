@@ -6,7 +6,6 @@ import gzip
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.trainer.data.test_prompts import make_config
 from trainer.data.config import DataConfig
 from trainer.data.encoded_rows import encode_rows
 from trainer.data.formats import DEEPEST
-from trainer.data.lm_rows import LM_ROWS, read_lm_rows
+from trainer.data.lm_rows import read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
@@ -155,10 +154,10 @@ def test_recipes_on_rows_name_them_alike(kind: str, tiny_dir: Path, tmp_path: Pa
     def encode(found: dict[str, Any], tokenizer: Any) -> Any:
         return encode_prompt(found["prompt"], tokenizer)
 
-    kind = replace(LM_ROWS, encode=encode)
+    arguments = "data.train_files", files, "prompts", encode, tokenizer
     with pytest.raises(ConfigError, match=said):
-        encode_rows("data.train_files", files, kind, tokenizer, "error")
-    rows, num_bad = encode_rows("data.train_files", files, kind, tokenizer, "skip")
+        encode_rows(*arguments, "error")
+    rows, num_bad = encode_rows(*arguments, "skip")
     assert (len(rows), num_bad) == (num_good, 1)
 
 

@@ -71,7 +71,7 @@ def test_a_second_run_reads_what_the_first_has_made() -> None:
     runs = [cached_prompts(depends_on, files, "prompt") for _ in range(2)]
     assert files.num_reads == 1
     assert runs[0].remembered("digest", lambda: "1") == runs[1].remembered("digest", lambda: "2")
-    memory = prompts_in_memory(files(), "prompt")
+    memory = prompts_in_memory(files, "prompt")
     everything, odd = np.arange(8), np.array([1, 5])
     for cached in runs:
         assert cached is not None
@@ -184,7 +184,7 @@ def test_prompts_of_a_cache_are_those_in_memory(
     memory, _ = as_large_files(tmp_path, tokenizer, **settings)
     monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
     for cached in as_large_files(tmp_path, tokenizer, **settings):
-        assert cached._table._table is not None, "read from the cache"
+        assert cached._table.folder is not None, "read from the cache"
         assert (cached.story, cached.digest) == (memory.story, memory.digest)
         assert cached.first_of_each_source() == memory.first_of_each_source()
         for here, there in zip(cached.in_order(), memory.in_order(), strict=True):

@@ -15,8 +15,8 @@ from tests.integration.runs import numbers
 from trainer import run
 from trainer.cli.main import main
 from trainer.config.compose import load_config
+from trainer.data.encoded_rows import LMRow
 from trainer.data.labelled import read_labelled
-from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.preference.recipe import DPO
