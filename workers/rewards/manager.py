@@ -2,7 +2,7 @@
 
     manager = RewardManager(tokenizer, Scorer(function, batch_deadline))  # loads the function
     future = manager.remote(batch)          # decodes, then returns at once
-    scores, metrics = future.get()          # token_level_scores, the function's other numbers
+    scores, metrics = future.result()       # token_level_scores, the function's other numbers
 
 A server scores as a function does (`workers.rewards.remote`); `workers.rewards.weighted` adds up
 several rewards.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,52 +25,16 @@ from workers.columns import count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
 from workers.rewards.decoding import decode_rows
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
+from workers.rewards.remote import RemoteScorer
+from workers.rewards.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 RESPONSE_TEXT = "response_text"
 """The column that keeps the texts: several rewards and the file of samples read them."""
-
-
 FAILURES = "reward_failures"
 """meta_info of scores: "uid: what went wrong" of every sample that failed."""
 Scored = tuple[DataProto, dict[str, float]]
 """`token_level_scores` with what the rule returned beside them, and metrics of them."""
-
-
-class RewardFuture:
-    """Scores that are being computed."""
-
-    def __init__(self, future: Future[Scored]):
-        """Wraps a thread's future."""
-        self._future = future
-
-    def get(self, timeout: float | None = None) -> Scored:
-        """The scores and metrics of them; waits at most `timeout` seconds."""
-        return self._future.result(timeout)
-
-    def done(self) -> bool:
-        """Whether `get` returns at once."""
-        return self._future.done()
-
-    def wait(self, seconds: float) -> None:
-        """Return when it is done, or that time has passed."""
-        wait([self._future], seconds)
-
-
-class Scores(Protocol):
-    """What asks a function or a server: `Scorer` and `RemoteScorer`."""
-
-    def start(self) -> None:
-        """Refuse what cannot score."""
-
-    def score(self, samples: list[Sample]) -> list[Outcome]:
-        """An outcome for every sample."""
-
-    def give_up(self) -> None:
-        """From another thread: what is being scored is wanted by nobody any more."""
-
-    def stop(self) -> None:
-        """End processes and connections."""
 
 
 class RewardManager:
@@ -87,7 +51,7 @@ class RewardManager:
     def __init__(
         self,
         tokenizer: Any,
-        scorer: Scores,
+        scorer: Scorer | RemoteScorer,
         default_score: float = 0.0,
     ):
         """Starts the scorer, which refuses a function that cannot be loaded."""
@@ -97,12 +61,15 @@ class RewardManager:
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
-    def remote(self, batch: DataProto) -> RewardFuture:
-        """Start scoring: reads responses, response_mask and what the data loader wrote."""
+    def remote(self, batch: DataProto) -> Future[Scored]:
+        """Start scoring: reads responses, response_mask and what the data loader wrote.
+
+        Adds the column `RESPONSE_TEXT` to the batch.
+        """
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
         samples = samples_of(batch, self._tokenizer)
         uids = [sample["uid"] for sample in samples]
-        return RewardFuture(self._thread.submit(self._score, samples, uids, mask))
+        return self._thread.submit(self._score, samples, uids, mask)
 
     def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> Scored:
         began = time.perf_counter()
@@ -223,7 +190,7 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
-    """The text of every response, up to its end: decoded once, and then a column of the batch."""
+    """The text of every response, up to its end: decoded once, and then added to the batch."""
     if RESPONSE_TEXT in batch.non_tensor_batch:
         return list(batch.non_tensor_batch[RESPONSE_TEXT])
     # rows of arrays: rows of tensors would take 8 times as long

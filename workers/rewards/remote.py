@@ -21,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl_like.errors import ConfigError
+from workers.config import RewardConfig
 from workers.rewards.call import Sample
 from workers.rewards.outcome import LATE, Outcome
-from workers.rewards.remote_protocols import PROTOCOLS, RemoteSpec, as_json
+from workers.rewards.remote_protocols import PROTOCOLS, as_json
 
 AT_ONCE = 8
 """Requests that are under way at the same time."""
@@ -43,10 +44,10 @@ class RemoteError(Exception):
 class RemoteScorer:
     """A reward server, from the driver's side."""
 
-    def __init__(self, spec: RemoteSpec, batch_deadline: float):
-        self._spec, self._batch_deadline = spec, batch_deadline
-        self._protocol = PROTOCOLS[spec.protocol]
-        self._token = _token(spec.token_env)
+    def __init__(self, config: RewardConfig, batch_deadline: float):
+        self._config, self._batch_deadline = config, batch_deadline
+        self._protocol = PROTOCOLS[config.protocol]
+        self._token = _token(config.token_env)
         self._random = random.Random(0)  # of the waits between retries alone
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote reward")
         self._given_up = threading.Event()
@@ -54,17 +55,17 @@ class RemoteScorer:
     def start(self) -> None:
         """Ask for the scores of no samples; raises what is wrong with the server."""
         try:
-            self._ask([], time.monotonic() + self._spec.timeout_s)
+            self._ask([], time.monotonic() + self._config.timeout_s)
         except (RemoteError, TimeoutError) as err:
             raise ConfigError(
-                f"The reward server {self._spec.url} does not answer: {err}. Start it (`verl-like "
-                "serve-reward`), or mend the url."
+                f"The reward server {self._config.url} does not answer: {err}. Start it "
+                "(`verl-like serve-reward`), or mend the url."
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """An outcome for every sample; those of a request that fails say why."""
         end = time.monotonic() + self._batch_deadline
-        size = self._protocol.largest_batch or self._spec.batch_size
+        size = self._protocol.largest_batch or self._config.batch_size
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         answers = self._threads.map(lambda part: self._outcomes(part, end), parts)
         return [outcome for part in answers for outcome in part]
@@ -88,38 +89,38 @@ class RemoteScorer:
 
     def _ask(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
         """One batch, asked again after what may pass: waits grow, and differ between clients."""
-        body = as_json(self._protocol.request(samples, self._spec))
+        body = as_json(self._protocol.request(samples, self._config))
         wait = FIRST_WAIT_S
-        for attempt in range(self._spec.retries + 1):
+        for attempt in range(self._config.retries + 1):
             try:
                 return self._protocol.outcomes(self._post(body, end), len(samples))
             except _WorthARetry as err:
-                if attempt == self._spec.retries:
+                if attempt == self._config.retries:
                     tries = "once" if attempt == 0 else f"{attempt + 1} times"
-                    raise RemoteError(f"{self._spec.url}, asked {tries}: {err}") from err
+                    raise RemoteError(f"{self._config.url}, asked {tries}: {err}") from err
             except (KeyError, TypeError, ValueError) as err:
                 raise RemoteError(
-                    f"{self._spec.url} gave an answer of another form: {err}"
+                    f"{self._config.url} gave an answer of another form: {err}"
                 ) from err
 
             pause = wait * self._random.uniform(0.5, 1.5)
             if time.monotonic() + pause >= end:
-                raise TimeoutError(f"no time is left for another request to {self._spec.url}")
+                raise TimeoutError(f"no time is left for another request to {self._config.url}")
             if self._given_up.wait(pause):
-                raise TimeoutError(f"nobody waits for {self._spec.url} any more")
+                raise TimeoutError(f"nobody waits for {self._config.url} any more")
             wait = min(2 * wait, LONGEST_WAIT_S)
         raise AssertionError("the last attempt returns or raises")
 
     def _post(self, body: bytes, end: float) -> Any:
         """The server's answer to one request, as JSON has it."""
-        patience = min(self._spec.timeout_s, end - time.monotonic())
+        patience = min(self._config.timeout_s, end - time.monotonic())
         if patience <= 0:
-            raise TimeoutError(f"no time is left for a request to {self._spec.url}")
+            raise TimeoutError(f"no time is left for a request to {self._config.url}")
 
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        request = urllib.request.Request(self._spec.url, body, headers)
+        request = urllib.request.Request(self._config.url, body, headers)
         try:
             with _OPENER.open(request, timeout=patience) as response:
                 answer = response.read(LONGEST_ANSWER + 1)
@@ -130,7 +131,7 @@ class RemoteScorer:
             raise _WorthARetry(str(getattr(err, "reason", err)) or type(err).__name__) from err
 
         if len(answer) > LONGEST_ANSWER:
-            raise RemoteError(f"{self._spec.url} gave more than {LONGEST_ANSWER} bytes")
+            raise RemoteError(f"{self._config.url} gave more than {LONGEST_ANSWER} bytes")
         return json.loads(answer)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from workers.config import RewardConfig
 from workers.rewards.call import Sample
 from workers.rewards.outcome import Outcome, read_outcome
 
@@ -19,30 +19,13 @@ Question: {prompt}
 Answer: {solution_str}"""
 
 
-@dataclass(frozen=True)
-class RemoteSpec:
-    """Which server, and how it is asked."""
-
-    url: str
-    protocol: str = "samples"
-    batch_size: int = 64
-    timeout_s: float = 30.0
-    retries: int = 4
-    token_env: str = ""
-    template: str = ""
-    model: str = ""
-
-    def __str__(self) -> str:
-        return self.url
-
-
 class RemoteProtocol(Protocol):
     """How one kind of server is spoken to."""
 
     largest_batch: int | None
     """Samples of one request; None leaves it to the configuration."""
 
-    def request(self, samples: Sequence[Sample], spec: RemoteSpec) -> Any:
+    def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """What is posted, as JSON has it."""
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
@@ -54,7 +37,7 @@ class OwnProtocol:
 
     largest_batch = None
 
-    def request(self, samples: Sequence[Sample], spec: RemoteSpec) -> Any:
+    def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """The rows as a function in process would get them."""
         return {"samples": list(samples)}
 
@@ -71,7 +54,7 @@ class OpenRLHFProtocol:
 
     largest_batch = None
 
-    def request(self, samples: Sequence[Sample], spec: RemoteSpec) -> Any:
+    def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """The query is the prompt with its response."""
         prompts = [prompt_text(sample) for sample in samples]
         return {
@@ -101,14 +84,14 @@ class JudgeProtocol:
 
     largest_batch = 1
 
-    def request(self, samples: Sequence[Sample], spec: RemoteSpec) -> Any:
+    def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """The filled template as the user's message, greedily answered."""
         asked = "Reply with 0."  # at the start, to see that the server answers
         for sample in samples:
             fields = {**sample, "prompt": prompt_text(sample)}
-            asked = (spec.template or JUDGE_TEMPLATE).format_map(fields)
+            asked = (config.template or JUDGE_TEMPLATE).format_map(fields)
         message = {"role": "user", "content": asked}
-        return {"model": spec.model, "messages": [message], "temperature": 0}
+        return {"model": config.model, "messages": [message], "temperature": 0}
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
         """The number in the reply."""

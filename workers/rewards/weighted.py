@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,6 @@ from workers.rewards.functions import check_rules
 from workers.rewards.manager import FAILURES, RewardManager, Scored
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
 from workers.rewards.remote import RemoteScorer
-from workers.rewards.remote_protocols import RemoteSpec
 from workers.rewards.scorer import Scorer
 
 SKIPPED = "reward_extra/skipped"
@@ -77,9 +77,7 @@ def _scorer(
     """`section` of the configuration names the function; None: `custom_reward_function` does."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
-        names = "url", "protocol", "batch_size", "timeout_s", "retries", "token_env"
-        settings = {name: getattr(config, name) for name in (*names, "template", "model")}
-        return RemoteScorer(RemoteSpec(**settings), deadline)
+        return RemoteScorer(config, deadline)
 
     if config.path:
         settings = config.path, config.function, config.kwargs, config.timeout_s
@@ -140,6 +138,7 @@ class Rewards:
     ) -> WeightedScores:
         """Start every reward; without `normalize` scores stay what they are (validation).
 
+        Functions and servers add the texts of the responses to the batch.
         `check` is asked while functions and servers are waited for, and may end that wait.
         """
         futures = []
@@ -222,13 +221,13 @@ class WeightedScores:
         }
         return DataProto.from_dict(columns, extras), metrics
 
-    def _answer(self, future: Any, timeout: float | None) -> Any:
+    def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:
         """Of a function or server: while it is waited for, no call would notice a lost worker."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
-            future.wait(min(left, CHECK_S))
+            wait([future], min(left, CHECK_S))
             self._check(str(self))
-        return future.get(timeout=0)
+        return future.result(timeout=0)
 
     def _take(
         self, part: Part, result: Any, extras: dict[str, Any], metrics: dict[str, float]

@@ -139,7 +139,7 @@ def counts(metrics: dict[str, float]) -> dict[str, float]:
 
 def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
     scores, metrics = (
-        managers().remote(make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])).get()
+        managers().remote(make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])).result()
     )
     expected = torch.zeros(3, 8)
     expected[0, 2], expected[1, 4] = 2.0, 4.0
@@ -152,7 +152,7 @@ def test_the_score_stands_at_the_last_response_token_of_a_mask_with_holes(
 ) -> None:
     batch = make_batch(tokenizer, ["abcd"], [""])
     batch.batch["response_mask"][0, 1:3] = 0  # what a tool answered
-    scores, _ = managers().remote(batch).get()
+    scores, _ = managers().remote(batch).result()
     placed = scores.batch["token_level_scores"][0]
     assert placed.nonzero().tolist() == [[4]]
     assert batch.batch["response_mask"][0, 4] == 1
@@ -161,7 +161,7 @@ def test_the_score_stands_at_the_last_response_token_of_a_mask_with_holes(
 def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any) -> None:
     manager = make_manager()
     batch = make_batch(tokenizer, ["aab", "c"], ["a", "a"], source="verl_like/tiny_letters")
-    assert manager.remote(batch).get()[0].batch["token_level_scores"].sum(
+    assert manager.remote(batch).result()[0].batch["token_level_scores"].sum(
         -1
     ).tolist() == pytest.approx([2 / 3, 0.0])
 
@@ -174,7 +174,7 @@ def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
     scores, metrics = (
         managers(name, default_score=-1.0)
         .remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""]))
-        .get()
+        .result()
     )
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
     assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
@@ -188,14 +188,16 @@ def test_a_hanging_sample_is_killed_at_its_deadline(
     manager = managers(name, deadline=0.6)
     scores, metrics = manager.remote(
         make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])
-    ).get(timeout=20)
+    ).result(timeout=20)
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
     assert counts(metrics) == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
 
 
 def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
     manager = managers(deadline=60.0, batch_deadline=1.0)
-    scores, metrics = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).get(timeout=20)
+    scores, metrics = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).result(
+        timeout=20
+    )
     assert metrics["reward/num_timed_out"] == 5.0
 
 
@@ -258,7 +260,7 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(
         path=str(tmp_path / "odd_rewards.py"), name="odd", reward_kwargs={"bonus": 0.5}
     )
     manager = make_manager(custom_reward_function=custom)
-    scores, _ = manager.remote(make_batch(tokenizer, ["ab"], [""])).get()
+    scores, _ = manager.remote(make_batch(tokenizer, ["ab"], [""])).result()
     assert scores.batch["token_level_scores"].sum().item() == 2.5
 
 
@@ -273,12 +275,12 @@ def test_a_batch_that_takes_long_gets_more_processes(
     monkeypatch.setattr(scorer, "SLOW_S", 0.2)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 4)
     manager = managers(deadline=2.0)
-    quick, _ = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).get()
+    quick, _ = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).result()
     assert quick.batch["token_level_scores"].sum() == 20
     truths = ["slow"] * 80
     truths[10], truths[30], truths[50] = "hang", "exit", "raise"
     solutions = ["a" * (1 + row % 7) for row in range(80)]
-    scores, metrics = manager.remote(make_batch(tokenizer, solutions, truths)).get(timeout=30)
+    scores, metrics = manager.remote(make_batch(tokenizer, solutions, truths)).result(timeout=30)
     expected = [
         0.0 if truth != "slow" else len(text) for text, truth in zip(solutions, truths, strict=True)
     ]
@@ -295,10 +297,10 @@ def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
     monkeypatch.setattr(scorer, "SLOW_S", 0.1)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
     manager = managers(deadline=3.0)
-    manager.remote(make_batch(tokenizer, ["a"], [""])).get()
+    manager.remote(make_batch(tokenizer, ["a"], [""])).result()
     monkeypatch.setattr(child, "_start_python", start_python)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    scores, _ = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).get()
+    scores, _ = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).result()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20
     assert "a process of odd_rewards:odd does not start" in caplog.text
 
@@ -306,7 +308,7 @@ def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
 def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:
     manager = managers("odd_async")
     began = time.monotonic()
-    manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).get()
+    manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).result()
     assert time.monotonic() - began < 40 * 0.1
 
 
@@ -316,7 +318,7 @@ def test_scores_of_steps_stand_at_their_tokens(managers: Any, tokenizer: Any) ->
     mask = batch.batch["response_mask"]
     mask[0, 1] = 0  # a tool's token: the response's tokens are 0, 2, 3, …
     width, last = mask.shape[1], int(mask[1].sum()) - 1
-    result, metrics = managers().remote(batch).get()
+    result, metrics = managers().remote(batch).result()
 
     expected = torch.zeros(4, width)
     expected[0, 0], expected[0, last], expected[1, 1] = 0.5, 1.25, 0.5
@@ -329,7 +331,7 @@ def test_scores_of_steps_stand_at_their_tokens(managers: Any, tokenizer: Any) ->
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:
-    scores, metrics = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).get()
+    scores, metrics = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).result()
     assert metrics["reward/accuracy/mean"] == 1.0
     np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
     assert list(scores.non_tensor_batch) == ["reward_extra/accuracy", "reward_extra/share"]
@@ -340,7 +342,7 @@ def test_the_caller_does_not_wait(managers: Any, tokenizer: Any) -> None:
     future = managers(deadline=0.3).remote(make_batch(tokenizer, ["a"], ["hang"]))
     assert not future.done()
     with pytest.raises(TimeoutError):
-        future.get(timeout=0.05)
+        future.result(timeout=0.05)
 
 
 def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any) -> None:
@@ -348,7 +350,7 @@ def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any
     futures = [
         manager.remote(make_batch(tokenizer, ["a" * length], [""])) for length in range(1, 6)
     ]
-    assert [f.get()[0].batch["token_level_scores"].sum().item() for f in futures] == [
+    assert [f.result()[0].batch["token_level_scores"].sum().item() for f in futures] == [
         1.0,
         2.0,
         3.0,
@@ -375,6 +377,6 @@ def test_a_manager_is_closed_at_once_though_its_function_hangs(
     began = time.monotonic()
     manager.close()
     assert time.monotonic() - began < 10.0
-    _, metrics = future.get()
+    _, metrics = future.result()
     assert counts(metrics)["reward/num_failed"] + metrics["reward/num_timed_out"] == 4
     assert "of 4 samples" not in caplog.text  # nobody wants these scores

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from verl_like.errors import ConfigError
+from workers.config import RewardConfig
 from workers.rewards import remote
 from workers.rewards.process import FunctionSpec
 from workers.rewards.remote import RemoteScorer, check_url
-from workers.rewards.remote_protocols import RemoteSpec
 from workers.rewards.scorer import Scorer
 from workers.rewards.server import RewardServer
 
@@ -69,7 +69,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RemoteScorer]
 
     def make(url: str, deadline: float = 30.0, **settings: Any) -> RemoteScorer:
         settings = {"token_env": "OUR_TOKEN", **settings}
-        made.append(RemoteScorer(RemoteSpec(url, **settings), deadline))
+        made.append(RemoteScorer(RewardConfig(name="judge", url=url, **settings), deadline))
         return made[-1]
 
     yield make

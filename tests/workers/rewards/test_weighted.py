@@ -14,7 +14,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongBufferConfig, RewardConfig
 from workers.rewards import weighted
-from workers.rewards.manager import FAILURES, RewardFuture
+from workers.rewards.manager import FAILURES, Scored
 from workers.rewards.weighted import (
     SKIPPED,
     Part,
@@ -29,13 +29,13 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 0]])
 
 
 class Done:
-    """A future that is done."""
+    """A model's future that is done."""
 
-    def __init__(self, result: Any):
-        self.result = result
+    def __init__(self, scores: DataProto):
+        self.scores = scores
 
-    def get(self, timeout: float | None = None) -> Any:
-        return self.result
+    def get(self, timeout: float | None = None) -> DataProto:
+        return self.scores
 
     def done(self) -> bool:
         return True
@@ -47,7 +47,7 @@ class Told:
     def __init__(self, sums: list[float], **extras: list[float]):
         self.sums, self.extras = torch.tensor(sums), extras
 
-    def remote(self, batch: DataProto) -> Done:
+    def remote(self, batch: DataProto) -> Future[Scored]:
         scores = torch.zeros(len(batch), 3)
         scores[:, 1] = self.sums.nan_to_num(0.0)
         ends = torch.zeros(scores.shape, dtype=torch.bool)
@@ -58,7 +58,9 @@ class Told:
         numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
         numbers["reward/num_timed_out"] = 0.0
         failures = [f"{row}: no" for row in failed.nonzero().flatten().tolist()]
-        return Done((DataProto.from_dict(tensors, columns, {FAILURES: failures}), numbers))
+        done: Future[Scored] = Future()
+        done.set_result((DataProto.from_dict(tensors, columns, {FAILURES: failures}), numbers))
+        return done
 
     def close(self) -> None:
         pass
@@ -83,8 +85,8 @@ def part(name: str, sums: list[float], extras: Any = None, **settings: Any) -> P
 class Slow:
     """A manager whose scores never come."""
 
-    def remote(self, batch: DataProto) -> RewardFuture:
-        return RewardFuture(Future())
+    def remote(self, batch: DataProto) -> Future[Scored]:
+        return Future()
 
 
 def test_while_a_function_is_waited_for_a_lost_worker_ends_the_wait(
@@ -112,13 +114,13 @@ def test_a_function_that_does_not_answer_is_waited_for_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits = []
-    get = RewardFuture.get
+    result = Future.result
 
-    def noted(future: RewardFuture, timeout: float | None = None) -> Any:
+    def noted(future: Future[Any], timeout: float | None = None) -> Any:
         waits.append(timeout)
-        return get(future, timeout)
+        return result(future, timeout)
 
-    monkeypatch.setattr(RewardFuture, "get", noted)
+    monkeypatch.setattr(Future, "result", noted)
     never: Any = Slow()
     scores = Rewards([Part(RewardConfig(name="judge"), never)]).launch(batch(), lambda _: None)
     with pytest.raises(TimeoutError):
