@@ -83,7 +83,11 @@ def save(
     for name, array in arrays.items():
         spec: dict[str, Any] = {"name": name, "shape": list(array.shape), "dtype": array.dtype.str}
         if array.dtype == object:
-            spec["rows"] = _encode_rows(name, array)
+            per_row = max(1, math.prod(array.shape[1:]))
+            spec["rows"] = [
+                encode(value, f"Column {name!r}, row {place // per_row}")
+                for place, value in enumerate(array.reshape(-1))
+            ]
         elif array.dtype.kind in _BYTES_KINDS:
             # safetensors has no empty tensor of bytes to read from: one byte stands in for none
             stored[f"array:{name}"] = _bytes_tensor(array.tobytes() or bytes(1))
@@ -93,12 +97,14 @@ def save(
             )
         specs.append(spec)
 
+    if odd := [key for key in meta if type(key) is not str]:
+        raise BatchError(f"meta_info[{odd[0]!r}]: JSON has no keys but strings. pop() it first.")
     document = {
         "rows": rows,
         "tensors": list(columns),
         "ragged": ragged,
         "arrays": specs,
-        "meta_info": _encode_meta(meta),
+        "meta_info": {key: encode(value, f"meta_info[{key!r}]") for key, value in meta.items()},
     }
     stored[_DOCUMENT] = _bytes_tensor(json.dumps(document).encode())
     _write(Path(path), stored)
@@ -135,36 +141,6 @@ def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _encode_rows(name: str, array: Array) -> list[Any]:
-    """Every object of a column; a refusal names column and row."""
-    per_row = max(1, math.prod(array.shape[1:]))
-    encoded = []
-    for place, value in enumerate(array.reshape(-1)):
-        try:
-            encoded.append(encode(value))
-        except RefusedError as error:
-            raise BatchError(
-                f"Column {name!r}, row {place // per_row}: JSON cannot hold {error}. Convert or "
-                "pop() the column first."
-            ) from error
-    return encoded
-
-
-def _encode_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """Every entry of `meta_info`; a refusal names the key."""
-    encoded = {}
-    for key, value in meta.items():
-        try:
-            if type(key) is not str:
-                raise RefusedError(f"the key {key!r} of type {type(key).__name__}")
-            encoded[key] = encode(value)
-        except RefusedError as error:
-            raise BatchError(
-                f"meta_info[{key!r}]: JSON cannot hold {error}. Convert or pop() it first."
-            ) from error
-    return encoded
-
-
 def load(
     path: str | os.PathLike[str],
     build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
@@ -189,10 +165,7 @@ def load(
 
 def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
     """The tensor columns of an open file."""
-    rows, ragged = document["rows"], document.get("ragged", {})
-    if rows is not None and (type(rows) is not int or rows < 0):
-        raise BatchError(f"its number of rows is {rows!r}")
-
+    ragged = document.get("ragged", {})
     columns: dict[str, Column] = {}
     for name in document["tensors"]:
         column = stored.get_tensor(f"tensor:{name}")
@@ -200,10 +173,6 @@ def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
             width, fill = ragged[name]
             lengths, starts = (stored.get_tensor(f"{of}:{name}") for of in ("lengths", "starts"))
             column = Ragged(column, lengths, int(width), starts, fill)
-        elif not column.dim():
-            raise BatchError(f"its tensor {name!r} has no rows")
-        if rows is not None and len(column) != rows:
-            raise BatchError(f"its tensors do not all have {rows} rows")
         columns[name] = column
     return columns
 
@@ -222,30 +191,28 @@ def _read_array(spec: dict[str, Any], stored: Any) -> Array:
     return np.frombuffer(content, dtype=dtype, count=math.prod(shape)).reshape(shape).copy()
 
 
-class RefusedError(Exception):
-    """An object that JSON cannot hold; the message says what it is."""
-
-
-def encode(value: Any, depth: int = 0) -> Any:
+def encode(value: Any, where: str, depth: int = 0) -> Any:
     """A value in JSON's types. Exact types only: a subclass would come back as its base."""
     kind = type(value)
-    if depth > _MAX_DEPTH:
-        raise RefusedError(f"containers nested more than {_MAX_DEPTH} deep")
     if value is None or kind in (bool, float, str):
         return value
     if kind is int and value.bit_length() <= _MAX_INT_BITS:
         return value
-    if kind is list:
-        return [encode(entry, depth + 1) for entry in value]
-    if kind is tuple:
-        return {_TAG: "tuple", "value": [encode(entry, depth + 1) for entry in value]}
-    if kind is dict and all(type(key) is str for key in value):
-        plain = {key: encode(entry, depth + 1) for key, entry in value.items()}
-        return {_TAG: "dict", "value": plain} if _TAG in plain else plain
     if kind in _SCALARS.values():
         return {_TAG: kind.__name__, "value": value.item()}
-    reason = " with keys that are not strings" if kind is dict else ""
-    raise RefusedError(f"a {kind.__name__}{reason}")
+
+    is_deep = depth >= _MAX_DEPTH
+    if kind in (list, tuple) and not is_deep:
+        entries = [encode(entry, where, depth + 1) for entry in value]
+        return entries if kind is list else {_TAG: "tuple", "value": entries}
+    has_names = kind is dict and all(type(key) is str for key in value)
+    if has_names and not is_deep:
+        plain = {key: encode(entry, where, depth + 1) for key, entry in value.items()}
+        return {_TAG: "dict", "value": plain} if _TAG in plain else plain
+
+    reason = f" in {depth} others" if is_deep else ""
+    reason = " with keys that are not strings" if kind is dict and not has_names else reason
+    raise BatchError(f"{where}: JSON cannot hold a {kind.__name__}{reason}. Convert or pop() it.")
 
 
 def decode(value: Any) -> Any:

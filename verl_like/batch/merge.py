@@ -55,24 +55,6 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
         return False  # an `==` without a yes or no, such as a list against a tensor
 
 
-def first_differing_row(left: AnyColumn, right: AnyColumn) -> int | None:
-    """The first row in which two columns of one shape and dtype differ, or None."""
-    if isinstance(left, Ragged) or isinstance(right, Ragged):
-        values, others = _comparable(left, right)
-        if not _unequal(values, others).any():
-            return None
-        both: list[Any] = [left, right]
-        left, right = map(rectangle_of, both)
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        unequal = _unequal(left, right)
-        rows = unequal.flatten(1).any(1) if unequal.dim() > 1 else unequal
-        found = rows.nonzero()
-    else:
-        unequal_rows = _unequal_array(np.asarray(left), np.asarray(right), same_value)
-        found = torch.from_numpy(np.argwhere(unequal_rows))
-    return int(found[0, 0]) if len(found) else None
-
-
 def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
     """The values of two ragged columns with the same spans; else both with their padding."""
     both = isinstance(left, Ragged) and isinstance(right, Ragged)
@@ -118,11 +100,14 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
             f"Union: column {name!r} is in both batches, with {shapes}, dtypes {left.dtype} and "
             f"{right.dtype}."
         )
-    row = first_differing_row(left, right)
-    if row is not None:
-        raise BatchError(
-            f"Union: column {name!r} is in both batches ({shapes}) and differs, first in row {row}."
-        )
+    if same_value(left, right):
+        return
+    one_row = (slice(row, row + 1) for row in range(len(left)))
+    differs = next(row for row in one_row if not same_value(left[row], right[row]))
+    raise BatchError(
+        f"Union: column {name!r} is in both batches ({shapes}) and differs, first in row "
+        f"{differs.start}."
+    )
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
