@@ -217,7 +217,7 @@ def lower_quartile(values: Sequence[float]) -> float:
 
 def ms_of_lock(folder: Path) -> float:
     """Of taking the lock of a run folder, and giving it back."""
-    from trainer.run_folder.lock import FolderLock
+    from trainer.run_folder.folder import FolderLock
 
     began = time.perf_counter()
     for _ in range(100):

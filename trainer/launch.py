@@ -28,11 +28,9 @@ from trainer.recovery import bring_back
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts
 from trainer.run_folder.checkpoint import Checkpoints
-from trainer.run_folder.folder import open_run_folder
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.signals import StopSignals
-from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.placement.plan import Placement

@@ -184,8 +184,11 @@ def test_an_estimator_that_can_be_called_is_let_through() -> None:
 def test_what_a_function_makes_for_a_tracker_is_looked_at(tmp_path: Path) -> None:
     folder = f"trainer.default_local_dir={tmp_path}"
     config = load_config([*NEEDED, f"trainer.logger={__name__}.tracker_of_nothing", folder])
-    with pytest.raises(ConfigError, match="what trainer.logger=.* makes has no write"):
-        make_tracking(config, total_steps=1)
+    with (
+        pytest.raises(ConfigError, match="what trainer.logger=.* makes has no write"),
+        make_tracking(config, total_steps=1),
+    ):
+        pass
 
 
 def test_an_order_of_prompts_is_called_by_keyword() -> None:

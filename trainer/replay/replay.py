@@ -24,8 +24,7 @@ from trainer.replay.difference import counted, differing_columns, differing_metr
 from trainer.replay.saved_run import SavedRun
 from trainer.replay.stage import Asked, replaying
 from trainer.run_folder.batches import STAGES, batch_file
-from trainer.run_folder.folder import open_run_folder
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock, open_run_folder
 from verl_like.errors import PlacementError
 from verl_like.process.sandbox import refuse_runs_inside
 

@@ -17,9 +17,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.launch import trainer_class
 from trainer.loop import Trainer
-from trainer.run_folder.folder import CONFIG_FILE
+from trainer.run_folder.folder import CONFIG_FILE, installed_versions
 from trainer.run_folder.marker import committed, named, read_marker
-from trainer.run_folder.starts import installed_versions
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.files import json_objects
 from verl_like.registry import load_object

@@ -1,6 +1,6 @@
 """The numbers of a step that the console shows: how it learns, and how fast.
 
-`trainer.run_folder.progress` shows them, as far as there are any.
+`trainer.run_folder.tracking` shows them, as far as there are any.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from typing import Any
 from trainer.config.flat import NAMES_OF_A_RUN, flat_config
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
+from trainer.run_folder.folder import installed_versions
 from trainer.run_folder.inputs import digests_of_inputs
 from trainer.run_folder.marker import (
     committed,
@@ -46,7 +47,6 @@ from trainer.run_folder.marker import (
     refuse_damaged,
     write_marker,
 )
-from trainer.run_folder.starts import installed_versions
 from verl_like.calls.future import gather
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError, WorkerError

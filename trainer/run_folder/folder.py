@@ -1,14 +1,14 @@
 """The run folder (`trainer.default_local_dir`), and what is written into it when a run starts.
 
 <run folder>/
-  run.lock           whose the folder is, while it runs     (trainer.run_folder.lock)
-  config.yaml        the configuration, resolved            (here, at start)
-  starts.jsonl       commands, hosts, package versions      (trainer.run_folder.starts, at start)
+  run.lock           whose the folder is, while it runs     (`FolderLock`)
+  config.yaml        the configuration, resolved            (`open_run_folder`)
+  starts.jsonl       commands, hosts, package versions      (`note_start`)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      which role runs where                  (trainer.launch, at start)
   metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
-  mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.mlflow_tracker)
+  mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.tracking)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   chaos.jsonl        faults on purpose, if there are any    (trainer.chaos)
   restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)
@@ -21,7 +21,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
 from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +45,109 @@ from trainer.config.as_yaml import in_yaml
 from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
-from trainer.run_folder.lock import FolderLock
 from verl_like.errors import ConfigError
-from verl_like.files import make_private, write_whole
-from verl_like.masking import masked
+from verl_like.files import json_line, make_private, read_json_object, write_whole
+from verl_like.masking import mask_text, masked
 
 CONFIG_FILE = "config.yaml"
+PACKAGES = (
+    "verl-like",
+    "torch",
+    "transformers",
+    "ray",
+    "vllm",
+    "flash-attn",
+    "tensordict",
+    "numpy",
+)
+logger = logging.getLogger(__name__)
+
+
+class FolderLock:
+    """One run at a time in a run folder: `run.lock`, which says whose the folder is.
+
+        with FolderLock(folder) as lock:     # takes it, if the folder is there already
+            ...
+            lock.take()                      # once it is
+
+    The operating system gives the lock back when its process ends, however it ends: what a killed
+    run left is taken over. Where a file system has no locks, the run goes on without, and says so.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "run.lock"
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> FolderLock:
+        """Refuses a folder in which another run is at work."""
+        if self.path.parent.is_dir():
+            self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back; the file stays, empty, so that nobody locks one that another takes away."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def take(self) -> None:
+        """Take the lock of a folder that is there, unless it is ours already."""
+        if self._descriptor is not None:
+            return
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                logger.warning(
+                    "%s cannot be locked (%s): do not start a second run there.", self.path, error
+                )
+                return
+            raise ConfigError(
+                f"trainer.default_local_dir={self.path.parent} is in use by {_owner(self.path)}. "
+                "Wait for it, end it, or choose another folder."
+            ) from error
+
+        self._descriptor = descriptor
+        if os.fstat(descriptor).st_size:
+            logger.info("%s was left by %s, and is taken over", self.path, _owner(self.path))
+        facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+
+
+def _owner(path: Path) -> str:
+    try:
+        facts = read_json_object(path)
+        return f"process {facts['pid']} on {facts['host']}, a run since {facts['since']}"
+    except (OSError, ValueError, KeyError):
+        return "another run, which has just started or ended"
+
+
+def note_start(folder: Path) -> None:
+    """Add a line to `starts.jsonl`: when, where, by which command and with which packages."""
+    line = {  # orig_argv: a command's main takes words out of argv
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "command": mask_text(shlex.join(sys.orig_argv)),
+        "versions": {"python": platform.python_version(), **installed_versions()},
+    }
+    with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json_line(line))
+
+
+@cache
+def installed_versions() -> dict[str, str]:
+    """Of those of `PACKAGES` that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def saved_config(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.starts import installed_versions
+from trainer.run_folder.folder import installed_versions
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import (
     file_fault,

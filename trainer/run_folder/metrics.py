@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from verl_like.errors import BatchError
 
-_PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -19,28 +19,16 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     take that extreme; every other name takes the mean. Words in the middle of a name decide
     nothing.
     """
-    return {
-        name: values[0] if _is_one_float(values) else _reduction(name)(_numbers(values))
-        for name, values in metrics.items()
-    }
+    return {name: _one_number(name, values) for name, values in metrics.items()}
 
 
-def _is_one_float(values: Any) -> bool:
-    """That of a lone rank, as most are: it is its own mean and extreme."""
-    return type(values) is list and len(values) == 1 and type(values[0]) is float
-
-
-def _reduction(name: str) -> Callable[[np.ndarray], float]:
-    last_word = name.replace("/", "_").rpartition("_")[-1]
-    if last_word == "max" or name in _PEAKS:
-        return lambda numbers: float(numbers.max())
-    if last_word == "min":
-        return lambda numbers: float(numbers.min())
-    return lambda numbers: float(numbers.mean())
-
-
-def _numbers(values: Any) -> np.ndarray:
+def _one_number(name: str, values: Any) -> float:
+    if type(values) is list and len(values) == 1 and type(values[0]) is float:
+        return values[0]  # that of a lone rank, as most are
     numbers = np.asarray([float(value) for value in np.atleast_1d(values)], dtype=np.float64)
     if not numbers.size:
         raise BatchError("a metric with no values cannot be reduced; leave its name out.")
-    return numbers
+    last_word = name.replace("/", "_").rpartition("_")[-1]
+    if last_word == "max" or name in PEAKS:
+        return float(numbers.max())
+    return float(numbers.min() if last_word == "min" else numbers.mean())

@@ -36,29 +36,12 @@ class SavedModel:
     config: Mapping[str, Any]
     """Dotted key -> value of the run that wrote it."""
 
-    def export(
-        self,
-        out: Path,
-        *,
-        as_adapter: bool = False,
-        of_average: bool = False,
-        to_disk: bool = True,
-    ) -> None:
-        """Write the folder `out`, for `from_pretrained`, or for peft."""
+    def export(self, out: Path, **how: bool) -> None:
+        """Write the folder `out`, for `from_pretrained` or peft, as `export_checkpoint` says."""
         from workers.training.checkpoint_export import export_checkpoint
 
-        settings = {}
-        if self.config.get("score_at"):
-            settings["score_at"] = self.config["score_at"]
-        export_checkpoint(
-            self.folder,
-            self.model,
-            out,
-            as_adapter=as_adapter,
-            of_average=of_average,
-            settings=settings,
-            to_disk=to_disk,
-        )
+        settings = {name: self.config[name] for name in ("score_at",) if self.config.get(name)}
+        export_checkpoint(self.folder, self.model, out, settings=settings, **how)
 
     def loadable(self, scratch: Path) -> Path:
         """The folder that the run exported, else an export into `scratch`."""
@@ -107,11 +90,8 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
 
 def trained_roles(checkpoint: Path) -> list[str]:
     """The roles whose weights a checkpoint holds."""
-    found = []
-    for manifest in sorted(checkpoint.glob(f"*/{MANIFEST}")):
-        if "model" in read_manifest(manifest.parent)["contents"]:
-            found.append(manifest.parent.name)
-    return found
+    folders = [manifest.parent for manifest in sorted(checkpoint.glob(f"*/{MANIFEST}"))]
+    return [folder.name for folder in folders if "model" in read_manifest(folder)["contents"]]
 
 
 def _usual_role(checkpoint: Path, roles: list[str]) -> str:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_like.files import parse_json
 
@@ -27,15 +27,10 @@ FACTS_OF_LANE = ("role", "rank", "pid")
 """What a lane's name comes with: here `pid` is the worker's process; elsewhere in a trace, a pool.
 """
 
+Event = dict[str, Any]
 Record = Mapping[str, Any]
 """A call: role, method, rank, pid (of the worker), start, end (seconds of one clock), cpu_s, pool.
 """
-
-
-class _Lane(NamedTuple):
-    tid: int
-    process: int | None
-    """The worker's; None in a file that does not say."""
 
 
 class Timeline:
@@ -50,9 +45,9 @@ class Timeline:
         `stages` are the parts of a step, which the file says to whoever reads the run folder.
         """
         self.path = Path(path)
-        self._origin: float | None = None
         self._pools: dict[str, int] = {}
-        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._lanes: dict[tuple[int, str], Event] = {}
+        """A pool's number and a lane's name -> the event that names the lane."""
         self._is_empty = True
         if not (resume and self.path.is_file() and self._goes_on()):
             facts = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
@@ -69,88 +64,62 @@ class Timeline:
             file.write((b"\n" if self._is_empty else b",\n") + lines + _TAIL)
         self._is_empty = False
 
-    def _events(self, record: Record) -> list[dict[str, Any]]:
-        """The call's event, after those that name its lane when it is the first in it."""
-        if self._origin is None:
-            self._origin = float(record["start"])
-            first = [
-                {"ph": "M", "name": "trace_origin", "pid": 0, "args": {"seconds": self._origin}}
-            ]
-        else:
-            first = []
-        pid, tid, names = self._lane(record)
-
-        event = {
-            "ph": "X",
-            "name": record["method"],
-            "pid": pid,
-            "tid": tid,
-            "ts": round((record["start"] - self._origin) * 1e6),
-            "dur": round((record["end"] - record["start"]) * 1e6),
-        }
-        facts = {name: record[name] for name in FACTS if name in record}
-        if "cpu_s" in facts:
-            facts["cpu_s"] = round(facts["cpu_s"], 4)
-        return [*first, *names, {**event, "args": facts}]
-
-    def _lane(self, record: Record) -> tuple[int, int, list[dict[str, Any]]]:
-        """Numbers of the call's pool and lane, and the events that name them if they are new.
+    def _events(self, record: Record) -> list[Event]:
+        """The call's event, after those that name its pool and its lane if they are new.
 
         A lane is named again when another process goes on in it.
         """
-        pool = record["pool"]
-        lane = f"{record['role']}-{record['rank']}"
-        names: list[dict[str, Any]] = []
-
+        events: list[Event] = []
+        pool, name = record["pool"], f"{record['role']}-{record['rank']}"
         if pool not in self._pools:
-            self._pools[pool] = len(self._pools) + 1
-            names.append({"name": "process_name", "pid": self._pools[pool], "args": {"name": pool}})
+            pid = self._pools[pool] = len(self._pools) + 1
+            events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": pool}})
         pid = self._pools[pool]
 
-        known, process = self._lanes.get((pool, lane)), record.get("pid")
-        if known is None or known.process != process:
-            tid = len(self._lanes) + 1 if known is None else known.tid
-            self._lanes[pool, lane] = known = _Lane(tid, process)
-            facts = {fact: record[fact] for fact in FACTS_OF_LANE if fact in record}
-            args = {"name": lane, **facts}
-            names.append({"name": "thread_name", "pid": pid, "tid": tid, "args": args})
-        return pid, known.tid, [{"ph": "M", **event} for event in names]
+        known = self._lanes.get((pid, name), {"tid": len(self._lanes) + 1})
+        lane = {"pid": pid, "tid": known["tid"]}
+        facts = {fact: record[fact] for fact in FACTS_OF_LANE if fact in record}
+        named = {"ph": "M", "name": "thread_name", **lane, "args": {"name": name, **facts}}
+        if named != known:
+            self._lanes[pid, name] = named
+            events.append(named)
+
+        start, seconds = record["start"], record["end"] - record["start"]
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        args = {fact: record[fact] for fact in FACTS if fact in record}
+        if "cpu_s" in args:
+            args["cpu_s"] = round(args["cpu_s"], 4)
+        return [*events, {"ph": "X", "name": record["method"], **lane, **times, "args": args}]
 
     def _goes_on(self) -> bool:
         """Whether the file is one to go on in; another, or half of one, is set aside."""
         try:
-            self._read_lanes()
+            self._read_names()
         except (ValueError, KeyError, TypeError) as error:
             aside = self.path.with_name(self.path.name + ".damaged")
             self.path.replace(aside)
             logger.warning(
                 "%s is damaged (%s: %s): kept as %s, and begun anew.",
-                self.path, type(error).__name__, error, aside.name,
-            )  # fmt: skip
-            self._origin, self._pools, self._lanes, self._is_empty = None, {}, {}, True
+                *(self.path, type(error).__name__, error, aside.name),
+            )
+            self._pools, self._lanes, self._is_empty = {}, {}, True
             return False
         return True
 
-    def _read_lanes(self) -> None:
-        """Origin and lanes of the run that is gone on with, an event at a time."""
-        pool_of: dict[int, str] = {}
+    def _read_names(self) -> None:
+        """Pools and lanes of the run that is gone on with; its calls are not looked at."""
         last = b""
         with self.path.open("rb") as file:
             if parse_json(file.readline() + b"]}")["traceEvents"]:
                 raise ValueError("it does not begin as a run's does")
             for last in file:
-                if last == _TAIL[1:]:
+                if not last.startswith(b'{"ph":"M"'):
                     continue
-                event = parse_json(last.rstrip(b",\n"))
-                self._is_empty = False
-                if event["name"] == "trace_origin":
-                    self._origin = float(event["args"]["seconds"])
-                elif event["name"] == "process_name":
-                    pool_of[event["pid"]] = event["args"]["name"]
+                event, self._is_empty = parse_json(last.rstrip(b",\n")), False
+                if event["name"] == "process_name":
                     self._pools[event["args"]["name"]] = event["pid"]
-                elif event["name"] == "thread_name":
-                    lane = _Lane(event["tid"], event["args"].get("pid"))
-                    self._lanes[pool_of[event["pid"]], event["args"]["name"]] = lane
+                else:
+                    self._lanes[event["pid"], event["args"]["name"]] = event
         if last != _TAIL[1:]:
             raise ValueError("it does not end as a run's does")
 
@@ -179,13 +148,10 @@ def call_timings(
         calls = [record for record in records if record.get("stage") == stage]
         if not calls:
             continue
-        first = min(record["start"] for record in calls)
-        last = max(record["end"] for record in calls)
+        of_stage = max(c["end"] for c in calls) - min(c["start"] for c in calls)
         stage_busy = sum(_busy_seconds(calls, "role", "method").values())
-        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / (last - first)
-        busy += stage_busy
-        wall += last - first
-
+        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / of_stage
+        busy, wall = busy + stage_busy, wall + of_stage
     if wall:
         timings["perf/overlap_ratio"] = busy / wall
     return timings
@@ -195,18 +161,18 @@ def call_seconds(
     records: Iterable[Record], labels: Mapping[str, str] | None = None
 ) -> dict[str, float]:
     """Seconds in which a rank at least was at each method, by its name or its label."""
-    labels = labels or {}
     busy = _busy_seconds(records, "method")
-    return {labels.get(method, method): seconds for method, seconds in busy.items()}
+    return {(labels or {}).get(method, method): seconds for method, seconds in busy.items()}
 
 
 def _busy_seconds(records: Iterable[Record], *keys: str) -> dict[Any, float]:
     """Of the calls that agree in `keys`: how long at least one of them was running."""
     busy: dict[Any, float] = defaultdict(float)
     ended: dict[Any, float] = {}
+    key_of = itemgetter(*keys)
     for record in sorted(records, key=itemgetter("start")):
-        key = record[keys[0]] if len(keys) == 1 else tuple(record[key] for key in keys)
-        begin = max(record["start"], ended.get(key, record["start"]))
-        busy[key] += max(record["end"] - begin, 0.0)
-        ended[key] = max(record["end"], ended.get(key, record["end"]))
+        key, start = key_of(record), record["start"]
+        until = ended.get(key, start)
+        busy[key] += max(record["end"] - max(start, until), 0.0)
+        ended[key] = max(record["end"], until)
     return dict(busy)

@@ -10,20 +10,33 @@ ones, those registered in `TRACKERS`, and others by their dotted path.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
+from trainer.config.flat import flat_config
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
-from trainer.run_folder.checkpoint import WANDB_ID
-from trainer.run_folder.progress import Console, Headline, no_headline
+from trainer.run_folder.checkpoint import MLFLOW_ID, WANDB_ID
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, write_whole
 from verl_like.masking import masked
 
 logger = logging.getLogger(__name__)
+BOOKKEEPING = ("timing", "perf/", "val-", "training/")
+"""How the names of numbers begin that do not say what a step learned."""
+MOST_NUMBERS = 3
+BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
+"""Short beside the bar, so that the first number is seen on a terminal of 40 columns, too."""
+LONGEST_VALUE = 500
+"""Characters of a parameter's value that every version of MLflow takes."""
+Headline = Callable[[Mapping[str, float]], Sequence[str]]
+"""The few numbers of a step that a person watches, in words; empty where the recipe has none."""
 
 
 class Tracker(Protocol):
@@ -45,37 +58,77 @@ class JsonLines:
     def __init__(self, folder: str | Path):
         """Go on with the file in `folder`; what is not there is made."""
         self._path = Path(folder) / "metrics.jsonl"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.open("a").close()
-        except OSError as err:
-            raise ConfigError(
-                f"trainer.default_local_dir={folder} cannot be written ({err}); give a folder "
-                "that can."
-            ) from err
+        self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line, to what has that name now: a resume may have cut the file back."""
-        numbers = {name: _in_microseconds(name, value) for name, value in metrics.items()}
+        numbers = {  # no clock has more digits
+            name: round(value, 6) if name.startswith("timing_") else value
+            for name, value in metrics.items()
+        }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json_line({"step": step, **numbers}))
 
+
+class Console:
+    """A live bar on a terminal, a line a step where there is none.
+
+    It shows what the recipe's `headline` picks of a step, or its first numbers, and the time left.
+    """
+
+    def __init__(self, total_steps: int, headline: Headline, stream: TextIO | None = None):
+        self._total, self._stream = total_steps, stream or sys.stdout
+        self._headline = headline
+        self._bar: Any = None
+        self._began = time.monotonic()
+        self._first_step: int | None = None
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        own = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
+        numbers = self._headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in own]
+        text = "  ".join(numbers)
+        validated = [name for name in metrics if name.startswith("val-core/")]
+        scores = [f"{name} {metrics[name]:.4g}" for name in validated]
+        if self._stream.isatty():
+            self._move_bar(step, text, scores)
+            return
+        if self._first_step is None:
+            self._first_step, left = step, ""
+        else:
+            each = (time.monotonic() - self._began) / (step - self._first_step + 1)
+            left = f"  {timedelta(seconds=round(each * (self._total - step)))} left"
+        lines = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
+        lines += [f"    {score}" for score in scores]
+        print(*lines, sep="\n", file=self._stream, flush=True)
+
+    def _move_bar(self, step: int, text: str, scores: list[str]) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self._total,
+                initial=max(step - 1, 0),  # a run may begin with a validation, as step 0
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format=BAR_FORMAT,
+            )
+        for line in scores:
+            self._bar.write(f"step {step}  {line}", file=self._stream)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
     def close(self) -> None:
-        """Nothing is open."""
-
-
-def _in_microseconds(name: str, value: float) -> float:
-    """A time without the digits that no clock has; another number as it is."""
-    return round(value, 6) if name.startswith("timing_") else value
+        if self._bar is not None:
+            self._bar.close()
 
 
 class TensorBoard:
     """Event files in `tensorboard/` of the run folder."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, config: RunConfig, total_steps: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = SummaryWriter(str(Path(config.trainer.default_local_dir) / "tensorboard"))
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -92,19 +145,17 @@ class WandB:
     A resumed run goes on in the one that the run folder names.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, total_steps: int):
         import wandb
 
         trainer = config.trainer
-        folder = Path(trainer.default_local_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         # `Checkpoints.cut_back` has taken it away where the run begins anew
-        name = folder / WANDB_ID
+        name = Path(trainer.default_local_dir) / WANDB_ID
         try:
             self._run = wandb.init(
                 project=trainer.project_name,
                 name=trainer.experiment_name,
-                dir=str(folder),
+                dir=trainer.default_local_dir,
                 config=masked(asdict(config)),
                 id=name.read_text(encoding="utf-8") if name.is_file() else None,
                 resume="allow",
@@ -125,70 +176,112 @@ class WandB:
         self._run.finish()
 
 
-def _mlflow(config: RunConfig) -> Tracker:
-    from trainer.run_folder.mlflow_tracker import MLflow
+class MLflow:
+    """A run of MLflow, with the configuration.
 
-    return MLflow(config)
+    A resumed run goes on in the one that the run folder names.
+
+    MLflow itself is told where its server is, by MLFLOW_TRACKING_URI; without it, it keeps
+    the numbers where it does by default.
+    """
+
+    def __init__(self, config: RunConfig, total_steps: int) -> None:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        # `Checkpoints.cut_back` has taken it away where the run begins anew
+        name = Path(config.trainer.default_local_dir) / MLFLOW_ID
+        try:
+            self._client = MlflowClient()
+            if name.is_file():
+                self._id = name.read_text(encoding="utf-8")
+                self._client.update_run(self._id, "RUNNING")
+            else:
+                self._id = self._new_run(config)
+        except MlflowException as error:
+            raise ConfigError(
+                f"trainer.logger names mlflow, which does not answer: {error}. Set "
+                "MLFLOW_TRACKING_URI to its server or to a folder, or take mlflow out."
+            ) from error
+        write_whole(name, self._id)
+
+    def _new_run(self, config: RunConfig) -> str:
+        """The id of a run in the experiment of the project's name."""
+        from mlflow.entities import Param
+
+        trainer = config.trainer
+        there = self._client.get_experiment_by_name(trainer.project_name)
+        where = (
+            self._client.create_experiment(trainer.project_name)
+            if there is None
+            else there.experiment_id
+        )
+        run_id: str = self._client.create_run(where, run_name=trainer.experiment_name).info.run_id
+        values = flat_config(config).items()
+        params = [Param(_in_mlflow(key), str(value)[:LONGEST_VALUE]) for key, value in values]
+        self._client.log_batch(run_id, params=params)
+        return run_id
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        entries = [Metric(_in_mlflow(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=entries)
+
+    def close(self) -> None:
+        """End the run, as failed where an error ends ours."""
+        failure: Any = sys.exception()
+        stopped = isinstance(failure, KeyboardInterrupt)
+        status = "FINISHED" if failure is None else "KILLED" if stopped else "FAILED"
+        self._client.set_terminated(self._id, status)
 
 
-def _tensorboard(config: RunConfig) -> Tracker:
-    return TensorBoard(Path(config.trainer.default_local_dir))
+def _in_mlflow(name: str) -> str:
+    """The name in MLflow's letters: `mean@4` is mean_at_4 there."""
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 
-BUILT_IN: dict[str, Callable[[RunConfig, int, Headline], Tracker]] = {
-    "console": lambda config, total_steps, headline: Console(total_steps, headline),
-    "tensorboard": lambda config, *_: _tensorboard(config),
-    "wandb": lambda config, *_: WandB(config),
-    "mlflow": lambda config, *_: _mlflow(config),
-}
+BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
 
+@dataclass(frozen=True)
 class Tracking:
     """Writes a step's metrics to every tracker."""
 
-    def __init__(self, trackers: Iterable[Tracker]):
-        self.trackers = list(trackers)
+    trackers: Sequence[Any]
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self.trackers:
             tracker.write(plain, step)
 
-    def close(self) -> None:
-        for tracker in self.trackers:
-            tracker.close()
 
-    def __enter__(self) -> Tracking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
+@contextmanager
 def make_tracking(
-    config: RunConfig, total_steps: int, headline: Headline = no_headline
-) -> Tracking:
+    config: RunConfig, total_steps: int, headline: Headline = lambda metrics: ()
+) -> Iterator[Tracking]:
     """metrics.jsonl and what `trainer.logger` names; the console shows the `headline` of a step.
 
-    Of those, one that is not installed is left out with a warning.
+    What is not installed is left out with a warning.
     """
-    tracking = Tracking([JsonLines(config.trainer.default_local_dir)])
-    with ExitStack() as if_one_fails:
-        if_one_fails.callback(tracking.close)
+    trackers: list[Any] = [JsonLines(config.trainer.default_local_dir)]
+    with ExitStack() as at_end:
         for name in dict.fromkeys(config.trainer.logger):
             try:
-                if name in BUILT_IN:
-                    tracker = BUILT_IN[name](config, total_steps, headline)
+                if name == "console":
+                    tracker: Tracker = Console(total_steps, headline)
                 else:
-                    tracker = TRACKERS.look_up(name)(config, total_steps)
+                    tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
-                tracking.trackers.append(tracker)
             except ImportError as err:
                 logger.warning(
                     "trainer.logger names %s, which is not installed (%s): pip install "
                     "'verl-like[%s]'. Going on without.",
-                    name, err, name,
-                )  # fmt: skip
-        if_one_fails.pop_all()
-    return tracking
+                    *(name, err, name),
+                )
+                continue
+            at_end.callback(tracker.close)
+            trackers.append(tracker)
+        yield Tracking(trackers)

@@ -27,7 +27,7 @@ OTHER_OBJECTS: dict[str, bytes] = {
     "files that are numbers": b'{"step": 1, "files": {"a": 1}, "traceEvents": [{"name": 1}]}',
     "files elsewhere": b'{"step": 1, "files": {"../a": {"bytes": 0, "crc32": 0}}, "config": {}}',
     "no config": b'{"step": 1, "files": {}, "config": 3, "traceEvents": {"a": 1}}',
-    "an event of texts": b'{"traceEvents": [{"name": "trace_origin", "args": {"seconds": "x"}}]}',
+    "an event of texts": b'{"traceEvents": [{"name": "process_name", "args": {"name": 1}}]}',
     "an event of lists": b'{"traceEvents": [{"name": "thread_name", "pid": [], "args": []}]}',
     "a validation of texts": b'{"step": 1, "val-core/a": "x", "traceEvents": 1}',
     "a validation in a list": b'["val-core/a"]',

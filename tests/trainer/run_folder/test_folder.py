@@ -10,9 +10,7 @@ import pytest
 from trainer.command_errors import ending_in_words
 from trainer.ppo.config import PPOConfig
 from trainer.report.page import close_run
-from trainer.run_folder.folder import open_run_folder, saved_config
-from trainer.run_folder.lock import FolderLock
-from trainer.run_folder.starts import note_start
+from trainer.run_folder.folder import FolderLock, note_start, open_run_folder, saved_config
 from verl_like import masking
 from verl_like.errors import ConfigError
 from verl_like.masking import MASK

@@ -10,7 +10,8 @@ import pytest
 
 from tests.trainer.run_folder.checkpoints import checkpoints, resume_from, saved
 from trainer.config.user_modules import imported_files
-from trainer.run_folder import inputs, starts
+from trainer.run_folder import folder as run_folder
+from trainer.run_folder import inputs
 from trainer.run_folder.inputs import digest
 from verl_like.errors import CheckpointError
 
@@ -97,7 +98,7 @@ def test_other_versions_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 2)
-    versions = starts.installed_versions() | {"torch": "9.9"}
+    versions = run_folder.installed_versions() | {"torch": "9.9"}
     monkeypatch.setattr("trainer.run_folder.checkpoint.installed_versions", lambda: versions)
     with caplog.at_level(logging.WARNING):
         assert checkpoints(tmp_path).start_step == 2

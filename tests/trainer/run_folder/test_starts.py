@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.integration.runs import lines
-from trainer.run_folder.starts import note_start
+from trainer.run_folder.folder import note_start
 
 
 def test_a_start_says_command_host_and_versions(

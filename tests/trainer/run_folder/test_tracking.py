@@ -22,8 +22,7 @@ from trainer import load_config
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
 from trainer.ppo.step import PPOTrainer
-from trainer.run_folder.progress import Console
-from trainer.run_folder.tracking import JsonLines, make_tracking
+from trainer.run_folder.tracking import Console, JsonLines, make_tracking
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 
@@ -60,12 +59,6 @@ def test_times_are_written_to_the_microsecond(tmp_path: Path) -> None:
     JsonLines(tmp_path).write({"timing_s/gen": 0.123456789, "perf/x": 0.123456789}, 1)
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 1, "timing_s/gen": 0.123457, "perf/x": 0.123456789}\n'
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"trainer.default_local_dir=.*file cannot be written"):
-        JsonLines(tmp_path / "file")
 
 
 def test_without_a_terminal_there_is_a_line_a_step(
@@ -215,8 +208,11 @@ def test_a_missing_login_is_said_with_the_way_out(
 
     wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=UsageError))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.raises(ConfigError, match="api_key not configured. Log in by `wandb login`"):
-        make_tracking(config(tmp_path, "wandb"), total_steps=1)
+    with (
+        pytest.raises(ConfigError, match="api_key not configured. Log in by `wandb login`"),
+        make_tracking(config(tmp_path, "wandb"), total_steps=1),
+    ):
+        pass
 
 
 class StandInForMLflow:
@@ -242,7 +238,6 @@ class StandInForMLflow:
         self.runs[run_id]["status"] = status
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        assert len(params) <= 100
         for name, value in params:
             assert re.fullmatch(r"[/\w.\- :]*", name)
             self.runs[run_id]["params"][name] = value
@@ -289,5 +284,8 @@ def test_mlflow_is_told_of_a_failure_and_says_how_it_is_reached(
         raise ZeroDivisionError
     assert mlflow.runs["run0"]["status"] == "FAILED"
     monkeypatch.setattr(mlflow, "fails", True)
-    with pytest.raises(ConfigError, match="nobody listens. Set MLFLOW_TRACKING_URI"):
-        make_tracking(config(tmp_path / "b", "mlflow"), total_steps=1)
+    with (
+        pytest.raises(ConfigError, match="nobody listens. Set MLFLOW_TRACKING_URI"),
+        make_tracking(config(tmp_path / "b", "mlflow"), total_steps=1),
+    ):
+        pass
