@@ -145,7 +145,7 @@ def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
     for role in groups:
         transport = groups[role].transport
         if transport.process_key not in by_pool:
-            ranks = filter(transport.can_kill, range(transport.world_size))
+            ranks = range(transport.world_size) if transport.can_kill else ()
             by_pool[transport.process_key] = [(role, rank) for rank in ranks]
     return [processes for processes in by_pool.values() if processes]
 

@@ -180,7 +180,7 @@ class Spread(Recorder):
         transport = SimpleNamespace(
             process_key=hash(role),
             world_size=2,
-            can_kill=lambda rank: role != "actor",
+            can_kill=role != "actor",
             place=lambda rank: f"pid 1 on node {rank}",
             kill=lambda rank: self.killed.append((role, rank)),
         )

@@ -45,10 +45,10 @@ class FakeTransport(Transport):
     def stacks(self, seconds: float) -> dict[int, str]:
         return {}
 
-    def regroup(self, pending: Any, num_pieces: int, even: bool = True) -> list[Pending]:
+    def regroup(self, pending: Any, num_pieces: int) -> list[Pending]:
         return [
             Pending(p.rank, Done(p.payload.result()), Done(p.header.result()), p.role)
-            for p in regroup_here(pending, num_pieces, even)
+            for p in regroup_here(pending, num_pieces)
         ]
 
     def place(self, rank: int) -> str:

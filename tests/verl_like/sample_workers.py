@@ -166,9 +166,6 @@ class Modes(Worker):
     def pieces(self, data: DataProto) -> DataProto:
         return data
 
-    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    def direct(self) -> None: ...
-
     @register(dispatch_mode=LETTERS)
     def letters(self, letter: str) -> Any:
         return letter * (self.rank + 1)
@@ -189,20 +186,11 @@ class Modes(Worker):
             "actor", dp_rank, is_collect=collects and place == tensor_parallel - 1
         )
 
-    @register(dispatch_mode=PROTO, materialize_futures=False)
-    def lazy(self, data: Any) -> DataProto:
-        assert not isinstance(data, DataProto)
-        return seen(data.get(), self.rank)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def describe(self, value: Any) -> str:
         if isinstance(value, DataProto):
             return f"{len(value)} rows"
         return f"{type(value).__name__} {value}"
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
-    def describe_future(self, future: Any) -> str:
-        return self.describe(future.get())
 
 
 class Adder(Worker):

@@ -14,7 +14,7 @@ from verl_like.placement.pools import Node
 
 def living_nodes(config: RunConfig) -> list[Node]:
     """Those of the cluster that answer: Ray itself may take half a minute to miss one."""
-    from verl_like.backends.ray.cluster import why_gone
+    from verl_like.backends.ray.probes import why_gone
 
     return [node for node in nodes_of_cluster(config) if why_gone(node.key) is None]
 
@@ -26,7 +26,7 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
     """
     if config.trainer.backend != "ray":
         return placement
-    from verl_like.backends.ray.cluster import why_gone
+    from verl_like.backends.ray.probes import why_gone
 
     if not any(why_gone(node.key) for node in placement.pools[pool].nodes):
         return placement

@@ -82,7 +82,6 @@ class Dispatch(_OpenEnum):
     DP_COMPUTE_PROTO: ClassVar[Dispatch]
     DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
     DP_COMPUTE_METRIC: ClassVar[Dispatch]
-    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
 
 
 class Execute(_OpenEnum):
@@ -99,11 +98,6 @@ for _name in ("ALL", "RANK_ZERO"):
 
 class Scatter(list[Any]):
     """A list that says "one element per worker" to the modes that would broadcast a plain list."""
-
-
-def all_ranks(target: CallTarget) -> list[int]:
-    """The ranks that run a call."""
-    return list(range(target.world_size))
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,6 @@ class Registration:
     dispatch_mode: Any
     execute_mode: Execute
     blocking: bool = True
-    materialize_futures: bool = True
     readonly: bool = False
     past_queue: bool = False
     returns: str = ""
@@ -201,14 +194,6 @@ def dispatch_dp_compute_proto_with_func(
         for name, value in kwargs.items()
     }
     return ([func] * size, *split_args), split_kwargs
-
-
-def dispatch_direct_rollout(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
-    """Refused: such methods are called by a rollout server, not through a group."""
-    raise DispatchError(
-        f"{target.call_site}: a DIRECT_ROLLOUT_METHOD is not called through its group; ask the "
-        "rollout server."
-    )
 
 
 def collect_list(target: CallTarget, outputs: list[Any]) -> list[Any]:
@@ -329,7 +314,6 @@ def register(
     dispatch_mode: Any = None,
     execute_mode: Execute | None = None,
     blocking: bool = True,
-    materialize_futures: bool = True,
     readonly: bool = False,
     past_queue: bool = False,
 ) -> Callable[[F], F]:
@@ -343,8 +327,6 @@ def register(
             of `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
         execute_mode: `Execute.ALL` (unless given) or `Execute.RANK_ZERO`.
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
-        materialize_futures: whether a future among the arguments reaches the method as its value;
-            if not, the method gets an object whose `get()` gives it.
         readonly: the method promises not to write into its batch, which is then handed over without
             a private copy.
         past_queue: the method runs at once, in a thread of its own, beside the call that is running
@@ -361,9 +343,7 @@ def register(
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
         returns = declared_form(method) if mode_of(mode, "@register").form == "batch" else ""
-        mark_of = Registration(
-            mode, execute, blocking, materialize_futures, readonly, past_queue, returns
-        )
+        mark_of = Registration(mode, execute, blocking, readonly, past_queue, returns)
         setattr(method, ATTRIBUTE, mark_of)
         return method
 
@@ -384,7 +364,6 @@ for _name, _dispatch, _collect, _form in (
     ("ALL_TO_ALL", dispatch_all_to_all, collect_list, "list"),
     ("DP_COMPUTE", dispatch_dp_compute, collect_list, "list"),
     ("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list, "list"),
-    ("DIRECT_ROLLOUT_METHOD", dispatch_direct_rollout, collect_list, "list"),
     ("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_dataproto, "batch"),
     ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"),
 ):

@@ -19,14 +19,11 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from verl_like.batch.split import join_pieces
-from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.answers import AFTER_DEATH_S, KnownAnswers, in_words, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.result import Result
 from verl_like.calls.transport import Transport
 from verl_like.errors import (
-    BatchError,
     DispatchError,
     WaitTimeoutError,
     WorkerDiedError,
@@ -187,10 +184,6 @@ class WorkerFuture:
         """Whether another group's workers can be given the pieces by reference."""
         return self.form == "batch" and self.transport.kind == transport.kind
 
-    def piece_references(self) -> list[Pending]:
-        """The pieces, in row order, as references."""
-        return self.pieces
-
     def __del__(self) -> None:
         """A failed call that nobody looked at is reported when the transport next waits."""
         if getattr(self, "_outcome", True) is None:
@@ -229,60 +222,6 @@ class DataProtoFuture(WorkerFuture):
 
     Passed to a group, its pieces go from worker to worker as the batch: nothing is fetched here.
     """
-
-    def chunk(self, chunks: int) -> list[PartFuture]:
-        """Futures of `chunks` parts of the rows, in order."""
-        if chunks < 1:
-            raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
-        return [PartFuture([self], index, chunks) for index in range(chunks)]
-
-    @staticmethod
-    def concat(data: Sequence[DataProtoFuture | PartFuture]) -> PartFuture:
-        """The future of all the rows, in order."""
-        if not data:
-            raise BatchError("concat of no futures: there is nothing to take the columns from.")
-        return PartFuture(list(data), 0, 1)
-
-
-class PartFuture:
-    """A part (or a concatenation) of other futures.
-
-    Given to a group, it travels as references too.
-    """
-
-    def __init__(self, sources: Sequence[DataProtoFuture | PartFuture], index: int, chunks: int):
-        """Part `index` of `chunks` of the rows of `sources` together."""
-        self.sources, self.index, self.chunks = list(sources), index, chunks
-
-    def get(self, timeout: float | None = None) -> Any:
-        """The rows of this part; metrics stay with the futures that it is a part of."""
-        found = gather(*self.sources, timeout=timeout)
-        wholes = [rows_of(Result.of(value).batch) for value in found]
-        whole = wholes[0] if len(wholes) == 1 else join_pieces(wholes)
-        return value_of(whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole)
-
-    batch = get
-
-    @property
-    def transport(self) -> Transport:
-        """That of the first source."""
-        return self.sources[0].transport
-
-    @property
-    def name(self) -> str:
-        """What it is a part of."""
-        return "+".join(source.name for source in self.sources)
-
-    def can_be_passed_to(self, transport: Transport) -> bool:
-        """Whether another group's workers can be given the rows by reference."""
-        return all(source.can_be_passed_to(transport) for source in self.sources)
-
-    def piece_references(self) -> list[Pending]:
-        """The rows of this part as references to pieces."""
-        pieces = [piece for source in self.sources for piece in source.piece_references()]
-        if self.chunks == 1:
-            return pieces
-        return [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
 
 
 class _GivenUpError(WaitTimeoutError):

@@ -36,7 +36,7 @@ from verl_like.calls.dispatch import (
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.messages import Call, Header
 from verl_like.calls.pack import Sender
-from verl_like.calls.pieces import drop_padding
+from verl_like.calls.pieces import drop_padding, own_value
 from verl_like.calls.result import BOTH, METRICS, Result, collect_metrics, form_of
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
 from verl_like.calls.transport import Transport
@@ -96,7 +96,7 @@ class BoundMethod:
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
 
-        sender = Sender(group.transport, self.call, self.mark.materialize_futures)
+        sender = Sender(group.transport, self.call)
         pending = []
         for place, rank in enumerate(target.ranks):
             its_args = [values[place] for values in split_args]
@@ -135,16 +135,11 @@ class BoundMethod:
         """The result of the call, of the answers of all its ranks."""
         self.group.learn_mesh_facts(headers)
         answers = zip(payloads, headers, strict=True)
-        outputs = [drop_padding(payload, header) for payload, header in answers]
-        if self.call.returns_batch:
-            return self._collect_batch(target, headers, outputs)
+        if not self.call.returns_batch:
+            own = [own_value(*answer) for answer in answers]
+            return own[0] if self.form == "first" else self.mode.collect_fn(target, own)
 
-        # the pieces of a batch are copied when they are joined, others here
-        own = [value_of(o.slice(0, len(o)) if isinstance(o, DataProto) else o) for o in outputs]
-        return own[0] if self.form == "first" else self.mode.collect_fn(target, own)
-
-    def _collect_batch(self, target: CallTarget, headers: list[Header], outputs: list[Any]) -> Any:
-        """The batch, metrics, or both, as the collecting ranks returned them."""
+        outputs = [drop_padding(*answer) for answer in answers]
         collecting = [headers[rank] for rank in self._collecting_ranks(target)]
         form = form_of(collecting, str(self.site))
         if form == METRICS:

@@ -51,31 +51,6 @@ class WholeSlot:
 
 
 @dataclass(frozen=True)
-class LazySlot:
-    """Stands for what `slot` stands for, but reaches the method as a `FutureArgument`.
-
-    Its parts travel as `LazyPart`.
-    """
-
-    slot: PieceSlot | WholeSlot
-
-
-class LazyPart:
-    """A part that is not resolved on the way: the worker gets it when it asks.
-
-    Backends with an object store subclass this.
-    """
-
-    def __init__(self, value: Any) -> None:
-        """A value that is there; or, in a subclass, a reference."""
-        self.value = value
-
-    def get(self) -> Any:
-        """The value."""
-        return self.value
-
-
-@dataclass(frozen=True)
 class Call:
     """One method call on one worker. Arguments may hold slots, which `parts` fill.
 

@@ -15,8 +15,8 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
-from verl_like.calls.future import PartFuture, WorkerFuture
-from verl_like.calls.messages import Call, LazySlot, Pending, PieceSlot, Slot, WholeSlot
+from verl_like.calls.future import WorkerFuture
+from verl_like.calls.messages import Call, Pending, PieceSlot, Slot, WholeSlot
 from verl_like.calls.pieces import FutureShard
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError
@@ -31,13 +31,9 @@ One that goes to several ranks is shared: a backend with an object store puts it
 class Sender:
     """Submits one call to some ranks of a group."""
 
-    def __init__(self, transport: Transport, bare: Call, materialize: bool):
-        """`bare` is the call without its arguments.
-
-        With `materialize`, futures reach the method as values.
-        """
-        self.transport, self.materialize = transport, materialize
-        self._bare = bare
+    def __init__(self, transport: Transport, bare: Call):
+        """`bare` is the call without its arguments."""
+        self.transport, self._bare = transport, bare
         self._shared: dict[int, tuple[Any, Any]] = {}
         self.keeps: list[Any] = []
         """What must be held until the call has ended, for other calls to share it."""
@@ -63,8 +59,8 @@ class Sender:
             pieces = self._cut(value)
             headers = self._refer([piece.header for piece in pieces], parts)
             (payload,) = self._refer([pieces[value.index].payload], parts)
-            return self._slot(PieceSlot(payload, headers, value.index))
-        if isinstance(value, WorkerFuture | PartFuture):
+            return PieceSlot(payload, headers, value.index)
+        if isinstance(value, WorkerFuture):
             return self._pack_future(value, parts)
         if num_bytes(value) >= SHARED_BYTES:
             if id(value) not in self._shared:
@@ -75,34 +71,29 @@ class Sender:
             return Slot(len(parts) - 1)
         return value
 
-    def _pack_future(self, future: WorkerFuture | PartFuture, parts: list[Any]) -> Any:
+    def _pack_future(self, future: WorkerFuture, parts: list[Any]) -> Any:
         """References to all its pieces; its value, where only the driver can make or send that."""
-        form = "batch" if isinstance(future, PartFuture) else future.form
-        if form in ("own", "metrics"):
+        if future.form in ("own", "metrics"):
             return future.get()
         if future.transport.kind != self.transport.kind:
-            return future.batch() if form == "batch" else future.get()
+            return future.batch() if future.form == "batch" else future.get()
 
-        pieces = future.piece_references()
-        headers = self._refer([piece.header for piece in pieces], parts)
+        headers = self._refer([piece.header for piece in future.pieces], parts)
         payloads = headers
-        if not all(piece.is_one_answer for piece in pieces):
-            payloads = self._refer([piece.payload for piece in pieces], parts)
-        return self._slot(WholeSlot(payloads, headers, form))
-
-    def _slot(self, slot: PieceSlot | WholeSlot) -> Any:
-        return slot if self.materialize else LazySlot(slot)
+        if not all(piece.is_one_answer for piece in future.pieces):
+            payloads = self._refer([piece.payload for piece in future.pieces], parts)
+        return WholeSlot(payloads, headers, future.form)
 
     def _refer(self, references: Sequence[Any], parts: list[Any]) -> tuple[int, ...]:
         first = len(parts)
-        parts.extend(references if self.materialize else map(self.transport.lazy_part, references))
+        parts.extend(references)
         return tuple(range(first, len(parts)))
 
     def _cut(self, shard: FutureShard) -> list[Pending]:
         """The pieces of a future in the number that the call wants: as they are, or cut again."""
         key = id(shard.future), shard.count
         if key not in self._pieces:
-            pieces = shard.future.piece_references()
+            pieces = shard.future.pieces
             if len(pieces) != shard.count:
                 pieces = shard.future.transport.regroup(pieces, shard.count)
             self._pieces[key] = shard.future, pieces

@@ -14,8 +14,8 @@ from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import join_pieces, split_rows, view_rows
-from verl_like.batch.tensordict_rows import rows_of
-from verl_like.calls.future import PartFuture, WorkerFuture
+from verl_like.batch.tensordict_rows import rows_of, value_of
+from verl_like.calls.future import WorkerFuture
 from verl_like.calls.messages import Header
 from verl_like.calls.result import BATCH, BOTH
 from verl_like.calls.target import CallTarget
@@ -26,14 +26,14 @@ from verl_like.errors import BatchError, DispatchError
 class FutureShard:
     """Piece `index` of `count` of a result that is still being made: it travels as references."""
 
-    future: WorkerFuture | PartFuture
+    future: WorkerFuture
     index: int
     count: int
 
 
 def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> list[Any]:
     """Pieces of a batch, or of the future of one, for `num_pieces` data-parallel ranks."""
-    if isinstance(value, WorkerFuture | PartFuture):
+    if isinstance(value, WorkerFuture):
         if value.can_be_passed_to(target.transport):
             return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
         value = value.batch()
@@ -63,6 +63,12 @@ def drop_padding(payload: Any, header: Header) -> Any:
     return kept
 
 
+def own_value(payload: Any, header: Header) -> Any:
+    """What one rank has returned, without padding and in memory of its own."""
+    value = drop_padding(payload, header)
+    return value_of(value.slice(0, len(value)) if isinstance(value, DataProto) else value)
+
+
 def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
     """One batch of the workers' batches, in rank order.
 
@@ -77,28 +83,24 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
 
 
 def regroup_pieces(
-    headers: Sequence[Header], payloads: Sequence[Any], num_pieces: int, even: bool
+    headers: Sequence[Header], payloads: Sequence[Any], num_pieces: int
 ) -> list[tuple[Any, Header]]:
     """The rows of some pieces in `num_pieces` pieces, each with a header.
 
-    An error among them goes into every piece. Even pieces are those of `split_rows`, padded;
-    otherwise they are those of `DataProto.chunk`.
+    An error among them goes into every piece.
     """
     failed = next((header for header in headers if header.error is not None), None)
     if failed is not None:
         return [(None, failed)] * num_pieces
 
-    kept = []
-    for payload, header in zip(payloads, headers, strict=True):
-        kept.append(real_rows(payload, header))
-    whole = join_pieces(kept)
-    cut = split_rows(whole, num_pieces) if even else whole.chunk(num_pieces)
-    return [(piece, _header_of(piece, rank, headers[0])) for rank, piece in enumerate(cut)]
-
-
-def _header_of(piece: DataProto, rank: int, header: Header) -> Header:
-    """A header for a piece that was cut again: metrics and mesh facts stay with the call itself."""
-    return replace(header, rows=piece.num_real_rows, rank=rank, mesh_facts=None, metrics=None)
+    answers = zip(payloads, headers, strict=True)
+    cut = split_rows(join_pieces([real_rows(*answer) for answer in answers]), num_pieces)
+    # metrics and mesh facts stay with the call itself
+    header = replace(headers[0], mesh_facts=None, metrics=None)
+    return [
+        (piece, replace(header, rows=piece.num_real_rows, rank=rank))
+        for rank, piece in enumerate(cut)
+    ]
 
 
 def real_rows(payload: Any, header: Header) -> DataProto:
@@ -109,7 +111,7 @@ def real_rows(payload: Any, header: Header) -> DataProto:
 
 
 def require_batch(header: Header) -> None:
-    """Refuse what was passed on as a batch and is none."""
+    """Refuse what was passed on as a batch and is none: its method declares nothing."""
     if header.returned not in (BATCH, BOTH):
         raise DispatchError(
             f"{header.role}.{header.method} returned {header.returned} on rank {header.rank}; its "

@@ -9,7 +9,6 @@ computes, sleeps for a while, reads a file or talks to a server does not look so
 from __future__ import annotations
 
 import asyncio
-import json
 import linecache
 import os
 import platform
@@ -19,22 +18,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
 from verl_like.calls.stacks import is_inside, waits_for_a_thread
 from verl_like.process.machine import children, cpu_s_of
 
-SIDE_CHANNEL = "side channel"
-"""Waits for connections of a process on Ray."""
 PIPE = "pipe"
-"""Reads the messages to a child process."""
+"""Waits for the driver's connection, or reads its requests."""
 REQUEST = "request"
-"""Answers one request, or those of one connection, past the queue of calls."""
+"""Answers one of them, beside the queue of calls."""
 COROUTINES = "coroutines"
 """Runs the loop of the methods that are coroutines."""
-OWN_THREADS = (SIDE_CHANNEL, PIPE, REQUEST, COROUTINES)
+OWN_THREADS = (PIPE, REQUEST, COROUTINES)
 """Names of the threads that serve a driver beside its calls. They sleep whatever a call does, so
 they are left out; one with another name would count as a thread that still works.
 """
@@ -59,15 +56,6 @@ class Progress:
     """Of all threads that the call may be waiting for."""
     cpu_s: float = 0.0
     """Of the process and its children."""
-
-    def packed(self) -> bytes:
-        """As it travels."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def read(cls, content: bytes) -> Progress:
-        """The counterpart of `packed`."""
-        return cls(**json.loads(content))
 
 
 def progress_of_call(

@@ -11,9 +11,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from verl_like.calls.messages import Call, Header, LazyPart, Pending, payload_of
+from verl_like.calls.messages import Call, Header, Pending, payload_of
 from verl_like.calls.progress import Progress
 from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.waiting import CallTimes, Deadlines
@@ -33,6 +33,8 @@ class Transport(ABC):
     """
 
     kind: str
+    can_kill: ClassVar[bool] = False
+    """Whether the ranks have processes that are not the driver's own, on whatever machine."""
     world_size: int
     deadlines: Deadlines
     facts: Sequence[ProcessFacts]
@@ -107,9 +109,7 @@ class Transport(ABC):
         return {}
 
     @abstractmethod
-    def regroup(
-        self, pending: Sequence[Pending], num_pieces: int, even: bool = True
-    ) -> list[Pending]:
+    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
         """The same rows in another number of pieces; does not wait for them.
 
         `verl_like.calls.pieces.regroup_pieces` cuts them.
@@ -144,12 +144,8 @@ class Transport(ABC):
         """The process of a rank, where that is another one on this machine."""
         return None
 
-    def can_kill(self, rank: int) -> bool:
-        """Whether a rank has a process that is not the driver's own, on whatever machine."""
-        return False
-
     def kill(self, rank: int) -> None:
-        """End the process of such a rank by SIGKILL, for a fault on purpose."""
+        """End the process of a rank by SIGKILL, for a fault on purpose."""
         raise NotImplementedError(f"the processes of {self.kind} are not killed")
 
     def lost_or_stopped(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -180,10 +176,6 @@ class Transport(ABC):
             if not self._is_said_lost:
                 logger.warning("%s It is replaced when it is needed next.", words)
             self._is_said_lost = True
-
-    def lazy_part(self, reference: Any) -> Any:
-        """A part that reaches the worker unresolved, as a `LazyPart`."""
-        return LazyPart(self.fetch(reference))
 
     def take_finished(self) -> list[Header]:
         """The headers of the calls finished since the last time: what a timeline is drawn from."""

@@ -119,6 +119,10 @@ class WorkerHost:
         again = Call(self.facts.name, "__init__")
         return self._timed(lambda *_: self._construct_again(), again, ())[1]
 
+    def located(self, place: Callable[[], Any]) -> tuple[Any, Header]:
+        """Where the process is, as the answer of a call: an error goes into its header."""
+        return self._timed(lambda *_: Outcome(place()), Call(self.facts.name, "location"), ())
+
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Never raises what the method raises: the header carries it.
 

@@ -124,10 +124,6 @@ class Worker:
         """Every role of this process by name."""
         return self._siblings
 
-    def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
-        """verl's name for `sibling`."""
-        return self.sibling(worker_name)
-
     def open_process_group(self) -> None:
         """Open the process's one default process group.
 

@@ -64,24 +64,6 @@ def test_a_future_arrives_whole_at_a_group_of_any_size(rows: int, first: int, se
     assert_same(GROUPS[second].same(future), future.get(), but=())
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 17), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
-def test_chunks_of_a_future_are_the_chunks_of_its_value(
-    rows: int, first: int, second: int, chunks: int
-) -> None:
-    future = GROUPS[first].same.remote(batch(rows))
-    parts = future.chunk(chunks)
-    for part, expected in zip(parts, batch(rows).chunk(chunks), strict=True):
-        assert_same(part.get(), expected)
-        if len(expected):
-            assert_same(GROUPS[second].same(part), expected)
-    assert_same(type(future).concat(parts).get(), batch(rows))
-    assert_same(
-        GROUPS[second].same(type(future).concat([future, future])),
-        DataProto.concat([batch(rows)] * 2),
-    )
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 4))
 def test_other_modes_lose_nothing(rows: int, world: int) -> None:
@@ -191,12 +173,6 @@ def test_a_worker_may_write_into_its_batch_and_nobody_sees_it() -> None:
     assert_same(given, batch(4))
 
 
-def test_a_future_may_reach_the_method_unresolved() -> None:
-    future = GROUPS[2].same.remote(batch(5))
-    assert_same(GROUPS[2].lazy(future), batch(5))
-    assert_same(GROUPS[4].lazy(future), batch(5))
-
-
 def test_futures_arrive_as_what_get_gives() -> None:
     group = GROUPS[2]
     assert group.describe(group.one_to_all.remote(3)) == ["list [(0, 3), (1, 3)]"] * 2
@@ -243,11 +219,6 @@ def test_enumerations_are_open_and_travel_by_name() -> None:
         Dispatch.from_name("ONE_TO_AL")
     with pytest.raises(DispatchError, match="unknown dispatch mode 'TWO_TO_ALL'"):
         register(dispatch_mode="TWO_TO_ALL")
-
-
-def test_a_direct_rollout_method_is_not_called_through_the_group() -> None:
-    with pytest.raises(DispatchError, match="modes.direct: a DIRECT_ROLLOUT_METHOD"):
-        GROUPS[2].direct()
 
 
 def test_a_method_that_would_shadow_an_attribute_is_refused() -> None:

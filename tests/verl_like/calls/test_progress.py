@@ -94,8 +94,3 @@ def test_whoever_works_or_may_be_waiting_for_somebody_outside_is_elsewhere(
     leave_out(monkeypatch, "MainThread")
     with calling(work, end):
         assert progress_of_call(3, make_call.__code__, None).waits == ELSEWHERE
-
-
-def test_it_travels_as_text() -> None:
-    one = Progress(7, AT_LOCK, "a.py:1 b.py:2", "0x1:4+0", 1.5)
-    assert Progress.read(one.packed()) == one

@@ -34,7 +34,6 @@ def test_a_future_with_metrics_is_cut_again_as_its_batch(world: int) -> None:
     assert_same(again.get()[0], batch(7))
     assert len(again.get()[1]["sum"]) == world
     assert again.get()[1]["first"] == [0.5]
-    assert_same(DataProto.concat([part.get() for part in future.chunk(2)]), batch(7))
 
 
 def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:

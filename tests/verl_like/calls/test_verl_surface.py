@@ -16,7 +16,6 @@ from tests.verl_like.hybrid_workers import Hybrid
 from verl_like import (
     DataProto,
     DataProtoFuture,
-    RayClassWithInitArgs,
     Scatter,
     Worker,
     create_colocated_worker_raw_cls,
@@ -103,19 +102,6 @@ def test_an_address_is_of_the_machine_that_is_asked_not_of_rank_zero_s() -> None
     assert address != "127.9.9.9"
 
 
-def test_a_worker_finds_its_siblings_by_verl_s_name() -> None:
-    alone = Worker()
-    with construction(ProcessFacts(rank=0, world_size=1), {"alone": alone}):
-        assert Worker().get_fused_worker_by_name("alone") is alone
-        assert Worker().get_fused_worker_by_name("nobody") is None
-
-
-def test_custom_resources_are_options_of_the_actor() -> None:
-    made = RayClassWithInitArgs(Worker)
-    made.set_additional_resource({"tpu": 1.0})
-    assert made.options == {"resources": {"tpu": 1.0}}
-
-
 def test_a_mesh_is_taken_over_from_a_worker_within(group) -> None:
     ranks = list(range(group.world_size))
     assert group._query_dispatch_info("all") == ranks
@@ -151,9 +137,6 @@ def test_the_future_of_a_tensordict_is_passed_on(group) -> None:
     future = group.double_later(sample())
     assert group.double(future)["x"].tolist() == [0, 4, 8, 12, 16]
     assert group.total(future) == [20] * group.world_size
-    halves = future.chunk(2)
-    assert [half.get()["x"].tolist() for half in halves] == [[0, 2, 4], [6, 8]]
-    assert group.double(halves[1])["x"].tolist() == [12, 16]
 
 
 def test_a_list_mode_gives_tensordicts_without_pad_rows(group) -> None:

@@ -86,11 +86,9 @@ class InlineTransport(Transport):
         """Of a call that another thread of the driver makes."""
         return {0: self.host.progress()}
 
-    def regroup(
-        self, pending: Sequence[Pending], num_pieces: int, even: bool = True
-    ) -> list[Pending]:
+    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
         """Cut again, here."""
-        return regroup_here(pending, num_pieces, even)
+        return regroup_here(pending, num_pieces)
 
     def place(self, rank: int) -> str:
         """Here."""

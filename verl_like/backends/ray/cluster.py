@@ -1,4 +1,4 @@
-"""Joining or starting a Ray cluster, what its nodes have, and whether they still live."""
+"""Joining or starting a Ray cluster, and what its nodes have."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import atexit
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from typing import Any
@@ -18,7 +16,6 @@ import ray
 
 from verl_like.backends.ray.ending import end_in_time_at_exit
 from verl_like.backends.ray.private_session import private_session
-from verl_like.backends.ray.probes import EVERY_S
 from verl_like.calls.waiting import Deadlines, WaitClock
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
@@ -125,67 +122,6 @@ def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
     """Drops Ray's warning that it could not set the handler which `_init` sets."""
     return "SIGTERM handler is not set" not in str(record.msg)
-
-
-class NodeProbe:
-    """Tells soon whether a node is gone: its Ray daemon does not answer three times in a row.
-
-    The cluster itself may take half a minute to declare a node dead.
-    """
-
-    def __init__(self, every_s: float = EVERY_S, num_tries: int = 3) -> None:
-        """A node is asked at most once in `every_s` seconds; it is gone after so many tries."""
-        self.every_s, self.num_tries = every_s, num_tries
-        self._known: dict[str, dict[str, Any]] = {}
-        self._asked: dict[str, float] = {}
-        self._silent: dict[str, int] = {}
-        self._asking = threading.Lock()
-
-    def name(self, node_id: str) -> str:
-        """The node's address."""
-        return str(self._node(node_id)["NodeManagerAddress"])
-
-    def why_gone(self, node_id: str) -> str | None:
-        """Why nothing on that node can ever answer; None while it lives."""
-        with self._asking:  # threads that wait for the same silence count it once
-            if time.monotonic() - self._asked.get(node_id, 0.0) >= self.every_s:
-                self._asked[node_id] = time.monotonic()
-                silent = 0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
-                self._silent[node_id] = silent
-        if self._silent.get(node_id, 0) < self.num_tries:
-            return None
-        node = self._node(node_id)
-        where = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-        return (
-            f"its node {node['NodeManagerAddress']} ({node_id[:8]}) is gone: no Ray daemon "
-            f"answers at {where}."
-        )
-
-    def _answers(self, node_id: str) -> bool:
-        node = self._node(node_id)
-        try:
-            with socket.create_connection(
-                (node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1.0
-            ):
-                return True
-        except OSError:
-            return False
-
-    def _node(self, node_id: str) -> dict[str, Any]:
-        if node_id not in self._known:
-            self._known |= {node["NodeID"]: node for node in ray.nodes()}
-        return self._known[node_id]
-
-
-def why_gone(node_id: str) -> str | None:
-    """Why no worker can be started on that node; None while it lives."""
-    known = {node["NodeID"]: node for node in ray.nodes()}
-    node = known.get(node_id)
-    if node is None or not node["Alive"]:
-        where = node["NodeManagerAddress"] if node else "of this pool"
-        return f"its node {where} ({node_id[:8]}) is gone: Ray has declared it dead."
-    probe = NodeProbe(every_s=0.0)
-    return next(filter(None, (probe.why_gone(node_id) for _ in range(probe.num_tries))), None)
 
 
 def has_one_node() -> bool:

@@ -48,10 +48,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """
         self.options.update(options)
 
-    def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Custom resources that the actor needs besides its device."""
-        self.options.setdefault("resources", {}).update(additional_resource)
-
 
 class RayWorkerGroup(WorkerGroup):
     """A worker group whose processes are Ray actors on a pool's placement groups."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import ray
 
-from verl_like.backends.ray import side_channel
+from verl_like.backends import rpc
 from verl_like.calls.messages import Answer, Call, answer_of
 from verl_like.errors import WorkerError
 from verl_like.process.child import ROOT
@@ -24,10 +22,10 @@ from verl_like.process.host import WorkerHost
 
 @dataclass(frozen=True)
 class Location:
-    """Where a worker process lives, and its side channel."""
+    """Where a worker process lives, and waits for its driver's connection."""
 
     node: str
-    endpoint: side_channel.Endpoint
+    endpoint: rpc.Endpoint
 
 
 class RayHost:
@@ -43,30 +41,21 @@ class RayHost:
 
         torch.set_num_threads(1)
         self._host = WorkerHost(recipes, facts)
-        self._location: Location | None = None
 
     def facts(self) -> ProcessFacts:
         """What this process was started with."""
         return self._host.facts
 
-    def location(self) -> Location:
-        """Which node this is, and the side channel, which answers from the first question on."""
-        if self._location is None:
-            self._location = self._open_side_channel()
-        return self._location
+    def location(self) -> Answer:
+        """A `Location`: a driver that comes there asks beside the queue of calls."""
+        return answer_of(*self._host.located(self._wait_for_driver))
 
-    def _open_side_channel(self) -> Location:
-        handlers = {
-            side_channel.STACKS: lambda _: self._host.stacks().encode(),
-            side_channel.PROGRESS: lambda _: self._host.progress().packed(),
-            side_channel.CALL: self._call_past_queue,
-            side_channel.KILL: _kill_this_process,
-        }
+    def _wait_for_driver(self) -> Location:
         # on one machine nobody comes from elsewhere
         one_node = self._host.facts.one_node
         address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
-        endpoint = side_channel.serve(address, handlers)
-        return Location(ray.get_runtime_context().get_node_id(), endpoint)
+        node = ray.get_runtime_context().get_node_id()
+        return Location(node, rpc.listen(address, self._host))
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
         """Bind the rendezvous store on this node; an error goes to `start`, which reports it."""
@@ -101,16 +90,6 @@ class RayHost:
         """Run one method whose payload may go to other workers, without its header."""
         payload, header = self._host.call(_unpacked(call, returns_batch=True), parts)
         return payload, header.packed()
-
-    def _call_past_queue(self, request: bytes) -> bytes:
-        payload, header = self._host.call(pickle.loads(request), ())
-        reply: bytes = cloudpickle.dumps(answer_of(payload, header))
-        return reply
-
-
-def _kill_this_process(_: bytes) -> bytes:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return b""
 
 
 HostActor = ray.remote(RayHost)

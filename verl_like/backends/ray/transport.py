@@ -1,17 +1,16 @@
 """Calls as tasks of Ray actors.
 
 Payloads stay in the object store and go from worker to worker as references. Requests for stacks,
-and calls that go past the queue, take the side channel (`verl_like.backends.ray.side_channel`).
+and calls that go past the queue, take a connection of their own (`verl_like.backends.rpc`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from contextlib import suppress
-from itertools import repeat
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,27 +23,22 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from verl_like.backends.ray import side_channel
-from verl_like.backends.ray.cluster import NodeProbe
 from verl_like.backends.ray.death_cause import cause_of_death
 from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
 from verl_like.backends.ray.packing import pack
-from verl_like.backends.ray.past_queue import CONNECT_S, PastQueue
 from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.backends.ray.stored import small_or_stored
-from verl_like.calls import stacks
+from verl_like.backends.rpc import ProcessTransport, connect
 from verl_like.calls.answers import wait_for_start
-from verl_like.calls.messages import Call, Header, LazyPart, Pending, payload_of
+from verl_like.calls.messages import Call, Header, Pending, payload_of
 from verl_like.calls.pieces import regroup_pieces
-from verl_like.calls.progress import Progress
-from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 
 
-class RayTransport(Transport):
+class RayTransport(ProcessTransport):
     """Calls travel as actor tasks; a payload stays in the object store until it is asked for."""
 
     kind = "ray"
@@ -61,19 +55,20 @@ class RayTransport(Transport):
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
         self._tasks: dict[tuple[int, str, str], Any] = {}
-        self._probe = NodeProbe()
-        self._cluster = ClusterProbe()
         self._here = ray.get_runtime_context().get_node_id()
-        self._nodes: dict[int, str] = {}
+        self._nodes: list[str] = []
         try:
-            self._locations = [actor.location.remote() for actor in self.actors]
-            self.started = wait_for_start(self, start(self.actors))
-            locations: list[Location] = ray.get(self._locations)
-            self._endpoints = [location.endpoint for location in locations]
-            self._past_queue = [PastQueue(endpoint) for endpoint in self._endpoints]
-            self._nodes = {rank: location.node for rank, location in enumerate(locations)}
-            for node in set(self._nodes.values()):
-                self._probe.name(node)  # kept: without its head the cluster does not say
+            located = [actor.location.remote() for actor in self.actors]
+            starting = start(self.actors)
+            self.started = wait_for_start(self, located)
+            locations: list[Location] = [payload_of(answer) for answer in ray.get(located)]
+            self._cluster = ClusterProbe()
+            self._nodes = [location.node for location in locations]
+            self.requests = [
+                connect(location.endpoint, partial(self._why_dead, rank))
+                for rank, location in enumerate(locations)
+            ]
+            self.started = wait_for_start(self, starting)
         except BaseException:
             self.shutdown()
             raise
@@ -86,13 +81,11 @@ class RayTransport(Transport):
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """One task of the actor, whose name is for the dashboard only."""
         if call.past_queue:
-            answer = self._past_queue[rank].make(call)
-            return Pending(rank, answer, answer, call.role)
-
+            return self.call_past_queue(rank, call)
         what: tuple[Any, ...] = call.role, call.method
         if call.args or call.kwargs:
             what = *what, call.args, call.kwargs
-        # a worker cannot wait for what comes over a side channel
+        # a worker cannot wait for what comes over a connection of the driver's
         here = [part.result() if isinstance(part, Future) else part for part in parts]
         made = self._task(rank, call).remote(pack(what) or what, *here)
         payload, header = made if call.returns_batch else (made, made)
@@ -164,81 +157,38 @@ class RayTransport(Transport):
             [payload_of(answer) if p.is_one_answer else next(payloads) for p, answer in both],
         )
 
-    def stacks(self, seconds: float) -> dict[int, str]:
-        """Asked over the side channels; of a silent process on this machine, by signal."""
-        ready, _ = ray.wait(self._locations, num_returns=len(self._locations), timeout=seconds)
-        locations = {}
-        for rank, reference in enumerate(self._locations):
-            if reference in ready and (location := _location(reference)):
-                locations[rank] = location
-        here = ray.get_runtime_context().get_node_id()
-
-        def ask(rank: int, location: Location) -> str | None:
-            text = side_channel.ask_stacks(location.endpoint, seconds)
-            path = self.facts[rank].log_path()
-            if text is None and location.node == here and path and rank < len(self.started):
-                text = stacks.stack_by_signal(self.started[rank].pid, path)
-            return text
-
-        with ThreadPoolExecutor(max(len(locations), 1)) as asking:
-            texts = asking.map(ask, locations, locations.values())
-            answered = dict(zip(locations, texts, strict=True))
-        return {rank: text for rank, text in answered.items() if text is not None}
-
-    def progress(self, seconds: float) -> dict[int, Progress]:
-        """Asked over the side channels of processes whose roles are there."""
-        if len(self._nodes) < self.world_size:
-            return {}
-        with ThreadPoolExecutor(self.world_size) as asking:
-            answers = asking.map(side_channel.ask_progress, self._endpoints, repeat(seconds))
-            return {rank: found for rank, found in enumerate(answers) if found is not None}
-
-    def regroup(
-        self, pending: Sequence[Pending], num_pieces: int, even: bool = True
-    ) -> list[Pending]:
+    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
         """A task cuts the rows again; they do not pass through the driver."""
         flat = [p.header for p in pending] + [p.payload for p in pending]
-        made = _regroup.options(num_returns=2 * num_pieces).remote(num_pieces, even, *flat)
+        made = _regroup.options(num_returns=2 * num_pieces).remote(num_pieces, *flat)
         role = pending[0].role
         return [Pending(i, made[2 * i], made[2 * i + 1], role) for i in range(num_pieces)]
 
     def place(self, rank: int) -> str:
         """The process and its node; before it has started, the actor's name."""
-        if rank not in self._nodes:
+        if not self._nodes:
             return f"actor {self.names[rank]}"
-        return f"pid {self.started[rank].pid} on {self._probe.name(self._nodes[rank])}"
+        return f"pid {self.started[rank].pid} on {self._cluster.address(self._nodes[rank])}"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Ranks without a head, a node's daemon, or a process: whoever does not listen any more."""
-        gone = {}
-        head = self._cluster.why_head_gone() if self._nodes else None
+        """Ranks without a head, a node's daemon, or a process."""
+        if not self._nodes:
+            return {}
+        ranks, head = list(ranks), self._cluster.why_head_gone()
+        gone = super().lost(ranks)
         for rank in ranks:
-            if rank not in self._nodes:
-                continue
-            endpoint = self._endpoints[rank]
-            why = head or self._probe.why_gone(self._nodes[rank])
-            why = why or self._cluster.why_worker_gone(endpoint.address, endpoint.port)
-            if why is not None:
+            if why := head or self._cluster.why_node_gone(self._nodes[rank]):
                 gone[rank] = why
         return gone
 
+    def _why_dead(self, rank: int) -> str:
+        pid = self.started[rank].pid
+        return f"the worker process (pid {pid}) is gone: it broke off (its log may say why)."
+
     def pid_here(self, rank: int) -> int | None:
         """The actor's process, if its node is this one."""
-        if self._nodes.get(rank) != self._here:
-            return None
-        return self.started[rank].pid
-
-    def can_kill(self, rank: int) -> bool:
-        """Whoever has a side channel."""
-        return rank in self._nodes
-
-    def kill(self, rank: int) -> None:
-        """Asked over the side channel, from which the worker's end comes as an answer."""
-        endpoint = self._endpoints[rank]
-        with suppress(OSError):
-            side_channel.read_reply(
-                side_channel.send_request(endpoint, side_channel.KILL, b"", CONNECT_S)
-            )
+        is_here = self._nodes and self._nodes[rank] == self._here
+        return self.started[rank].pid if is_here else None
 
     def shutdown(self) -> None:
         """Kill the actors; a cluster that does not answer is left alone."""
@@ -252,12 +202,6 @@ class RayTransport(Transport):
     def share(self, value: Any) -> tuple[Any, Any]:
         """Into the object store, once for all ranks, unless it is small without its padding."""
         return small_or_stored(value)
-
-    def lazy_part(self, reference: Any) -> Any:
-        """The reference itself: Ray resolves only what is a task's own argument."""
-        if isinstance(reference, Future):
-            return LazyPart(reference.result())
-        return LazyReference(reference)
 
 
 def start_roles(master_port: int) -> Callable[[Sequence[Any]], list[Any]]:
@@ -275,26 +219,9 @@ def attach(actors: Sequence[Any]) -> list[Any]:
     return [actor.roles_there.remote() for actor in actors]
 
 
-class LazyReference(LazyPart):
-    """A reference that the worker resolves when it asks for the value."""
-
-    def get(self) -> Any:
-        """Wait for it and bring it to the worker's process."""
-        return ray.get(self.value)
-
-
-def _location(reference: Any) -> Location | None:
-    """Where a process lives; None if it died before it could say."""
-    try:
-        location: Location = ray.get(reference)
-    except RayError:
-        return None
-    return location
-
-
 @ray.remote(num_cpus=0)
-def _regroup(num_pieces: int, even: bool, *flat: Any) -> tuple[Any, ...]:
+def _regroup(num_pieces: int, *flat: Any) -> tuple[Any, ...]:
     half = len(flat) // 2
     headers = [Header.read(header) for header in flat[:half]]
-    pieces = regroup_pieces(headers, flat[half:], num_pieces, even)
+    pieces = regroup_pieces(headers, flat[half:], num_pieces)
     return tuple(value for payload, header in pieces for value in (payload, header.packed()))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from verl_like.backends.ray import cluster, probes
+from verl_like.backends.ray import probes
 
 DEATHS_S = 5.0
 SLICE_S = 1.1
@@ -23,10 +23,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     node = {"NodeID": "n" * 56, "NodeManagerAddress": "192.0.2.2", "NodeManagerPort": 7000}
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "nodes", lambda: [node])
-    for module in (probes, cluster):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
-    monkeypatch.setattr(probes, "_refuses", lambda place: not now.listens)
-    monkeypatch.setattr(cluster.NodeProbe, "_answers", lambda *_: now.listens)
+    monkeypatch.setattr(probes, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(probes, "_answers", lambda place: now.listens)
     return now
 
 
@@ -35,8 +33,8 @@ def of_the_head() -> Callable[[], str | None]:
 
 
 def of_a_node() -> Callable[[], str | None]:
-    probe = cluster.NodeProbe()
-    return lambda: probe.why_gone("n" * 56)
+    probe = probes.ClusterProbe()
+    return lambda: probe.why_node_gone("n" * 56)
 
 
 @pytest.mark.parametrize("probed", [of_the_head, of_a_node])

@@ -12,6 +12,7 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
 from verl_like.backends.ray.stored import put_once, small_or_stored
+from verl_like.batch.ragged import Ragged
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -40,14 +41,13 @@ def test_whatever_differs_makes_another_batch() -> None:
 
 
 def test_a_batch_that_is_small_without_its_padding_goes_with_the_call() -> None:
-    tokens = torch.zeros(200, 256, dtype=torch.int64)
-    tokens[:, :30] = torch.arange(30)
-    padded, whole = (
-        DataProto.from_dict({"tokens": of}) for of in (tokens, torch.randint(9, tokens.shape))
-    )
-    part, keeper = small_or_stored(padded)
+    rows = [torch.arange(30) for _ in range(200)]
+    ragged = DataProto.from_dict({"tokens": Ragged.of_rows(rows, width=256, at_end=True)})
+    whole = DataProto.from_dict({"tokens": torch.randint(9, (200, 256))})
+    part, keeper = small_or_stored(ragged)
     assert keeper is None
-    assert torch.equal(pickle.loads(pickle.dumps(part)).batch["tokens"], tokens)
+    sent = pickle.loads(pickle.dumps(part, protocol=5)).padded("tokens")
+    assert torch.equal(sent, ragged.padded("tokens"))
     part, keeper = small_or_stored(whole)
     assert keeper is not None
     assert torch.equal(ray.get(part).batch["tokens"], whole.batch["tokens"])

@@ -1,0 +1,319 @@
+"""Requests of a driver to a worker process over one connection, and their answers.
+
+    requests = Requests(connection, how_it_ended)          # at the driver
+    (stacks,) = requests.ask("stacks")                     # a `Future`; any thread may ask
+
+    Answering(connection, host).run(in_turn)               # in the process, a thread of its own
+
+Requests of `AT_ONCE` are answered beside whatever the process computes, in a thread each. When one
+end is gone the connection breaks, and the other end knows. A process that the driver has not
+started itself waits for it in `listen`; `connect` is for whoever has its key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import secrets
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from verl_like.calls.messages import Call, Pending
+from verl_like.calls.progress import PIPE, REQUEST, Progress
+from verl_like.calls.stacks import stack_by_signal
+from verl_like.calls.transport import Transport
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import WorkerHost
+
+logger = logging.getLogger(__name__)
+AT_ONCE = ("stacks", "progress", "past_queue", "kill")
+KEY_S = 5.0
+"""How long who connects may take to send the key."""
+KEY_BYTES = 16
+Load = Callable[[], Any]
+"""Unpickles the content of a message: whoever can answer for it does so."""
+
+
+def send(
+    connection: Connection, lock: threading.Lock, number: int, method: str, content: Any
+) -> None:
+    """One message: number and method, the pickled content, then its out-of-band buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = cloudpickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    with lock:
+        connection.send((number, method, [view.nbytes for view in views]))
+        connection.send_bytes(body)
+        for view in views:
+            if view.nbytes:
+                connection.send_bytes(view)
+
+
+def receive(connection: Connection) -> tuple[int, str, Load]:
+    """The counterpart of `send`. EOFError: nobody is there."""
+    number, method, sizes = connection.recv()
+    body = connection.recv_bytes()
+    buffers = []
+    for size in sizes:
+        buffer = bytearray(size)
+        if size:
+            connection.recv_bytes_into(buffer)
+        buffers.append(buffer)
+    return number, method, lambda: pickle.loads(body, buffers=buffers)
+
+
+class Requests:
+    """The driver's end: requests that are not answered yet."""
+
+    def __init__(self, connection: Connection, how_it_ended: Callable[[], str]) -> None:
+        """`how_it_ended` says what became of the process once its end is closed."""
+        self.dead: WorkerDiedError | None = None
+        self._connection, self._how_it_ended = connection, how_it_ended
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count()
+        self._unanswered: dict[int, tuple[Future[Any], ...]] = {}
+        threading.Thread(target=self._receive, name="answers", daemon=True).start()
+
+    def ask(self, method: str, *args: Any, num_answers: int = 1) -> tuple[Future[Any], ...]:
+        """Send a request of `AT_ONCE`; one future for each value of its answer."""
+        number, futures = self.expect(num_answers)
+        if self._sending.locked():  # a large message is under way, maybe to a stopped process
+            work = number, method, args
+            threading.Thread(target=self.send, args=work, daemon=True).start()
+        else:
+            self.send(number, method, args)
+        return futures
+
+    def expect(self, num_answers: int) -> tuple[int, tuple[Future[Any], ...]]:
+        """The number of a request that is to be sent, and the futures of its answer."""
+        futures = tuple(Future[Any]() for _ in range(num_answers))
+        with self._lock:
+            number = next(self._numbers)
+            self._unanswered[number] = futures
+        if self.dead is not None:
+            self._fail_all(self.dead)
+        return number, futures
+
+    def send(self, number: int, method: str, args: Sequence[Any]) -> None:
+        """Send it now."""
+        try:
+            send(self._connection, self._sending, number, method, args)
+        except OSError:
+            return  # `_receive` finds out why
+        except Exception as error:  # noqa: BLE001 - it belongs to the futures of this request
+            what = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
+            self.settle(number, WorkerError(f"{what}: {error}"))
+
+    def settle(self, number: int, value: Any) -> None:
+        """Hand in an answer, or the error in its place."""
+        with self._lock:
+            futures = self._unanswered.pop(number, ())
+        for position, future in enumerate(futures):
+            if isinstance(value, WorkerError):
+                future.set_exception(value)
+            else:
+                future.set_result(value[position] if len(futures) > 1 else value)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                number, kind, load = receive(self._connection)
+                self.settle(number, _answer_of(kind, load))
+        except (EOFError, OSError):
+            self.dead = WorkerDiedError(self._how_it_ended())
+            self._fail_all(self.dead)
+
+    def _fail_all(self, error: WorkerDiedError) -> None:
+        with self._lock:
+            left, self._unanswered = list(self._unanswered.values()), {}
+        for futures in left:
+            for future in futures:
+                future.set_exception(error)
+
+
+def _answer_of(kind: str, load: Load) -> Any:
+    try:
+        content = load()
+    except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
+        return WorkerError(
+            f"the answer of the worker process cannot be read here: {type(error).__name__}: {error}"
+        )
+    return WorkerError(content) if kind == "error" else content
+
+
+class Answering:
+    """The process's end: what it is asked, it asks its host."""
+
+    def __init__(self, connection: Connection, host: WorkerHost | None = None) -> None:
+        """The first request may be `host`, with the arguments of one."""
+        self._connection, self._host = connection, host
+        self._sending = threading.Lock()
+
+    def run(self, in_turn: Callable[[tuple[int, str, Load]], None]) -> None:
+        """Until the driver is gone; what is not answered at once is handed to `in_turn`."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                request = receive(self._connection)
+                if request[1] in AT_ONCE:
+                    work = threading.Thread(target=self.answer, args=request, name=REQUEST)
+                    work.daemon = True
+                    work.start()
+                else:
+                    in_turn(request)
+
+    def answer(self, number: int, method: str, load: Load) -> None:
+        """Answer a request; one whose driver is gone needs none."""
+        with contextlib.suppress(OSError):
+            try:
+                self._send(number, "answer", self._asked(method, load()))
+            except WorkerError as error:
+                self._send(number, "error", str(error))
+            except SystemExit:
+                raise  # of a call in its turn: the process ends
+            except OSError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - the process edge: the driver gets a text
+                text = traceback.format_exception_only(error)[-1].strip()
+                self._send(number, "error", cannot_travel(text))
+
+    def _asked(self, method: str, arguments: Sequence[Any]) -> Any:
+        if method == "host":
+            self._host = WorkerHost(*arguments)
+            return None
+        if method == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return getattr(self._host, "call" if method == "past_queue" else method)(*arguments)
+
+    def _send(self, number: int, kind: str, content: Any) -> None:
+        send(self._connection, self._sending, number, kind, content)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a process waits for its driver, and the key that it asks for."""
+
+    address: str
+    port: int
+    key: bytes
+
+
+def listen(address: str, host: WorkerHost) -> Endpoint:
+    """Wait at this address for a driver, whose requests are answered then; nobody else comes in."""
+    listening = socket.create_server((address, 0))
+    endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(KEY_BYTES))
+    work = listening, endpoint.key, host
+    threading.Thread(target=_accept, args=work, name=PIPE, daemon=True).start()
+    return endpoint
+
+
+def connect(endpoint: Endpoint, how_it_ended: Callable[[], str]) -> Requests:
+    """The driver's end of a connection to such a process. WorkerDiedError: nobody is there."""
+    try:
+        connected = socket.create_connection((endpoint.address, endpoint.port), KEY_S)
+        connected.sendall(endpoint.key)
+    except OSError as error:
+        raise WorkerDiedError(f"{how_it_ended()} ({error})") from None
+    return Requests(_connection_over(connected), how_it_ended)
+
+
+def _accept(listening: socket.socket, key: bytes, host: WorkerHost) -> None:
+    """Hear everyone who comes, until one has the key."""
+    with contextlib.suppress(OSError):  # it has been shut down
+        while True:
+            work = listening.accept()[0], listening, key, host
+            threading.Thread(target=_let_in, args=work, name=PIPE, daemon=True).start()
+
+
+def _let_in(
+    connected: socket.socket, listening: socket.socket, key: bytes, host: WorkerHost
+) -> None:
+    connected.settimeout(KEY_S)
+    given = b""
+    with contextlib.suppress(OSError):
+        while len(given) < len(key) and (more := connected.recv(len(key) - len(given))):
+            given += more
+    if not secrets.compare_digest(given, key):
+        connected.close()
+        logger.warning("a connection without the key was turned away")
+        return
+    with contextlib.suppress(OSError):  # another one has come before
+        listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    Answering(_connection_over(connected), host).run(_refuse)
+
+
+def _refuse(request: tuple[int, str, Load]) -> None:
+    raise AssertionError(f"{request[1]} is no request of {AT_ONCE}")
+
+
+def _connection_over(connected: socket.socket) -> Connection:
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Connection(connected.detach())
+
+
+class ProcessTransport(Transport):
+    """A transport to processes of their own, each with a connection for what is asked at once."""
+
+    can_kill = True
+
+    def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
+        """A subclass starts the processes, and makes the connections."""
+        super().__init__(facts, deadlines)
+        self.requests: Sequence[Requests] = ()
+        """By rank, once the processes are there."""
+
+    def call_past_queue(self, rank: int, call: Call) -> Pending:
+        """A call that waits neither for its turn nor for other calls' results."""
+        payload, header = self.requests[rank].ask("past_queue", call, (), num_answers=2)
+        return Pending(rank, payload, header, call.role)
+
+    def stacks(self, seconds: float) -> dict[int, str]:
+        """Asked beside the queue; of a silent process on this machine, by signal."""
+        found: dict[int, str] = self._ask_all("stacks", seconds)
+        for rank, facts in enumerate(self.facts):
+            path, pid = facts.log_path(), self.pid_here(rank)
+            if rank in found or path is None or pid is None:
+                continue
+            if text := stack_by_signal(pid, path):
+                found[rank] = text
+        return found
+
+    def progress(self, seconds: float) -> dict[int, Progress]:
+        """Asked beside the queue."""
+        return self._ask_all("progress", seconds)
+
+    def _ask_all(self, method: str, seconds: float) -> dict[int, Any]:
+        """The answers that come in that time, by rank."""
+        asked = {rank: requests.ask(method)[0] for rank, requests in enumerate(self.requests)}
+        wait_futures(asked.values(), seconds)
+        return {
+            rank: answer.result()
+            for rank, answer in asked.items()
+            if answer.done() and answer.exception() is None
+        }
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those whose end of the connection is closed."""
+        known = [rank for rank in ranks if rank < len(self.requests)]
+        return {rank: str(dead) for rank in known if (dead := self.requests[rank].dead)}
+
+    def kill(self, rank: int) -> None:
+        """Asked of the process itself, whose end is the answer."""
+        wait_futures(self.requests[rank].ask("kill"), KEY_S)
