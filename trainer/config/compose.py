@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_run
 from trainer.config.keys import keys_by_name, read
-from trainer.config.placement import expand_shorthands, settle
+from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
 from trainer.config.refusals import (
     key_of_own_name,
@@ -108,10 +108,8 @@ def load_config(
 def known_settings(
     settings: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None = None
 ) -> list[Override]:
-    """The settings with keys and presets of ours, shorthands written out; others are refused."""
-    parsed = recipe.translate([parse(setting) for setting in settings])
-    parsed = expand_shorthands(recipe, parsed)
-
+    """The settings with keys and presets of ours; others are refused."""
+    parsed = list(recipe.translate([parse(setting) for setting in settings]))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
     _refuse([refusal for refusal in refusals if refusal], recipe)
     for setting in parsed:

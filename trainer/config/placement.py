@@ -12,11 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from hydra.core.override_parser.types import Override
-
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import parse
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_named
 
@@ -28,40 +25,6 @@ def roles_of(recipe: Recipe[Any]) -> list[str]:
         for pool, roles in pools.items():
             found |= expand_roles(dict.fromkeys(roles, pool))
     return list(found)
-
-
-def expand_shorthands(recipe: Recipe[Any], settings: Sequence[Override]) -> list[Override]:
-    """The settings with words such as `colocate_all=true` written out.
-
-    Beside another word on the placement they are refused.
-    """
-    chosen, kept = set(), []
-    for setting in settings:
-        word, value = setting.key_or_group, setting.value()
-        if word not in recipe.shorthands:
-            kept.append(setting)
-        elif not isinstance(value, bool):
-            raise ConfigError(f"{word}={value}: true or false.")
-        elif value:
-            chosen.add(word)
-
-    meant: dict[str, str] = {}
-    for word in sorted(chosen):
-        meant |= recipe.shorthands[word]
-    for word in chosen:
-        if recipe.shorthands[word] == {"placement": "colocate"}:
-            meant = dict(recipe.shorthands[word])  # one pool for all says more than the others
-    lines = [f"{key}={value}" for key, value in meant.items()]
-
-    on_placement = ("placement", "role_mapping", "resource_pool_spec")
-    rivals = [each for each in kept if each.key_or_group.startswith(on_placement)]
-    if chosen and rivals:
-        given = " and ".join(each.input_line or "" for each in rivals)
-        raise ConfigError(
-            f"{' and '.join(sorted(chosen))} and {given} both say where roles run; keep one of "
-            f"them. The shorthand stands for {' '.join(lines)}."
-        )
-    return [*kept, *map(parse, lines)]
 
 
 def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:

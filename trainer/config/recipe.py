@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -73,8 +73,6 @@ class Recipe(Generic[C]):
     """Rules between fields: each raises `ConfigError`."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = _as_they_are
     """Writes the keys of another system in ours, before settings are looked at."""
-    shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
     shares_presets_of: Path | None = None

@@ -57,16 +57,6 @@ PLACEMENTS = {
 """Preset -> pool -> roles. Under `split` the updates of actor and critic overlap, and a teacher has
 the critic's pool."""
 
-SHORTHANDS = {
-    "colocate_all": {"placement": "colocate"},
-    "colocate_actor_ref": {"placement": "standalone", "role_mapping.ref": "actor_pool"},
-    "colocate_critic_reward": {
-        "placement": "standalone",
-        "role_mapping.reward_model": "critic_pool",
-    },
-}
-"""OpenRLHF's words for a placement -> the overrides that they stand for."""
-
 REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
 NO_REWARD_MODEL = "reward_model.enable=false, and `rewards` has no model"
 """Why a run has no role `reward_model`."""
@@ -140,7 +130,6 @@ PPO = Recipe(
     complete=complete,
     checks=(check,),
     translate=translate,
-    shorthands=SHORTHANDS,
     only_noticed=KEYS_OF_VERLS_COMMAND,
 )
 

@@ -64,8 +64,6 @@ SETTINGS = [
         ["'many'", "could not be converted to Integer", "train_batch_size"],
     ),
     ("data.train_batch_size=0", ["data.train_batch_size=0", "must be above 0"]),
-    ("colocate_all=true placement=split", ["colocate_all and placement=split", "keep one"]),
-    ("colocate_all=perhaps", ["colocate_all=perhaps", "true or false"]),
     ("trainer.resume_from_path=x", ["resume_mode=auto", "resume_from_path=x", "both or neither"]),
     (
         "resource_pool_spec.spare=[1]",

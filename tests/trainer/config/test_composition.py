@@ -1,4 +1,4 @@
-"""What composes: verl's own command, placement shorthands, every partition of roles over pools,
+"""What composes: verl's own command, placement presets, every partition of roles over pools,
 several runs.
 """
 
@@ -149,23 +149,20 @@ def test_other_keys_without_effect_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "pools"),
     [
-        (["colocate_all=true"], [{"actor", "rollout", "ref", "critic", "reward_model"}]),
+        (["placement=colocate"], [{"actor", "rollout", "ref", "critic", "reward_model"}]),
         (
-            ["colocate_actor_ref=true"],
+            ["placement=standalone", "role_mapping.ref=actor_pool"],
             [{"actor", "ref"}, {"rollout"}, {"critic"}, {"reward_model"}],
         ),
         (
-            ["colocate_critic_reward=true"],
+            ["placement=standalone", "role_mapping.reward_model=critic_pool"],
             [{"actor"}, {"rollout"}, {"ref"}, {"critic", "reward_model"}],
         ),
-        (
-            ["colocate_actor_ref=true", "colocate_critic_reward=true"],
-            [{"actor", "ref"}, {"rollout"}, {"critic", "reward_model"}],
-        ),
-        (["colocate_all=false"], [{"actor", "rollout", "ref", "critic", "reward_model"}]),
     ],
 )
-def test_shorthands_say_who_shares_a_pool(words: list[str], pools: list[set[str]]) -> None:
+def test_a_mapped_role_shares_a_pool_of_the_preset(
+    words: list[str], pools: list[set[str]]
+) -> None:
     config = load_config([*NEEDED, *ALL_ROLES, *words, "trainer.n_gpus_per_node=4"])
     found = [set(plan.roles) for plan in nominal_placement(config).pools.values()]
     assert sorted(map(sorted, found)) == sorted(map(sorted, pools))
