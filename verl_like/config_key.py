@@ -12,17 +12,14 @@ imports torch: schemas are read on the way to `--help`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from verl_like.registry import registry_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,22 +90,6 @@ def _value(section: Any, run: Any, name: str) -> Any:
     return getattr(functools.reduce(getattr, sections, run) if sections else section, last)
 
 
-def unread(reason: str, *names: str) -> Callable[[type[T]], type[T]]:
-    """A decorator of a section: nothing reads these keys, which an ancestor declares."""
-
-    def declare(section: type[T]) -> type[T]:
-        fields: dict[str, Any] = section.__dataclass_fields__  # type: ignore[attr-defined]
-        never = When("never in this recipe", lambda *_: False, reason)
-        for name in names:
-            field = copy.copy(fields[name])
-            rules = dataclasses.replace(rules_of(field), read_when=(never,), required="")
-            field.metadata = {"rules": rules}
-            fields[name] = field
-        return section
-
-    return declare
-
-
 @dataclass(frozen=True)
 class KeyRules:
     """What is known of one key beside its type, default and docstring."""
@@ -140,8 +121,10 @@ class KeyRules:
     """The key must not be empty; how to fill it."""
     read_when: tuple[When, ...] = ()
     """The key is read only where all of these hold."""
-    may_change_on_resume: bool = False
-    """A resumed run may have another value: it does not decide what is computed."""
+    may_change_on_resume: bool | None = None
+    """A resumed run may have another value: it does not decide what is computed. Of a key that does
+    not say, the attribute `may_change_on_resume` of its section's class decides.
+    """
     verl: str = ""
     """The dotted key of the same thing in verl, where it has another name there."""
 

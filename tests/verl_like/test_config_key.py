@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from verl_like.config_key import When, key, rules_of, unless, unread, when
+from verl_like.config_key import When, unless, when
 
 RUN = SimpleNamespace(trainer=SimpleNamespace(backend="local"))
 
@@ -31,20 +29,3 @@ def test_a_condition_is_told(condition: When, value: object, says: str, missing:
     assert not condition.holds(section, RUN)
     assert condition.says == says
     assert condition.missing("part").startswith(missing)
-
-
-def test_a_key_that_a_recipe_does_not_read_keeps_its_type_and_its_ancestors_rules() -> None:
-    @dataclass
-    class Base:
-        size: int = key(4, above=0, required="give one")
-
-    @unread("nothing has a size here", "size")
-    @dataclass
-    class Own(Base):
-        other: int = key(1)
-
-    size = next(field for field in dataclasses.fields(Own) if field.name == "size")
-    (condition,) = rules_of(size).read_when
-    assert (rules_of(size).above, rules_of(size).required) == (0, "")
-    assert condition.missing("") == "nothing has a size here"
-    assert rules_of(dataclasses.fields(Base)[0]).read_when == ()

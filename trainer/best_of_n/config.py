@@ -6,60 +6,37 @@ training or validation reads is an error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
-from verl_like.config_key import key, unread, when
-from workers.config import (
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardModelConfig,
-    RolloutConfig,
-    ScoringConfig,
-)
-from workers.config.conditions import NO_REWARD_LIST
+from verl_like.config_key import key, when
+from workers.config import ModelConfig, RolloutConfig, ScoringSections
 
 NO_TRAINING = "this recipe trains nothing"
 NO_EPOCHS = "this recipe takes every prompt once, in order"
 NO_VALIDATION = "this recipe has no validations"
-
-
-@unread(NO_VALIDATION, "val_files")
-@unread(NO_EPOCHS, "shuffle", "sampler")
-@dataclass(kw_only=True)
-class PromptsConfig(DataConfig):
-    """Prompts: files, sizes."""
-
-    train_batch_size: int = key(64, above=0)
-    """Prompts per step; the last step may have fewer."""
-
-
-@unread(NO_TRAINING, "enable_gradient_checkpointing", "use_remove_padding", "use_fused_kernels")
-@unread(NO_TRAINING, "lora_rank")
-@dataclass(kw_only=True)
-class SampledModelConfig(ModelConfig):
-    """The model that generates."""
-
-
-@unread(NO_TRAINING, "update_weights_bucket_megabytes", "log_prob_micro_batch_size_per_gpu")
-@unread(NO_VALIDATION, "val_kwargs")
-@dataclass(kw_only=True)
-class GenerationConfig(RolloutConfig):
-    """Generation."""
-
-    n: int = key(8, above=0)
-    """Samples per prompt."""
+ONLY_IN_TRAINING = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.model.use_fused_kernels",
+    "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "trainer.async_save",
+)
 
 
 @dataclass(kw_only=True)
 class SampledPolicyConfig:
     """The policy that is sampled."""
 
-    model: SampledModelConfig = key(factory=SampledModelConfig)
+    model: ModelConfig = key(factory=ModelConfig)
     """Model."""
-    rollout: GenerationConfig = key(factory=GenerationConfig)
+    rollout: RolloutConfig = key(factory=partial(RolloutConfig, n=8))
     """Generation."""
 
 
@@ -83,57 +60,39 @@ class SelectionConfig:
     """Where they go; empty: `selected.jsonl` in the run folder."""
 
 
-@unread(NO_TRAINING, "async_save")
-@unread(NO_EPOCHS, "total_epochs")
-@unread(NO_VALIDATION, "test_freq", "val_before_train")
 @dataclass(kw_only=True)
-class BestOfNTrainerConfig(TrainerConfig):
-    """The run: length, devices, folder."""
-
-    cls: str = key("trainer.best_of_n.step.BestOfNTrainer", allows="a dotted path")
-    """Dotted path of the trainer: BestOfNTrainer, or a subclass that overrides its step or hooks.
-    """
-    total_training_steps: int | None = key(
-        None, above=0, hint="or null for all prompts", may_change_on_resume=True
-    )
-    """Steps of the whole run, if it shall end before the last prompt."""
-    experiment_name: str = key("best_of_n", allows="a name", may_change_on_resume=True)
-    """Second part of the run folder's name."""
-    save_freq: int = key(
-        1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
-    )
-    """Steps after which a killed run can go on; they hold a position, and no weights."""
-    max_ckpt_to_keep: int | None = key(
-        1, at_least=1, hint="or null to keep all", may_change_on_resume=True
-    )
-    """Committed checkpoints that stay in the run folder; null keeps all."""
-
-
-@dataclass(kw_only=True)
-class SamplingOnlyConfig(RunConfig):
+class SamplingOnlyConfig(RunConfig, ScoringSections):
     """A run that samples and scores, and trains nothing."""
 
-    data: PromptsConfig = key(factory=PromptsConfig)
-    """Prompts."""
+    data: DataConfig = key(factory=partial(DataConfig, train_batch_size=64))
+    """Prompts: all of them once, in order, `train_batch_size` at a time."""
     actor_rollout_ref: SampledPolicyConfig = key(factory=SampledPolicyConfig)
     """Policy."""
-    rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Any number of rewards, added up by weight; in place of the two sections that follow."""
-    custom_reward_function: RewardFunctionConfig = key(
-        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
-    )
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
-    reward_model: RewardModelConfig = key(factory=RewardModelConfig)
-    """Scores."""
-    reward: ScoringConfig = key(factory=ScoringConfig)
-    """Failures, and the sandbox of reward functions."""
 
 
 @dataclass(kw_only=True)
 class BestOfNConfig(SamplingOnlyConfig):
     """A run that samples, scores and selects."""
 
+    never_read: ClassVar[Mapping[str, Sequence[str]]] = {
+        NO_TRAINING: ONLY_IN_TRAINING,
+        NO_EPOCHS: ("data.shuffle", "data.sampler", "trainer.total_epochs"),
+        NO_VALIDATION: (
+            "data.val_files",
+            "actor_rollout_ref.rollout.val_kwargs",
+            "trainer.test_freq",
+            "trainer.val_before_train",
+        ),
+    }
     selection: SelectionConfig = key(factory=SelectionConfig)
     """Which samples are kept."""
-    trainer: BestOfNTrainerConfig = key(factory=BestOfNTrainerConfig)
-    """The run."""
+    trainer: TrainerConfig = key(
+        factory=partial(
+            TrainerConfig,
+            cls="trainer.best_of_n.step.BestOfNTrainer",
+            experiment_name="best_of_n",
+            save_freq=1,
+            max_ckpt_to_keep=1,
+        )
+    )
+    """The run; its checkpoints hold a position, and no weights."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from verl_like.config_key import KeyRules, rules_of
+from verl_like.config_key import KeyRules, When, rules_of
 from verl_like.registry import registry_of
 
 _keys_of: dict[type, Mapping[str, Key]] = {}
@@ -114,19 +114,31 @@ def config_keys(schema: type) -> tuple[Key, ...]:
 def keys_by_name(schema: type) -> Mapping[str, Key]:
     """Dotted name -> the key or section."""
     if schema not in _keys_of:
-        _keys_of[schema] = {key.name: key for key in _keys_below(schema, "")}
+        keys = {key.name: key for key in _keys_below(schema, "")}
+        never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
+        for reason, names in never_read.items():
+            for name in names:
+                keys[name] = _never_read(keys[name], reason)
+        _keys_of[schema] = keys
     return _keys_of[schema]
 
 
 def _keys_below(schema: type, prefix: str) -> Iterator[Key]:
     kinds = typing.get_type_hints(schema)
-    fields = {field.name: field for field in dataclasses.fields(schema)}
-
-    for name, kind in kinds.items():
-        found = Key(prefix + name, kind, rules_of(fields[name]))
+    may_change = getattr(schema, "may_change_on_resume", False)
+    for field in dataclasses.fields(schema):
+        rules = rules_of(field)
+        if rules.may_change_on_resume is None:
+            rules = replace(rules, may_change_on_resume=may_change)
+        found = Key(prefix + field.name, kinds[field.name], rules)
         yield found
         if found.is_section:
-            yield from _keys_below(kind, f"{found.name}.")
+            yield from _keys_below(found.kind, f"{found.name}.")
+
+
+def _never_read(key: Key, reason: str) -> Key:
+    never = When("never in this recipe", lambda *_: False, reason)
+    return replace(key, rules=replace(key.rules, read_when=(never,), required=""))
 
 
 def leaf_keys(schema: type) -> list[Key]:

@@ -7,8 +7,9 @@ holds only what refers to another key.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer.config.chaos import HAS_FAULTS, ChaosConfig
 from verl_like.calls.waiting import Deadlines
@@ -59,52 +60,46 @@ for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
 class TrainerConfig:
     """The run: length, devices, folder."""
 
+    may_change_on_resume: ClassVar[bool] = True
     cls: str = key(
-        "", allows="a dotted path", required="give the dotted path of the trainer's class"
+        "",
+        allows="a dotted path",
+        required="give the dotted path of the trainer's class",
+        may_change_on_resume=False,
     )
     """Dotted path of the trainer: the recipe's, or a subclass that overrides stages or hooks."""
-    total_epochs: int = key(
-        1, above=0, read_when=when("total_training_steps", None), may_change_on_resume=True
-    )
+    total_epochs: int = key(1, above=0, read_when=when("total_training_steps", None))
     """Passes over the data."""
-    total_training_steps: int | None = key(
-        None, above=0, hint="or null for epochs x batches", may_change_on_resume=True
-    )
+    total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the whole run; null takes epochs x batches."""
-    stop_at: dict[str, float] = key(factory=dict, allows="metric: value", may_change_on_resume=True)
+    stop_at: dict[str, float] = key(factory=dict, allows="metric: value")
     """Metric -> value: the run ends with the first step in which one of them is reached."""
-    nnodes: int = key(1, above=0, may_change_on_resume=True)
+    nnodes: int = key(1, above=0)
     """Number of machines."""
-    n_gpus_per_node: int = key(1, above=0, may_change_on_resume=True)
+    n_gpus_per_node: int = key(1, above=0)
     """Devices per machine; where there is no GPU, process slots."""
-    backend: str = key("ray", choices=("ray", "local", "torchrun"), may_change_on_resume=True)
+    backend: str = key("ray", choices=("ray", "local", "torchrun"))
     """local runs the same workers without a cluster; torchrun in the processes that it started."""
-    device: str = key("auto", choices=("auto", "cpu", "cuda"), may_change_on_resume=True)
+    device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """auto takes GPUs where there are any."""
-    seed: int = key(1, at_least=0)
+    seed: int = key(1, at_least=0, may_change_on_resume=False)
     """Decides data order, sampling and initial heads."""
-    project_name: str = key("verl_like", allows="a name", may_change_on_resume=True)
+    project_name: str = key("verl_like", allows="a name")
     """First part of the run folder's name."""
-    experiment_name: str = key("run", allows="a name", may_change_on_resume=True)
+    experiment_name: str = key("run", allows="a name")
     """Second part of the run folder's name."""
-    default_local_dir: str = key(
-        "runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER, may_change_on_resume=True
-    )
+    default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
-    test_freq: int = key(
-        -1, above=0, or_exactly=-1, hint="or -1 for none between steps", may_change_on_resume=True
-    )
+    test_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for none between steps")
     """Steps between validations, the last included; -1 validates at most before the first step."""
-    val_before_train: bool = key(True, may_change_on_resume=True)
+    val_before_train: bool = key(True)
     """Validate before the first step, if there is something to validate on."""
-    dry_run: bool = key(False, may_change_on_resume=True)
+    dry_run: bool = key(False)
     """Check all that needs no process of a worker, print the plan and what was found, and stop."""
-    save_freq: int = key(
-        -1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
-    )
+    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
     """Steps between checkpoints, the last step's included; -1 writes none by number of steps."""
     save_every_minutes: float | None = key(
-        SAVE_EVERY_MINUTES, above=0, hint="or null for none by time", may_change_on_resume=True
+        SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
     )
     """Minutes between checkpoints, beside those of save_freq; of a longer run the end's, too."""
     max_ckpt_to_keep: int | None = key(
@@ -112,37 +107,27 @@ class TrainerConfig:
         at_least=1,
         hint="or null to keep all",
         read_when=SAVES,
-        may_change_on_resume=True,
         verl="trainer.max_actor_ckpt_to_keep",
     )
     """Newest committed checkpoints that stay in the run folder, beside that of the best validation;
     null keeps all.
     """
     async_save: bool = key(
-        True,
-        read_when=SAVES,
-        may_change_on_resume=True,
-        verl="actor_rollout_ref.actor.checkpoint.async_save",
+        True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
     """Steps go on while a large checkpoint is written, from a copy of it in host memory."""
-    max_restarts: int = key(3, at_least=0, may_change_on_resume=True)
+    max_restarts: int = key(3, at_least=0)
     """Times that a run goes on by itself after the loss of a worker, with what is left of it."""
-    resume_mode: str = key(
-        "auto", choices=("auto", "disable", "resume_path"), may_change_on_resume=True
-    )
+    resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
     """auto goes on from the run folder's newest checkpoint, if there is one."""
     resume_from_path: str | None = key(
-        None,
-        allows="a folder",
-        read_when=when("resume_mode", "resume_path"),
-        may_change_on_resume=True,
+        None, allows="a folder", read_when=when("resume_mode", "resume_path")
     )
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     logger: list[str] = key(
         factory=lambda: ["console"],
         registry="tracker",
         hint="(metrics.jsonl is always written.)",
-        may_change_on_resume=True,
     )
     """Where metrics go besides metrics.jsonl."""
 
@@ -180,6 +165,9 @@ class PoolResources:
 @dataclass(kw_only=True)
 class RunConfig:
     """The sections and keys of every recipe."""
+
+    never_read: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Why this recipe does not read keys of the sections that it shares -> these keys."""
 
     trainer: TrainerConfig = key(factory=TrainerConfig)
     """The run."""

@@ -89,8 +89,7 @@ class ValidatingTrainerConfig(TrainerConfig):
         or_exactly=-1,
         hint="or -1 for none between steps",
         read_when=CAN_VALIDATE_LATER,
-        may_change_on_resume=True,
     )
     """Steps between validations, the last included; -1 validates at most before the first step."""
-    val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE, may_change_on_resume=True)
+    val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before the first step, if there are `data.val_files`."""

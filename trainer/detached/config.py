@@ -137,12 +137,12 @@ class DetachedSettings:
 class DetachedTrainerConfig(PPOTrainerConfig):
     """The run: length, devices, folder."""
 
-    cls: str = key(OWN_TRAINER, allows="a dotted path")
+    cls: str = key(OWN_TRAINER, allows="a dotted path", may_change_on_resume=False)
     """Dotted path of the trainer: DetachedTrainer, or a subclass that overrides stages or hooks."""
-    max_restarts: int = key(0, at_least=0, may_change_on_resume=True)
+    max_restarts: int = key(0, at_least=0)
     """Times that a run goes on by itself from its last checkpoint; a maker alone is
     `detached.on_maker_loss`."""
-    experiment_name: str = key("detached", allows="a name", may_change_on_resume=True)
+    experiment_name: str = key("detached", allows="a name")
     """Second part of the run folder's name."""
 
 

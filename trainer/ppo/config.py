@@ -138,25 +138,19 @@ class AlgorithmConfig:
 class PPOTrainerConfig(ValidatingTrainerConfig):
     """The run: length, devices, folder."""
 
-    cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path")
+    cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path", may_change_on_resume=False)
     """Dotted path of the trainer: PPOTrainer, or a subclass that overrides stages or hooks."""
-    experiment_name: str = key("ppo", allows="a name", may_change_on_resume=True)
+    experiment_name: str = key("ppo", allows="a name")
     """Second part of the run folder's name."""
-    default_local_dir: str = key(
-        "runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER, may_change_on_resume=True
-    )
+    default_local_dir: str = key("runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER)
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
-    critic_warmup: int = key(0, at_least=0, read_when=HAS_CRITIC)
+    critic_warmup: int = key(0, at_least=0, read_when=HAS_CRITIC, may_change_on_resume=False)
     """First steps in which only the critic is updated."""
-    max_rollouts_to_keep: int | None = key(
-        100, at_least=1, hint="or null to keep all", may_change_on_resume=True
-    )
+    max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
     """Newest steps whose samples stay whole in `rollouts/` and `validation/`; of older ones 2 kB of
     each stay.
     """
-    max_batches_to_keep: int = key(
-        0, at_least=0, hint="0 keeps none", read_when=SAVES, may_change_on_resume=True
-    )
+    max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
     """Newest steps whose batches stay in `batches/`, as they went into each stage: what `verl-like
     replay --stage` makes a stage of again, without a generation.
     """

@@ -16,30 +16,25 @@ from typing import Any
 
 from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
-from trainer.rows.config import OPTIMIZERS, RowConfig, check_pairs_fit, check_rows_config
-from verl_like.config_key import key
+from trainer.rows.config import (
+    OPTIMIZERS,
+    RowConfig,
+    check_pairs_fit,
+    check_rows_config,
+    trainer_section,
+)
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config.preference import PreferenceWorkerConfig, loss_reads
 
 
 @dataclass(kw_only=True)
-class PreferenceTrainerConfig(ValidatingTrainerConfig):
-    """The run: length, devices, folder."""
-
-    cls: str = key("trainer.preference.step.PreferenceTrainer", allows="a dotted path")
-    """Dotted path of the trainer: PreferenceTrainer, or a subclass that overrides its step or
-    hooks.
-    """
-    experiment_name: str = key("dpo", allows="a name", may_change_on_resume=True)
-    """Second part of the run folder's name."""
-
-
-@dataclass(kw_only=True)
 class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """A run of preference training."""
 
-    trainer: PreferenceTrainerConfig = key(factory=PreferenceTrainerConfig)
+    trainer: ValidatingTrainerConfig = trainer_section(
+        "trainer.preference.step.PreferenceTrainer", "dpo"
+    )
     """The run."""
 
 

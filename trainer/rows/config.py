@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from trainer.config.schema import RunConfig
+from trainer.data.config import ValidatingTrainerConfig
+from verl_like.config_key import key
 from verl_like.errors import ConfigError
 from workers.config.rows import LONGEST_ROW, RowWorkerConfig
 
@@ -12,6 +16,11 @@ from workers.config.rows import LONGEST_ROW, RowWorkerConfig
 @dataclass(kw_only=True)
 class RowConfig(RunConfig, RowWorkerConfig):
     """A run, and the model that it trains on rows."""
+
+
+def trainer_section(cls: str, experiment_name: str) -> Any:
+    """The field `trainer` of a recipe on rows, with its trainer's dotted path."""
+    return key(factory=partial(ValidatingTrainerConfig, cls=cls, experiment_name=experiment_name))
 
 
 OPTIMIZERS = "workers.training.optim"

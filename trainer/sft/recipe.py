@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
-from trainer.rows.config import OPTIMIZERS, RowConfig, check_rows_config
+from trainer.rows.config import OPTIMIZERS, RowConfig, check_rows_config, trainer_section
 from verl_like.config_key import key
 from workers.config.rows import RowDataConfig
 
@@ -29,20 +29,10 @@ class SFTDataConfig(RowDataConfig):
 
 
 @dataclass(kw_only=True)
-class SFTTrainerConfig(ValidatingTrainerConfig):
-    """The run: length, devices, folder."""
-
-    cls: str = key("trainer.sft.step.SFTTrainer", allows="a dotted path")
-    """Dotted path of the trainer: SFTTrainer, or a subclass that overrides its step or hooks."""
-    experiment_name: str = key("sft", allows="a name", may_change_on_resume=True)
-    """Second part of the run folder's name."""
-
-
-@dataclass(kw_only=True)
 class SFTConfig(RowConfig):
     """A run of supervised fine-tuning."""
 
-    trainer: SFTTrainerConfig = key(factory=SFTTrainerConfig)
+    trainer: ValidatingTrainerConfig = trainer_section("trainer.sft.step.SFTTrainer", "sft")
     """The run."""
     data: SFTDataConfig = key(factory=SFTDataConfig)
     """Rows."""

@@ -9,7 +9,7 @@ change it) stand at its field (`verl_like.config_key`). Sizes say their unit: a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from verl_like.config_key import key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
@@ -48,13 +48,9 @@ from workers.config.scoring import SandboxConfig, ScoringConfig
 
 
 @dataclass(kw_only=True)
-class WorkersConfig:
-    """The part of the tree that workers read."""
+class ScoringSections:
+    """What says how samples are scored, in a run that trains and in one that does not."""
 
-    actor_rollout_ref: ActorRolloutRefConfig = key(factory=ActorRolloutRefConfig)
-    """Policy: training, generation, reference."""
-    critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
-    """Value model."""
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
     """Any number of rewards, added up by weight; in place of the two sections that follow."""
     custom_reward_function: RewardFunctionConfig = key(
@@ -65,6 +61,16 @@ class WorkersConfig:
     """Scores."""
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures, and the sandbox of reward functions."""
+
+
+@dataclass(kw_only=True)
+class WorkersConfig(ScoringSections):
+    """The part of the tree that workers read."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = key(factory=ActorRolloutRefConfig)
+    """Policy: training, generation, reference."""
+    critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
+    """Value model."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
@@ -95,16 +101,7 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
     return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))
 
 
-class ScoringRun(Protocol):
-    """What is read of a run that scores samples, whether it trains or not."""
-
-    rewards: list[RewardConfig]
-    custom_reward_function: RewardFunctionConfig
-    reward_model: RewardModelConfig
-    reward: ScoringConfig
-
-
-def rewards_of(config: ScoringRun) -> list[RewardConfig]:
+def rewards_of(config: ScoringSections) -> list[RewardConfig]:
     """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for."""
     if config.rewards or has_no_reward(config):
         return list(config.rewards)
@@ -138,12 +135,12 @@ def rewards_of(config: ScoringRun) -> list[RewardConfig]:
     return found
 
 
-def scores_by_rule(config: ScoringRun) -> bool:
+def scores_by_rule(config: ScoringSections) -> bool:
     """Whether a reward is the rule of each row's data_source."""
     return any(reward.kind == "function" and not reward.path for reward in rewards_of(config))
 
 
-def model_rewards(config: ScoringRun) -> dict[str, RewardConfig]:
+def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
     """Role -> the reward whose model it holds; the first is the role `reward_model`."""
     models = [reward for reward in rewards_of(config) if reward.kind == "model"]
     roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]

@@ -25,7 +25,7 @@ from verl_like.errors import RewardError
 from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import held_as, read_columns
-from workers.config import OverlongBufferConfig, RewardConfig, ScoringRun, rewards_of
+from workers.config import OverlongBufferConfig, RewardConfig, ScoringSections, rewards_of
 from workers.rewards.functions import check_rules
 from workers.rewards.manager import FAILURES, RewardManager, Scored
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
@@ -42,7 +42,7 @@ CHECK_S = 1.0
 
 
 def make_rewards(
-    run: ScoringRun, tokenizer: Any, data_sources: Iterable[str], columns: Sequence[str] = ()
+    run: ScoringSections, tokenizer: Any, data_sources: Iterable[str], columns: Sequence[str] = ()
 ) -> Rewards:
     """The rewards that a run's configuration asks for; a function may read the data's `columns`.
 

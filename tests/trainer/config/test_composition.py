@@ -160,9 +160,7 @@ def test_other_keys_without_effect_are_refused() -> None:
         ),
     ],
 )
-def test_a_mapped_role_shares_a_pool_of_the_preset(
-    words: list[str], pools: list[set[str]]
-) -> None:
+def test_a_mapped_role_shares_a_pool_of_the_preset(words: list[str], pools: list[set[str]]) -> None:
     config = load_config([*NEEDED, *ALL_ROLES, *words, "trainer.n_gpus_per_node=4"])
     found = [set(plan.roles) for plan in nominal_placement(config).pools.values()]
     assert sorted(map(sorted, found)) == sorted(map(sorted, pools))

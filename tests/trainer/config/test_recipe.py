@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,6 +20,7 @@ TAUGHT = When("`taught`", lambda config, _: config.taught, "nobody teaches")
 
 @dataclass(kw_only=True)
 class ToyConfig(RunConfig):
+    never_read: ClassVar[dict[str, tuple[str, ...]]] = {"no toy stops": ("trainer.stop_at",)}
     width: int = key(4, above=0)
     taught: bool = key(True)
     teacher_width: int = key(4, above=0, read_when=TAUGHT)
@@ -108,6 +109,7 @@ def test_recipes_are_composed_in_turns() -> None:
         ("width=0", "width=0: it must be above 0"),
         ("teacher_width=2", "teacher_width=2 is below width=4"),
         ("taught=false teacher_width=9", "nobody teaches"),
+        ("trainer.stop_at={a:1}", "no toy stops"),
         (
             "taught=false role_workers.teacher=toy.Own",
             "role_workers.teacher is set, but this run has no such role",
