@@ -28,23 +28,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """A response of a prompt, and what its rewards say."""
+    """A response of a prompt."""
 
-    index: int
     text: str
     score: float
-    finish_reason: str
-    rewards: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Group:
-    """The samples of one prompt, the best first; of equal scores the one drawn first."""
-
-    uid: str
-    prompt: Any
-    data_source: str
-    samples: list[Sample]
+    about: Row
+    """What a row says of it: its index, score, finish reason, and the numbers of its rewards."""
 
 
 def select(
@@ -56,16 +45,19 @@ def select(
     """
     rows: list[Row] = []
     counts = {"num_prompts": 0, "num_empty": 0, "num_below_min_score": 0, "num_equal": 0}
-    for group in groups_of(batch, tokenizer):
+    least = -math.inf if config.min_score is None else config.min_score
+    for about, prompt, samples in samples_by_prompt(batch, tokenizer):
         counts["num_prompts"] += 1
-        good = [sample for sample in group.samples if sample.text.strip()]
-        counts["num_empty"] += len(group.samples) - len(good)
-        if config.min_score is not None and good and good[0].score < config.min_score:
+        good = [sample for sample in samples if sample.text.strip()]
+        counts["num_empty"] += len(samples) - len(good)
+        if good and good[0].score < least:
             counts["num_below_min_score"] += 1
         elif config.write == "sft":
-            rows += best_rows(group, good, config)
+            for rank, sample in enumerate(best_samples(good, least, config.top_k), start=1):
+                row = {**conversation(prompt, sample.text), **about, "rank": rank}
+                rows.append(row | sample.about)
         elif len(good) > 1 and good[0].score > good[-1].score:
-            rows.append(pair_row(group, good[0], good[-1]))
+            rows.append(pair_row(prompt, about, good[0], good[-1]))
         else:
             counts["num_equal"] += 1
 
@@ -75,8 +67,11 @@ def select(
     return rows, {"selection/num_rows": float(len(rows)), **metrics}
 
 
-def groups_of(batch: DataProto, tokenizer: Any) -> Iterator[Group]:
-    """The samples of each prompt; those of one uid stand one after the other."""
+def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, Any, list[Sample]]]:
+    """What every row of a prompt says, the prompt, and its samples, those of one uid.
+
+    The best stands first, and of equal scores the one drawn first.
+    """
     columns = batch.non_tensor_batch
     read = read_columns(batch, "token_level_scores", "sample_index")
     scores, indices = read["token_level_scores"].sum(dim=-1).tolist(), read["sample_index"].tolist()
@@ -87,18 +82,24 @@ def groups_of(batch: DataProto, tokenizer: Any) -> Iterator[Group]:
 
     found: dict[str, list[int]] = {}
     for row, uid in enumerate(columns["uid"]):
-        found.setdefault(uid, []).append(row)
-    for uid, places in found.items():
+        found.setdefault(str(uid), []).append(row)
+    for uid, rows in found.items():
         samples = []
-        for row in places:
+        for row in rows:
             rewards = {name.removeprefix(EXTRA): _plain(own[name][row]) for name in own}
-            reason = str(columns["finish_reason"][row])
+            about = {
+                "sample": indices[row],
+                "score": scores[row],
+                "finish_reason": str(columns["finish_reason"][row]),
+                "rewards": rewards or None,
+            }
             if not skipped[row]:
-                samples.append(Sample(indices[row], texts[row], scores[row], reason, rewards))
+                samples.append(Sample(texts[row], scores[row], about))
         samples.sort(key=lambda sample: -sample.score)  # stable: of equal scores the first
-        first = places[0]
-        prompt, source = columns["raw_prompt"][first], columns["data_source"][first]
-        yield Group(str(uid), prompt, str(source), samples)
+        prompt, source = columns["raw_prompt"][rows[0]], str(columns["data_source"][rows[0]])
+        if not isinstance(prompt, str):  # parquet gives arrays of messages
+            prompt = [dict(message) for message in prompt]
+        yield {"uid": uid, "data_source": source}, prompt, samples
 
 
 def _refuse_no_numbers(scores: list[float], uids: Any) -> None:
@@ -117,84 +118,50 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def best_rows(group: Group, samples: list[Sample], config: SelectionConfig) -> Iterator[Row]:
-    """The best samples of different texts as rows for `verl-like sft`."""
-    seen: set[str] = set()
-    for sample in samples:
-        if config.min_score is not None and sample.score < config.min_score:
-            return
-        if sample.text in seen:
-            continue
-        seen.add(sample.text)
-        yield {
-            **_conversation(group.prompt, sample.text),
-            **_about(group),
-            "rank": len(seen),
-            **_about_sample(sample),
-        }
-        if len(seen) == config.top_k:
-            return
+def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sample]:
+    """Those of different texts and of scores from `least` on, `most` of them."""
+    first_of_text = {sample.text: sample for sample in reversed(samples)}
+    good = [each for each in samples if each.score >= least and first_of_text[each.text] is each]
+    return good[:most]
 
 
-def pair_row(group: Group, best: Sample, worst: Sample) -> Row:
-    """Best against worst, as `trainer.data.pairs` reads it."""
-    sides = {}
-    for side, sample in (("chosen", best), ("rejected", worst)):
-        is_chat = not isinstance(group.prompt, str)
-        sides[side] = [_answer(sample.text)] if is_chat else sample.text
-    row: Row = {"prompt": _listed(group.prompt), **sides, **_about(group)}
-    for side, sample in (("chosen", best), ("rejected", worst)):
-        row |= {f"{side}_{name}": value for name, value in _about_sample(sample).items()}
-    return row
-
-
-def _conversation(prompt: Any, text: str) -> Row:
+def conversation(prompt: Any, text: str) -> Row:
+    """Prompt and response as columns that `verl-like sft` reads."""
     if isinstance(prompt, str):
         return {"prompt": prompt, "response": text}
-    return {"messages": [*_listed(prompt), _answer(text)]}
+    return {"messages": [*prompt, _answer(text)]}
+
+
+def pair_row(prompt: Any, about: Row, best: Sample, worst: Sample) -> Row:
+    """Best against worst, as `trainer.data.pairs` reads it."""
+    row: Row = {"prompt": prompt}
+    sides = {"chosen": best, "rejected": worst}
+    for side, sample in sides.items():
+        row[side] = sample.text if isinstance(prompt, str) else [_answer(sample.text)]
+    row |= about
+    for side, sample in sides.items():
+        row |= {f"{side}_{name}": value for name, value in sample.about.items()}
+    return row
 
 
 def _answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def _listed(prompt: Any) -> Any:
-    """A prompt as JSON has it: parquet gives arrays of messages."""
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
-
-
-def _about(group: Group) -> Row:
-    return {"uid": group.uid, "data_source": group.data_source}
-
-
-def _about_sample(sample: Sample) -> Row:
-    return {
-        "sample": sample.index,
-        "score": sample.score,
-        "finish_reason": sample.finish_reason,
-        "rewards": sample.rewards or None,
-    }
-
-
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write them in order: parquet, if the name ends so, else a line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        write_whole(path, _parquet(rows))
-    else:
+    if path.suffix != ".parquet":
         write_whole(path, json_lines(rows))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file of `write_rows`."""
-    return [parse_json(line) for line in lines_of(path)]
-
-
-def _parquet(rows: Sequence[Row]) -> bytes:
+        return
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(rows)), buffer)
-    contents: bytes = buffer.getvalue().to_pybytes()
-    return contents
+    write_whole(path, buffer.getvalue().to_pybytes())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file of `write_rows`."""
+    return [parse_json(line) for line in lines_of(path)]

@@ -16,13 +16,8 @@ from typing import Any
 
 from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
-from trainer.rows.config import (
-    OPTIMIZERS,
-    RowConfig,
-    check_pairs_fit,
-    check_rows_config,
-    trainer_section,
-)
+from trainer.rows import config as rows
+from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config.preference import PreferenceWorkerConfig, loss_reads
@@ -32,7 +27,7 @@ from workers.config.preference import PreferenceWorkerConfig, loss_reads
 class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """A run of preference training."""
 
-    trainer: ValidatingTrainerConfig = trainer_section(
+    trainer: ValidatingTrainerConfig = rows.trainer_section(
         "trainer.preference.step.PreferenceTrainer", "dpo"
     )
     """The run."""
@@ -54,7 +49,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
             "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."
         )
     if not loss_reads(config, "desirable"):
-        check_pairs_fit(config)
+        rows.check_pairs_fit(config)
     _check_parameters(config)
 
 
@@ -88,6 +83,6 @@ DPO = Recipe(
     config_name="preference_trainer",
     placements=presets({"preference_pool": ["preference"], "ref_pool": ["ref"]}),
     inactive_roles=inactive_roles,
-    registries=("workers.losses.preference", OPTIMIZERS),
-    checks=(check_rows_config, check_preference_config),
+    registries=("workers.losses.preference", rows.OPTIMIZERS),
+    checks=(rows.check_rows_config, check_preference_config),
 )

@@ -1,7 +1,6 @@
 """The reference's log-probs of every response: computed once, and kept in the run folder.
 
-    kept = KeptLogProbs(run_folder, start_folder)
-    tables = kept.tables({"train": hash_of(rows)}, weights, compute)
+    tables = kept_or_computed(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
 
 A table is [rows, 2]. What it was made of stands beside it: a hash of the rows' tokens, and one of
 the reference's weights with the type that it computes in. A run takes its tables from the folder of
@@ -12,20 +11,18 @@ run from the start computes them anew.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from trainer.data.encoded_rows import LMRow
 from verl_like.errors import CheckpointError
-from verl_like.files import sync_folder
+from verl_like.files import write_whole
 
 FILE = "reference.safetensors"
-logger = logging.getLogger(__name__)
 
 
 def hash_of(rows: Iterable[LMRow]) -> str:
@@ -38,42 +35,38 @@ def hash_of(rows: Iterable[LMRow]) -> str:
     return digest.hexdigest()
 
 
-class KeptLogProbs:
-    """The file of a run's tables."""
+def kept_or_computed(
+    folder: Path,
+    start: Path | None,
+    rows: Mapping[str, str],
+    weights: str,
+    compute: Callable[[str], Tensor],
+) -> dict[str, Tensor]:
+    """Name -> table, for each name with its hash of `rows`.
 
-    def __init__(self, folder: Path, start: Path | None) -> None:
-        """`start` is the run folder that the checkpoint to go on from lies in, if there is one."""
-        self.file = folder / FILE
-        self.source = self.file if start is None else start / FILE
-        self.resumes = start is not None
-
-    def tables(
-        self, rows: Mapping[str, str], weights: str, compute: Callable[[str], Tensor]
-    ) -> dict[str, Tensor]:
-        """Name -> table, for each name with its hash of `rows`; computed where it is not kept."""
-        kept, made_of = _read(self.source)
-        if made_of.get("weights", weights) != weights:
-            self._refuse_to_resume("the reference's weights are other ones now")
-            kept = {}
-
-        tables = {}
-        for name, digest in rows.items():
-            if name in kept and made_of[name] == digest:
-                tables[name] = kept[name]
-                continue
-            if name == "train" and name in kept:
-                self._refuse_to_resume("the rows of data.train_files are other ones now")
-            tables[name] = compute(name)
-        _write(self.file, tables, {**rows, "weights": weights})
-        return tables
-
-    def _refuse_to_resume(self, why: str) -> None:
-        if self.resumes:
+    `start` is the run folder that the checkpoint to go on from lies in, if there is one.
+    """
+    source = (start or folder) / FILE
+    kept, made_of = _read(source)
+    are_same_weights = made_of.get("weights") == weights
+    tables = {}
+    for name, digest in rows.items():
+        if name in kept and are_same_weights and made_of[name] == digest:
+            tables[name] = kept[name]
+            continue
+        if name == "train" and name in kept and start is not None:
+            what = "rows of data.train_files" if are_same_weights else "reference's weights"
             raise CheckpointError(
-                f"{self.source} holds log-probs of another reference: {why}. Put back what the run "
-                "started with, or start anew in another trainer.default_local_dir."
+                f"{source} holds log-probs of another reference: the {what} are other ones now. "
+                "Put back what the run started with, or start anew in another "
+                "trainer.default_local_dir."
             )
-        logger.info("%s is of an earlier run, and written anew: %s", self.source, why)
+        tables[name] = compute(name)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: table.contiguous() for name, table in tables.items()}
+    write_whole(folder / FILE, save(whole, metadata={**rows, "weights": weights}))
+    return tables
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -88,14 +81,3 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(
             f"{file} is damaged ({error}). Remove it: its log-probs are then computed anew."
         ) from error
-
-
-def _write(file: Path, tables: Mapping[str, Tensor], made_of: Mapping[str, str]) -> None:
-    """Whole or not at all."""
-    draft = file.with_name(f"{file.name}.part")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: table.contiguous() for name, table in tables.items()}, draft, metadata=dict(made_of)
-    )
-    draft.replace(file)
-    sync_folder(file.parent)

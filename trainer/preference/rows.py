@@ -4,42 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.data.encoded_rows import LMRow
-from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
-from trainer.data.pairs import PairRow, pair_batch, read_pairs
-from trainer.preference.recipe import PreferenceConfig
-from trainer.rows.preflight import longest_row
-from verl_like.batch.protocol import DataProto
-from workers.columns import write_columns
-from workers.config.preference import loss_reads
+from trainer.data.labelled import LabelledRow
+from trainer.data.pairs import PairRow
 
 NumberedRow = tuple[int, PairRow | LabelledRow]
 """A row with its place among those of its files, which the reference's log-probs are found by."""
-
-
-def read_rows(config: PreferenceConfig, key: str, files: Any, tokenizer: Any) -> list[NumberedRow]:
-    """The rows of the files that the configuration's `key` names."""
-    length, on_bad_row = longest_row(config), config.data.on_bad_row
-    if loss_reads(config, "desirable"):
-        seed = config.trainer.seed
-        return list(enumerate(read_labelled(key, files, tokenizer, length, seed, on_bad_row)))
-    return list(enumerate(read_pairs(key, files, tokenizer, length, on_bad_row)))
-
-
-def make_batch(rows: Sequence[NumberedRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-    """Rows padded on the right, each with its `row_number`."""
-    labelled = [row for _, row in rows if isinstance(row, LabelledRow)]
-    pairs = [row for _, row in rows if isinstance(row, PairRow)]
-    if labelled:
-        batch = labelled_batch(labelled, uids, pad_token_id)
-    else:
-        batch = pair_batch(pairs, uids, pad_token_id)
-    return write_columns(batch, row_number=torch.tensor([number for number, _ in rows]))
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:

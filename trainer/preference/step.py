@@ -15,18 +15,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.data.labelled import LabelledRow
+from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
+from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.loop import Metrics
 from trainer.preference.recipe import PreferenceConfig
-from trainer.preference.reference import KeptLogProbs, hash_of
+from trainer.preference.reference import hash_of, kept_or_computed
 from trainer.preference.rows import (
     NumberedRow,
     both_sides,
     labelled_columns,
-    make_batch,
-    read_rows,
     with_mismatched,
 )
+from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
@@ -51,14 +51,24 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         cls, config: PreferenceConfig, key: str, files: Any, tokenizer: Any
     ) -> list[NumberedRow]:
         """Pairs, or responses with a label, as the loss learns them."""
-        return read_rows(config, key, files, tokenizer)
+        length, on_bad_row = longest_row(config), config.data.on_bad_row
+        if loss_reads(config, "desirable"):
+            seed = config.trainer.seed
+            return list(enumerate(read_labelled(key, files, tokenizer, length, seed, on_bad_row)))
+        return list(enumerate(read_pairs(key, files, tokenizer, length, on_bad_row)))
 
     @staticmethod
     def make_batch(
         rows: Sequence[NumberedRow], uids: Sequence[str], pad_token_id: int
     ) -> DataProto:
         """Rows padded on the right, each with its `row_number`."""
-        return make_batch(rows, uids, pad_token_id)
+        labelled = [row for _, row in rows if isinstance(row, LabelledRow)]
+        pairs = [row for _, row in rows if isinstance(row, PairRow)]
+        if labelled:
+            batch = labelled_batch(labelled, uids, pad_token_id)
+        else:
+            batch = pair_batch(pairs, uids, pad_token_id)
+        return write_columns(batch, row_number=torch.tensor([number for number, _ in rows]))
 
     @classmethod
     def num_sides(cls, config: PreferenceConfig) -> int:
@@ -94,10 +104,10 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
                 return self.log_probs_of(rows[name], name, group.compute_ref_log_prob)
 
         start = self.checkpoints.start
-        kept = KeptLogProbs(Path(self.folder), start and start.parent)
         hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
         weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
-        return kept.tables(hashes, weights, compute)
+        start_folder = start and start.parent
+        return kept_or_computed(Path(self.folder), start_folder, hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """[rows, 2] by the workers' method `score`."""
