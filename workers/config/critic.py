@@ -8,11 +8,10 @@ from typing import Any
 from verl_like.config_key import When, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
 from workers.config.model import (
-    STRATEGIES,
-    STRATEGIES_ELSEWHERE,
-    WARMS_UP_BY_SHARE,
     CheckpointConfig,
     FSDPConfig,
+    LearningRateConfig,
+    ShardedConfig,
 )
 from workers.config.policy import LOSS_AGG_MODES
 
@@ -45,25 +44,17 @@ class CriticModelConfig:
 
 
 @dataclass(kw_only=True)
-class CriticOptimConfig:
+class CriticOptimConfig(LearningRateConfig):
     """What the critic's optimizer has of its own; everything else is the actor's `optim`."""
 
     lr: float = key(1e-5, at_least=0)
     """Peak learning rate."""
-    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
-    """Update calls of linear warm-up from 0 to `lr`."""
-    lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """The same as a share of all update calls."""
 
 
 @dataclass(kw_only=True)
-class CriticConfig:
+class CriticConfig(ShardedConfig):
     """The value model and its update."""
 
-    strategy: str = key(
-        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
-    )
-    """How the model lies over the ranks."""
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model: its head is that of a reward model's folder, and starts at zero otherwise."""
     optim: CriticOptimConfig = key(factory=CriticOptimConfig)

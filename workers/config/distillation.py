@@ -5,24 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_like.config_key import key
-from workers.config.conditions import CUT_BY_SAMPLES, REWARDS_TEACH
-from workers.config.model import QUANTIZATIONS, FrozenFSDPConfig
+from workers.config.conditions import REWARDS_TEACH
+from workers.config.model import FrozenModelConfig
 
 
 @dataclass(kw_only=True)
-class TeacherModelConfig:
+class TeacherModelConfig(FrozenModelConfig):
     """The teacher; types, attention and packing are the actor's."""
 
     model_path: str = key("", allows="a folder or a name")
     """Folder of a model with the actor's tokenizer, or its name on the hub; empty: no teacher."""
-    quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
-    log_prob_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
-    )
-    """Samples per forward pass on one rank."""
-    fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
-    """Sharding."""
 
 
 @dataclass(kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_like.config_key import When, entry_takes, key, unless, when
-from workers.config.conditions import SAVES, is_bare_config
+from workers.config.conditions import CUT_BY_SAMPLES, SAVES, is_bare_config
 
 STRATEGIES = (
     "single",
@@ -60,13 +60,33 @@ def schedule_takes(name: str) -> When:
 
 
 @dataclass(kw_only=True)
-class OptimConfig:
+class ShardedConfig:
+    """A model that is trained by several ranks."""
+
+    strategy: str = key(
+        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
+    )
+    """How the model lies over the ranks."""
+
+
+@dataclass(kw_only=True)
+class LearningRateConfig:
+    """The learning rate and its warm-up."""
+
+    lr: float = key(1e-6, at_least=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
+    """Update calls of linear warm-up from 0 to `lr`."""
+    lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
+    """The same as a share of all update calls."""
+
+
+@dataclass(kw_only=True)
+class OptimConfig(LearningRateConfig):
     """The optimizer and its schedule, which steps once per `update_*` call."""
 
     optimizer: str = key("AdamW", registry="optimizer")
     """AdamW, or the dotted path of a class; it gets those of the settings below that it knows."""
-    lr: float = key(1e-6, at_least=0)
-    """Peak learning rate."""
     betas: tuple[float, float] = key(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
@@ -75,10 +95,6 @@ class OptimConfig:
     """Floor of the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Decoupled weight decay."""
-    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
-    """Update calls of linear warm-up from 0 to `lr`."""
-    lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """The same as a share of all update calls."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
     """What follows the warm-up."""
     min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
@@ -95,11 +111,10 @@ class OptimConfig:
 class FrozenFSDPConfig:
     """How a module without an optimizer is sharded over its role's ranks."""
 
-    fsdp_size: int = key(
-        -1, above=0, or_exactly=-1, hint="or -1 for the whole pool", may_change_on_resume=True
-    )
+    may_change_on_resume: ClassVar[bool] = True
+    fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
     """Ranks per sharding group; -1 shards over the whole pool."""
-    param_offload: bool | None = key(None, may_change_on_resume=True)
+    param_offload: bool | None = key(None)
     """Keep parameters in host memory between calls; null is what the strategy says."""
 
 
@@ -107,8 +122,22 @@ class FrozenFSDPConfig:
 class FSDPConfig(FrozenFSDPConfig):
     """How a role's module and its optimizer are sharded over its ranks."""
 
-    optimizer_offload: bool | None = key(None, may_change_on_resume=True)
+    optimizer_offload: bool | None = key(None)
     """Keep optimizer state in host memory between updates; null is what the strategy says."""
+
+
+@dataclass(kw_only=True)
+class FrozenModelConfig:
+    """How a model that gives log-probs alone is held."""
+
+    quantization: str | None = key(None, choices=QUANTIZATIONS)
+    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
+    log_prob_micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+    )
+    """Samples per forward pass on one rank."""
+    fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
+    """Sharding."""
 
 
 @dataclass(kw_only=True)

@@ -14,14 +14,12 @@ from workers.config.conditions import (
     policy_loss_of,
 )
 from workers.config.model import (
-    QUANTIZATIONS,
-    STRATEGIES,
-    STRATEGIES_ELSEWHERE,
     CheckpointConfig,
-    FrozenFSDPConfig,
+    FrozenModelConfig,
     FSDPConfig,
     ModelConfig,
     OptimConfig,
+    ShardedConfig,
 )
 from workers.config.rollout import RolloutConfig
 
@@ -134,13 +132,9 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(kw_only=True)
-class ActorConfig:
+class ActorConfig(ShardedConfig):
     """The policy's update."""
 
-    strategy: str = key(
-        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
-    )
-    """How the model lies over the ranks."""
     ppo_mini_batch_size: int = key(64, above=0)
     """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""
     ppo_micro_batch_size_per_gpu: int = key(
@@ -219,7 +213,7 @@ def shuffle_seed(actor: ActorConfig) -> int | None:
 
 
 @dataclass(kw_only=True)
-class RefConfig:
+class RefConfig(FrozenModelConfig):
     """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
 
     update_every: int | None = key(None, above=0)
@@ -229,15 +223,6 @@ class RefConfig:
     """What then stays of the reference's own weights: 0 takes the actor's whole, 0.99 one part in a
     hundred.
     """
-
-    quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
-    log_prob_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
-    )
-    """Samples per forward pass on one rank."""
-    fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
-    """Sharding."""
 
 
 @dataclass(kw_only=True)

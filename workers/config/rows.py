@@ -7,12 +7,11 @@ from typing import Any
 
 from verl_like.config_key import When, key, when
 from workers.config.model import (
-    STRATEGIES,
-    STRATEGIES_ELSEWHERE,
     CheckpointConfig,
     FSDPConfig,
     ModelConfig,
     OptimConfig,
+    ShardedConfig,
 )
 
 CUT_BY_ROWS = when(
@@ -65,13 +64,9 @@ class RowDataConfig:
 
 
 @dataclass(kw_only=True)
-class TrainedModelConfig(ModelConfig):
+class TrainedModelConfig(ModelConfig, ShardedConfig):
     """The model that is trained, and how it lies over the ranks."""
 
-    strategy: str = key(
-        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
-    )
-    """How the model lies over the ranks."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_like.config_key import When, key
 from verl_like.process.sandbox import Sandbox
@@ -37,19 +37,20 @@ MAY_FAIL = When("a function or server scores", _may_fail, "no function and no se
 class SandboxConfig:
     """What the processes of each reward function may have."""
 
-    memory_gb: float = key(_DEFAULT.memory_gb, above=0, may_change_on_resume=True)
+    may_change_on_resume: ClassVar[bool] = True
+    memory_gb: float = key(_DEFAULT.memory_gb, above=0)
     """GiB of memory of each process, and of all that a function has started together."""
-    cpu_s: float = key(_DEFAULT.cpu_s, above=0, may_change_on_resume=True)
+    cpu_s: float = key(_DEFAULT.cpu_s, above=0)
     """Seconds of processor time for a sample; a batch, and coroutines together, get twelve times
     that.
     """
-    file_gb: float = key(_DEFAULT.file_gb, at_least=0, may_change_on_resume=True)
+    file_gb: float = key(_DEFAULT.file_gb, at_least=0)
     """GiB of a file that a function writes, and of all files in its working folder together."""
-    processes: int = key(_DEFAULT.processes, above=0, may_change_on_resume=True)
+    processes: int = key(_DEFAULT.processes, above=0)
     """Processes that a function may have at the same time."""
-    network: bool = key(_DEFAULT.network, may_change_on_resume=True)
+    network: bool = key(_DEFAULT.network)
     """Whether a function reaches the network; false needs the network namespaces of Linux."""
-    env: list[str] = key(factory=list, allows="names of variables", may_change_on_resume=True)
+    env: list[str] = key(factory=list, allows="names of variables")
     """Environment variables that it sees beside harmless ones: keys of APIs that it asks."""
 
 
