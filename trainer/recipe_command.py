@@ -20,7 +20,6 @@ import hydra
 
 from trainer.command_errors import ending_in_words
 from trainer.config.compose import (
-    OwnFiles,
     compose_tree,
     known_settings,
     left_out_of,
@@ -52,24 +51,25 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
     settings = [argument for argument in arguments if is_setting(argument)]
     try:
         options = _options([each for each in arguments if each not in settings], recipe)
-        own = OwnFiles(options.config_dir, options.config_name) if options.config_dir else None
+        if options.config_dir:
+            recipe = recipe.with_files_of(options.config_dir, options.config_name)
         if options.cfg:
             end_with_the_reader()
-            _show(recipe, [*given, *settings], own, options)
+            _show(recipe, [*given, *settings], options)
             return
         jobs = jobs_of(settings) if options.multirun else []
         for job in jobs:
-            known_settings(job, recipe, own)  # a mistyped key is refused before the first job
+            known_settings(job, recipe)  # a mistyped key is refused before the first job
     except ConfigError as err:
         sys.exit(f"error: {err}")
 
     if not options.multirun:
-        _run(_load(recipe, settings, own, given))
+        _run(_load(recipe, settings, given))
         return
     sweep = Sweep()
     for number, job in enumerate(jobs):
         with sweep.job(job) as noted:
-            config = _load(recipe, job, own, given)
+            config = _load(recipe, job, given)
             noted.folder = Path(config.trainer.default_local_dir) / str(number)
             config.trainer.default_local_dir = str(noted.folder)
             _run(config)
@@ -101,27 +101,20 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
     return options
 
 
-def _show(
-    recipe: Recipe[Any],
-    settings: Sequence[str],
-    own: OwnFiles | None,
-    options: argparse.Namespace,
-) -> None:
+def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:
     """The tree with the rules of its keys."""
-    known = known_settings(settings, recipe, own)
-    tree = compose_tree(known, recipe, own)
+    known = known_settings(settings, recipe)
+    tree = compose_tree(known, recipe)
     recipe.load_registries()  # the comments list the registered names
     left_out = set() if options.cfg == "all" else left_out_of(tree, keys_of(known), recipe)
     print(annotated_yaml(tree, recipe.schema, options.resolve, left_out), end="")
 
 
-def _load(
-    recipe: Recipe[Any], settings: Sequence[str], own: OwnFiles | None, given: Sequence[str]
-) -> RunConfig:
+def _load(recipe: Recipe[Any], settings: Sequence[str], given: Sequence[str]) -> RunConfig:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("trainer").setLevel(logging.INFO)
     with ending_in_words():
-        config: RunConfig = load_config(settings, recipe, own, given)
+        config: RunConfig = load_config(settings, recipe, given)
     return config
 
 

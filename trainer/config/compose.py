@@ -15,7 +15,6 @@ import sys
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,20 +44,6 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.process.environment import is_under_torchrun
 
 C = TypeVar("C", bound=RunConfig)
-Stamps = tuple[tuple[str, int], ...]
-"""Path and time of writing of YAML files: an edited one is read again."""
-
-
-@dataclass(frozen=True)
-class OwnFiles:
-    """A folder of the user's YAML, and the file there that a run begins with."""
-
-    folder: Path
-    main: str | None = None
-
-    def presets(self, group: str) -> list[str]:
-        """The names of its presets of a group."""
-        return [path.stem for path in sorted((self.folder / group).glob("*.yaml"))]
 
 
 def _divide(number: int, parts: int) -> int:
@@ -78,7 +63,6 @@ OmegaConf.register_new_resolver("required", _required, replace=True)
 def load_config(
     settings: Sequence[str] | Mapping[str, Any],
     recipe: Recipe[C],
-    own: OwnFiles | None = None,
     defaults: Sequence[str] = (),
 ) -> C:
     """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration.
@@ -88,9 +72,9 @@ def load_config(
     """
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
-    given = known_settings(settings, recipe, own)
+    given = known_settings(settings, recipe)
     defaults_and_given = [*known_settings(defaults, recipe), *given]
-    tree = compose_tree(_with_torchrun(defaults_and_given), recipe, own)
+    tree = compose_tree(_with_torchrun(defaults_and_given), recipe)
 
     keys = keys_of(given)
     config = _as_object(tree, recipe)
@@ -105,15 +89,13 @@ def load_config(
     return config
 
 
-def known_settings(
-    settings: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None = None
-) -> list[Override]:
+def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:
     """The settings with keys and presets of ours; others are refused."""
     parsed = list(recipe.translate([parse(setting) for setting in settings]))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
     _refuse([refusal for refusal in refusals if refusal], recipe)
     for setting in parsed:
-        _refuse_what_does_nothing(setting, recipe, own)
+        _refuse_what_does_nothing(setting, recipe)
     return parsed
 
 
@@ -133,10 +115,10 @@ def _with_torchrun(settings: list[Override]) -> list[Override]:
     return [*settings, *more]
 
 
-def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any], own: OwnFiles | None) -> None:
+def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:
     """Refuse a preset that there is not, several values for one key, and a section's deletion."""
     name, value = setting.key_or_group, setting.value()
-    presets = recipe.preset_names(name) + (own.presets(name) if own is not None else [])
+    presets = recipe.preset_names(name)
     if setting.is_sweep_override():
         raise ConfigError(
             f"{setting.input_line}: several values are a sweep, which --multirun makes. A list is "
@@ -155,13 +137,11 @@ def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any], own: OwnFi
         )
 
 
-def compose_tree(
-    settings: Sequence[Override], recipe: Recipe[Any], own: OwnFiles | None = None
-) -> DictConfig:
+def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfig:
     """The tree of known settings in the recipe's schema, not yet checked."""
     chosen = [each for each in settings if _is_preset(each, recipe)]
     lines = tuple(each.input_line or "" for each in chosen)
-    tree = copy.deepcopy(_tree_of_files(recipe, lines, own, _stamps(recipe, own)))
+    tree = copy.deepcopy(_tree_of_files(recipe, lines))
     for setting in settings:
         if setting not in chosen:
             _put(tree, setting, recipe)
@@ -174,31 +154,23 @@ def _is_preset(setting: Override, recipe: Recipe[Any]) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _tree_of_files(
-    recipe: Recipe[Any], presets: tuple[str, ...], own: OwnFiles | None, written: Stamps
-) -> DictConfig:
+def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     """What Hydra composes of the YAML files: the recipe's, of the presets, of the user."""
-    folders, name = recipe.folders, recipe.config_name
-    if own is not None:
-        if not own.folder.is_dir():
-            raise ConfigError(f"--config-dir: the folder '{own.folder}' not found.")
-        folders = [own.folder, *folders] if own.main else [*folders, own.folder]
-        name = own.main or name
-    first, *others = (folder.resolve() for folder in folders)
+    first, *others = (folder.resolve() for folder in recipe.folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
     register(recipe, schema={})  # the keys of all files are looked at together, not one by one
     try:
         with initialize_config_dir(str(first), version_base="1.3"):
-            composed = compose(name, overrides=[path, *presets])
+            composed = compose(recipe.config_name, overrides=[path, *presets])
     except HydraException as err:
-        raise ConfigError(wrong_file(err, _file_names(own))) from err
+        raise ConfigError(wrong_file(err, [*_own_files(recipe)])) from err
     except yaml.MarkedYAMLError as err:
-        file = err.problem_mark.name if err.problem_mark else name
+        file = err.problem_mark.name if err.problem_mark else recipe.config_name
         raise ConfigError(f"{file} is not readable as YAML: {err}") from err
     keys = keys_in("", OmegaConf.to_container(composed, resolve=False))
     refusals = {key: unknown_key(key, recipe) for key in keys}
-    _refuse([_named_by(key, own) + text for key, text in refusals.items() if text], recipe)
+    _refuse([_named_by(key, recipe) + text for key, text in refusals.items() if text], recipe)
 
     try:
         tree = OmegaConf.merge(schema_node(recipe), composed)
@@ -215,14 +187,18 @@ def _refuse(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg all"]))
 
 
-def _named_by(key: str, own: OwnFiles | None) -> str:
+def _named_by(key: str, recipe: Recipe[Any]) -> str:
     """The user's files with a key of that last word, as the beginning of a refusal."""
     word = re.compile(rf"^[^#]*\b{re.escape(key.rpartition('.')[2])}['\"]?\s*:", re.MULTILINE)
-    names = _file_names(own)
-    found = [
-        name for name in names if own and word.search((own.folder / f"{name}.yaml").read_text())
-    ]
+    found = [name for name, file in _own_files(recipe).items() if word.search(file.read_text())]
     return f"In {' or '.join(map(repr, found))}: " if found else ""
+
+
+def _own_files(recipe: Recipe[Any]) -> dict[str, Path]:
+    """The user's files by their names in `--config-name` and `defaults`."""
+    folder = recipe.own_folder
+    files = folder.rglob("*.yaml") if folder else ()
+    return {str(file.relative_to(folder).with_suffix("")): file for file in files if folder}
 
 
 def register(recipe: Recipe[Any], schema: Any) -> None:
@@ -249,18 +225,6 @@ def schema_node(recipe: Recipe[Any]) -> DictConfig:
     """What OmegaConf makes of the schema; `merge` copies it."""
     node: DictConfig = OmegaConf.structured(recipe.schema)
     return node
-
-
-def _file_names(own: OwnFiles | None) -> list[str]:
-    """The user's files, as `--config-name` and `defaults` call them."""
-    files = own.folder.rglob("*.yaml") if own is not None else ()
-    return [str(path.relative_to(own.folder).with_suffix("")) for path in files if own]
-
-
-def _stamps(recipe: Recipe[Any], own: OwnFiles | None) -> Stamps:
-    folders = [*recipe.folders, *([own.folder] if own else [])]
-    files = sorted(path for folder in folders for path in folder.rglob("*.yaml"))
-    return tuple((str(path), path.stat().st_mtime_ns) for path in files)
 
 
 def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hydra.core.override_parser.types import Override
 
 from trainer.config.schema import RunConfig
+from verl_like.errors import ConfigError
 
 C = TypeVar("C", bound=RunConfig)
 Placements = Mapping[str, Mapping[str, Sequence[str]]]
@@ -77,6 +78,8 @@ class Recipe(Generic[C]):
     """Keys that are shown, not refused, where nothing reads them."""
     shares_presets_of: Path | None = None
     """Folder of another recipe whose groups of presets it has, too."""
+    own_folder: Path | None = None
+    """Folder of the user's YAML: presets, and files that extend the recipe's or stand for them."""
 
     def load_registries(self) -> None:
         """Import the modules of `registries`."""
@@ -86,7 +89,7 @@ class Recipe(Generic[C]):
     @property
     def groups(self) -> list[str]:
         """The groups of presets: `placement`, and every folder of YAML beside the recipe's own."""
-        files = (path for folder in self.folders for path in folder.glob("*/*.yaml"))
+        files = (path for folder in self._own_and_shared for path in folder.glob("*/*.yaml"))
         return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
@@ -94,14 +97,27 @@ class Recipe(Generic[C]):
 
         Empty where there is no such group.
         """
-        folders = [folder / group for folder in self.folders if (folder / group).is_dir()]
-        files = [path.stem for folder in folders for path in folder.glob("*.yaml")]
+        files = [path.stem for folder in self.folders for path in folder.glob(f"{group}/*.yaml")]
         return sorted({*files, *(self.placements if group == "placement" else ())})
 
     @property
     def folders(self) -> list[Path]:
-        """Where its YAML is, and where its groups of presets are, too."""
+        """Where YAML is looked for, first where the file is that a run begins with."""
+        if self.own_folder is None:
+            return self._own_and_shared
+        is_main = (self.own_folder / self.config_name).with_suffix(".yaml").is_file()
+        own, ours = [self.own_folder], self._own_and_shared
+        return [*own, *ours] if is_main else [*ours, *own]
+
+    @property
+    def _own_and_shared(self) -> list[Path]:
         return [self.config_dir, *([self.shares_presets_of] if self.shares_presets_of else [])]
+
+    def with_files_of(self, folder: Path, main: str | None) -> Recipe[C]:
+        """The recipe with YAML of the user's own, and the file there that a run begins with."""
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: the folder '{folder}' not found.")
+        return replace(self, own_folder=folder, config_name=main or self.config_name)
 
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:
