@@ -6,10 +6,8 @@ training or validation reads is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
@@ -74,7 +72,7 @@ class SamplingOnlyConfig(RunConfig, ScoringSections):
 class BestOfNConfig(SamplingOnlyConfig):
     """A run that samples, scores and selects."""
 
-    never_read: ClassVar[Mapping[str, Sequence[str]]] = {
+    never_read = {
         NO_TRAINING: ONLY_IN_TRAINING,
         NO_EPOCHS: ("data.shuffle", "data.sampler", "trainer.total_epochs"),
         NO_VALIDATION: (

@@ -1,15 +1,22 @@
-"""A configuration as dotted keys with values, and one number for all of it: to compare runs."""
+"""A configuration as dotted keys with values, as one number for all of them, and as YAML."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from trainer.config.schema import RunConfig
 from verl_like.masking import masked
 
+MAYBE_A_NUMBER = tuple("+-.0123456789")
+"""How texts begin that OmegaConf could take for numbers: it knows more of them than PyYAML."""
+YES_AND_NO = ("y", "Y", "n", "N")
+"""Which other readers take for true and false."""
 NAMES_OF_A_RUN = frozenset(
     {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"}
 )
@@ -52,3 +59,26 @@ def config_hash(config: RunConfig) -> str:
     counted = {key: value for key, value in flat.items() if key not in NAMES_OF_A_RUN}
     text = json.dumps([type(config).__name__, counted], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes texts that could be read as numbers."""
+
+
+def _text(dumper: Any, text: str) -> Any:
+    style = "'" if text.startswith(MAYBE_A_NUMBER) or text in YES_AND_NO else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def in_yaml(values: Mapping[str, Any]) -> str:
+    """Dicts, lists, numbers, texts, true, false and null, in their order, a key a line.
+
+    OmegaConf reads them back as they were; its own `to_yaml` takes twenty times as long.
+    """
+    written: str = yaml.dump(
+        values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
+    return written

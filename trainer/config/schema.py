@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainer.config.chaos import HAS_FAULTS, ChaosConfig
 from verl_like.calls.waiting import Deadlines
 from verl_like.config_key import When, key, unless, when
 from verl_like.errors import ConfigError
@@ -60,7 +59,7 @@ for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
 class TrainerConfig:
     """The run: length, devices, folder."""
 
-    may_change_on_resume: ClassVar[bool] = True
+    may_change_on_resume = True
     cls: str = key(
         "",
         allows="a dotted path",
@@ -160,6 +159,32 @@ class PoolResources:
     """Share of a GPU of a process; null takes a whole one."""
     resources: dict[str, float] = key(factory=dict, allows="resource: amount", read_when=ON_RAY)
     """Custom resources of Ray's that a process takes."""
+
+
+HAS_FAULTS = When(
+    "`chaos.kill_worker` or `chaos.delay` is above 0",
+    lambda _, run: run.chaos.has_faults,
+    "chaos.kill_worker and chaos.delay are 0, so there are no faults",
+)
+
+
+@dataclass(kw_only=True)
+class ChaosConfig:
+    """How often which fault comes: chances per step."""
+
+    kill_worker: float = key(0.0, at_least=0, at_most=1)
+    """Chance that a step begins with the death of a worker process, of a random pool."""
+    delay: float = key(0.0, at_least=0, at_most=1)
+    """Chance that the calls of one role, which is drawn, wait `delay_s` in a step."""
+    delay_s: float = key(1.0, above=0, read_when=unless("delay", 0))
+    """Seconds of a delay."""
+    seed: int = key(1, allows="a number")
+    """Decides which faults come when, and whom they strike."""
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a run is to be tried at all."""
+        return max(self.kill_worker, self.delay) > 0
 
 
 @dataclass(kw_only=True)

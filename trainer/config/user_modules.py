@@ -63,47 +63,37 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _imported_by(file: Path) -> Iterator[Path]:
+    """The files of the modules that it imports, and of the packages around them."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # whoever loads it says so
         return
     for node in ast.walk(tree):
+        names, level = [], 0
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of_module(alias.name.split("."), file)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = node.module.split(".") if node.module else []
-            for alias in node.names:
-                if node.level:
-                    above = min(node.level, len(file.parents))
-                    yield from _files_below(file.parents[above - 1], [*module, alias.name])
-                else:
-                    yield from _files_of_module([*module, alias.name], file)
+            level, above = node.level, f"{node.module}." if node.module else ""
+            names = [f"{above}{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            place = file.parents[level - 1] if level else _root_of(parts[0], file)
+            if place is None:
+                continue
+            for part in parts:
+                place /= part
+                yield from filter(Path.is_file, (place.with_suffix(".py"), place / "__init__.py"))
 
 
-def _files_of_module(names: list[str], importer: Path) -> Iterator[Path]:
-    """The files of a module of the user's and of the packages around it, by its dotted name.
+def _root_of(module: str, importer: Path) -> Path | None:
+    """The folder of a module of the user's; None of others.
 
     One that is on no path is looked for beside its importer, which may add that folder itself.
     """
-    first, *others = names
-    if first in OWN_PACKAGES or first in sys.stdlib_module_names:
-        return
+    if module in OWN_PACKAGES or module in sys.stdlib_module_names:
+        return None
     try:
-        place = place_of(first)
+        place = place_of(module)
     except (ImportError, ValueError):  # as above
-        return
-    if place is None:
-        beside = importer.with_name(first)
-        place = beside if beside.is_dir() else importer.with_name(f"{first}.py")
-    yield from _files_below(place, others)
-
-
-def _files_below(place: Path, names: list[str]) -> Iterator[Path]:
-    """The files of nested modules with these names; the last name may be no module."""
-    for name in [*names, ""]:
-        file = place / "__init__.py" if place.is_dir() else place
-        if file.is_file():
-            yield file
-        folder = place / name
-        place = folder if folder.is_dir() else folder.with_name(f"{name}.py")
+        return None
+    return place.parent if place else importer.parent

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from trainer.best_of_n.config import (
     NO_EPOCHS,
@@ -26,7 +24,7 @@ from verl_like.errors import ConfigError
 class EvaluationConfig(SamplingOnlyConfig):
     """A run that samples, scores and counts."""
 
-    never_read: ClassVar[Mapping[str, Sequence[str]]] = {
+    never_read = {
         NO_TRAINING: ("data.train_files", *ONLY_IN_TRAINING),
         NO_EPOCHS: ("data.shuffle", "data.sampler", "trainer.total_epochs"),
         "an evaluation is one step": (

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.chaos import ChaosConfig
-from trainer.config.schema import NAME_A_FOLDER, RunConfig
+from trainer.config.schema import NAME_A_FOLDER, ChaosConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import When, entry_takes, key, when
 from workers.config import (

@@ -20,7 +20,7 @@ from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
-from workers.config.reward_training import RewardTrainingConfig
+from workers.config.rows import RewardTrainingConfig
 
 
 @dataclass(kw_only=True)

@@ -41,8 +41,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer.config.as_yaml import in_yaml
-from trainer.config.flat import config_hash, flat_config, flatten
+from trainer.config.flat import config_hash, flat_config, flatten, in_yaml
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError

@@ -14,7 +14,6 @@ from typing import Any
 from verl_like.config_key import key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
-from workers.config.distillation import DistillationConfig, TeacherModelConfig
 from workers.config.model import (
     SAVE_CONTENTS,
     STRATEGIES,
@@ -29,22 +28,25 @@ from workers.config.policy import (
     LOSS_AGG_MODES,
     ActorConfig,
     ActorRolloutRefConfig,
+    DistillationConfig,
     PolicyLossConfig,
+    PTXConfig,
     RefConfig,
     RolloutCorrectionConfig,
+    TeacherModelConfig,
     shuffle_seed,
 )
-from workers.config.ptx import PTXConfig
-from workers.config.reward_list import RewardConfig
 from workers.config.rewards import (
     OverlongBufferConfig,
+    RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
+    SandboxConfig,
+    ScoringConfig,
     ScoringModelConfig,
     UserCodeConfig,
 )
 from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingConfig
-from workers.config.scoring import SandboxConfig, ScoringConfig
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from verl_like.config_key import When, entry_takes, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, SAVES, is_bare_config
@@ -111,7 +111,7 @@ class OptimConfig(LearningRateConfig):
 class FrozenFSDPConfig:
     """How a module without an optimizer is sharded over its role's ranks."""
 
-    may_change_on_resume: ClassVar[bool] = True
+    may_change_on_resume = True
     fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
     """Ranks per sharding group; -1 shards over the whole pool."""
     param_offload: bool | None = key(None)

@@ -1,4 +1,4 @@
-"""The policy in training and as its own reference: actor, loss, importance weights, reference."""
+"""The policy in training: actor, loss, importance weights, reference, texts of PTX, teacher."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from verl_like.config_key import When, key, unless, when
 from workers.config.conditions import (
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
+    REWARDS_TEACH,
     VALIDATES,
     loss_reads,
     policy_loss_of,
@@ -237,3 +238,48 @@ class ActorRolloutRefConfig:
     """Generation."""
     ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
     """Reference log-probs."""
+
+
+@dataclass(kw_only=True)
+class PTXConfig:
+    """Rows whose language-model loss is trained with the policy's: InstructGPT's PPO-ptx."""
+
+    train_files: Any = key("", allows="a file, or a list")
+    """Parquet or JSONL files of text, of prompts with responses, or of chats; empty: no PTX."""
+    coef: float = key(1.0, at_least=0)
+    """Weight of that loss beside the policy's."""
+    batch_size: int | None = key(None, above=0, hint="or null")
+    """Rows per optimizer step, over all ranks; null takes as many as `ppo_mini_batch_size`."""
+    max_length: int | None = key(None, above=1, hint="or null")
+    """Tokens that a row is cut to; null is a sample's: max_prompt_length + max_response_length."""
+
+
+@dataclass(kw_only=True)
+class TeacherModelConfig(FrozenModelConfig):
+    """The teacher; types, attention and packing are the actor's."""
+
+    model_path: str = key("", allows="a folder or a name")
+    """Folder of a model with the actor's tokenizer, or its name on the hub; empty: no teacher."""
+
+
+@dataclass(kw_only=True)
+class DistillationConfig:
+    """The policy learns from a teacher: log p(teacher) - log p(policy) is a token's reward."""
+
+    teacher_model: TeacherModelConfig = key(factory=TeacherModelConfig)
+    """Teacher; starts the teacher role."""
+    temperature: float | None = key(None, above=0, hint="or null for the rollout's")
+    """Divides the teacher's logits; null takes the rollout's, which divides the student's."""
+    gamma: float = key(0.0, at_least=0, at_most=1)
+    """How much a token counts for each later one: 0 leaves every token its own reward, 1 minimises
+    the KL of whole responses.
+    """
+    use_task_rewards: bool = key(False, verl="distillation.distillation_loss.use_task_rewards")
+    """Learn from the rewards, too; else they are only logged, and none is needed."""
+    coef: float = key(
+        1.0,
+        at_least=0,
+        read_when=REWARDS_TEACH,
+        verl="distillation.distillation_loss.distillation_loss_coef",
+    )
+    """Weight of the teacher's part beside the advantages of `algorithm.adv_estimator`."""

@@ -1,4 +1,4 @@
-"""Scores: rule functions, a reward model, the punishment of overlong responses, the user's code."""
+"""Rewards: verl's sections of a rule and a model, or a list of any number; what holds for all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import When, key, unless, when
+from verl_like.process.sandbox import Sandbox
 from workers.config.conditions import NO_REWARD_LIST, has_no_reward
 from workers.config.model import QUANTIZATIONS
 
 
 def _rules_score(_: Any, run: Any) -> bool:
     model_alone = run.reward_model.enable and run.reward_model.rule_weight == 0
-    is_wanted = bool(run.custom_reward_function.path) or not model_alone
-    return is_wanted and not has_no_reward(run)
+    return bool(run.custom_reward_function.path) or not (model_alone or has_no_reward(run))
 
 
 RULES_SCORE = When(
@@ -98,3 +98,126 @@ class RewardModelConfig:
     """Score where the rule function raises, gives no finite number, or passes its deadline."""
     sample_timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Deadline of the rule function for one sample; a batch gets twelve times that."""
+
+
+REWARD_KINDS = ("function", "model", "remote")
+"""What a reward may be."""
+ON_FAILURE = ("default", "skip", "fail")
+"""What may become of a sample whose reward fails."""
+
+
+IS_FUNCTION, IS_MODEL, IS_REMOTE = (when("kind", kind) for kind in REWARD_KINDS)
+IS_NO_MODEL = unless("kind", "model", otherwise="a model always gives a score")
+IS_JUDGE = when("protocol", "openai")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """One reward: where its scores come from, what they weigh, what a failure costs."""
+
+    name: str = key("", required="give every reward a name of its own")
+    """The reward in metrics: `reward/<name>_score/mean`."""
+    kind: str = key("function", choices=REWARD_KINDS)
+    """A function of the user's, a sequence classifier, or a server that speaks HTTP."""
+    weight: float = key(1.0, allows="a number")
+    """What its scores are multiplied by before they are added to the others'."""
+    normalize: bool = key(False)
+    """Take the mean of a batch's scores from them and divide by their spread; not in validation."""
+    on_failure: str = key("default", choices=ON_FAILURE, read_when=IS_NO_MODEL)
+    """default scores the sample by `default_score`; skip leaves it out of the update; fail ends the
+    run.
+    """
+    default_score: float = key(
+        0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "default"))
+    )
+    """Score of a sample whose reward raises, gives no finite number, or passes its deadline."""
+    timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
+    """Deadline of a function for one sample, of a server for one request; a batch gets twelve times
+    that.
+    """
+    path: str = key("", allows="a .py file, a module, or a model's folder")
+    """File or module of the function, folder of the model; a function without one is the rule of
+    each row's data_source.
+    """
+    function: str = key("compute_score", allows="a name", read_when=IS_FUNCTION)
+    """What to take from it."""
+    kwargs: dict[str, Any] = key(
+        factory=dict, allows="what the function takes", read_when=IS_FUNCTION
+    )
+    """Keyword arguments that every call gets besides."""
+    quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
+    """int8: the model's linear weights are held as int8; null: as passes compute."""
+    micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
+    """Samples per forward pass of the model on one rank; null cuts passes as the actor's."""
+    url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
+    """Address of the server."""
+    protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
+    """samples: our own server's; openrlhf: query, prompts, labels; openai: a chat completion."""
+    batch_size: int = key(64, above=0, read_when=IS_REMOTE)
+    """Samples of one request; a judge gets one."""
+    retries: int = key(4, at_least=0, read_when=IS_REMOTE)
+    """Further requests after one that failed for now."""
+    token_env: str = key("", allows="a variable's name", read_when=IS_REMOTE)
+    """Environment variable with the bearer token; empty: none is sent."""
+    template: str = key(
+        "", allows="text with {prompt} and {solution_str}", read_when=(IS_REMOTE, IS_JUDGE)
+    )
+    """What a judge is asked; any field of a sample may stand in braces."""
+    model: str = key("", allows="a model's name", read_when=(IS_REMOTE, IS_JUDGE))
+    """The model that the judge's server is asked for."""
+
+
+_DEFAULT = Sandbox()
+
+
+def _functions_of_the_user(_: Any, run: Any) -> bool:
+    if run.rewards:
+        return any(reward.kind == "function" and reward.path for reward in run.rewards)
+    return bool(run.custom_reward_function.path)
+
+
+def _may_fail(_: Any, run: Any) -> bool:
+    if run.rewards:
+        return any(reward.kind != "model" for reward in run.rewards)
+    return _rules_score(_, run)
+
+
+HAS_FUNCTION = When(
+    "a function of your own scores",
+    _functions_of_the_user,
+    "no function of your own scores: set custom_reward_function.path, or a `path` in `rewards`",
+)
+MAY_FAIL = When("a function or server scores", _may_fail, "no function and no server scores")
+
+
+@dataclass(kw_only=True)
+class SandboxConfig:
+    """What the processes of each reward function may have."""
+
+    may_change_on_resume = True
+    memory_gb: float = key(_DEFAULT.memory_gb, above=0)
+    """GiB of memory of each process, and of all that a function has started together."""
+    cpu_s: float = key(_DEFAULT.cpu_s, above=0)
+    """Seconds of processor time for a sample; a batch, and coroutines together, get twelve times
+    that.
+    """
+    file_gb: float = key(_DEFAULT.file_gb, at_least=0)
+    """GiB of a file that a function writes, and of all files in its working folder together."""
+    processes: int = key(_DEFAULT.processes, above=0)
+    """Processes that a function may have at the same time."""
+    network: bool = key(_DEFAULT.network)
+    """Whether a function reaches the network; false needs the network namespaces of Linux."""
+    env: list[str] = key(factory=list, allows="names of variables")
+    """Environment variables that it sees beside harmless ones: keys of APIs that it asks."""
+
+
+@dataclass(kw_only=True)
+class ScoringConfig:
+    """Rules for every reward of the run."""
+
+    max_failed: float = key(
+        0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
+    )
+    """Share of a batch's samples above which failures of a reward end the run; 1 never ends it."""
+    sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=HAS_FUNCTION)
+    """Limits of reward functions."""

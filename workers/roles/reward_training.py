@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from workers.config.reward_training import RewardTrainingConfig
+from workers.config.rows import RewardTrainingConfig
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.rows import RowWorker

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
-from workers.config.reward_training import SCORE_AT
+from workers.config.rows import SCORE_AT
 from workers.training.engine import TOKENS, TrainEngine
 from workers.training.microbatch import Budget, RowColumns
 from workers.training.packing import last_token_reads, read

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config.as_yaml import in_yaml
+from trainer.config.flat import in_yaml
 
 VALUES: dict[str, Any] = {
     "numbers": [0, -1, 1e-5, 1e20, float("inf")],

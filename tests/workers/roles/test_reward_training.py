@@ -17,8 +17,7 @@ from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig, ScoringModelConfig
-from workers.config.reward_training import RewardTrainingConfig
-from workers.config.rows import RowDataConfig, TrainedModelConfig
+from workers.config.rows import RewardTrainingConfig, RowDataConfig, TrainedModelConfig
 from workers.losses.pairwise import PAIRWISE_LOSSES
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
