@@ -90,7 +90,6 @@ def main() -> None:
         "native tail over hf": (rates["native tail"] / rates["hf tail"], 3.0),
         "3 broadcasts over sync": (3 * sync["broadcast_s"] / sync["sync_s"], 1.0),
         "5 % of the sync over what hashes add": (0.05 / max(sync["hash_share"][0], 1e-6), 1.0),
-        "1 ms over sync by reference": (1e-3 / sync["by_reference_s"], 1.0),
     }
     for name, rate in rates.items():
         if name.startswith("vllm") and "our" not in name:

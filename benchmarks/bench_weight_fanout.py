@@ -34,10 +34,11 @@ from verl_like.process.worker import Worker
 from workers.config import ModelConfig
 from workers.models.lora import add_adapter, is_adapter, merged_tensors, split_tensors
 from workers.weights.checksum import NamedTensors, checksum_of
-from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
 from workers.weights.host_copy import HostCopy
 from workers.weights.module_writer import ModuleWriter
-from workers.weights.sync import WeightReceiver
+from workers.weights.receiver import WeightReceiver
+from workers.weights.sender import WeightSender
+from workers.weights.sync import deliver_weights, publish_weights
 
 NUMBERS_OF_MAKERS = (1, 2, 4)
 SIZES = {"whole": (25, 1024), "small": (3, 64)}
@@ -66,7 +67,7 @@ class Engine:
         yield from arranged(self.module, self.module.named_parameters())
 
 
-class Trainer(WeightPublisher, Worker):
+class Trainer(WeightSender, Worker):
     """Changes its adapters, and publishes."""
 
     def __init__(self, size: str) -> None:
@@ -77,6 +78,11 @@ class Trainer(WeightPublisher, Worker):
     def begin(self, sync: str) -> None:
         """Send so from now on."""
         self.sends_changed = sync == "changed"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Comparable with a maker's."""
+        return checksum_of(self.engine.named_full_tensors())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def learn(self) -> None:
@@ -117,7 +123,7 @@ class Maker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin(self, sync: str) -> None:
         """Receive so from now on."""
-        self.copy = HostCopy(takes_changes=True) if sync == "changed" else None
+        self.copy = HostCopy() if sync == "changed" else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
@@ -165,7 +171,7 @@ def figures_of(trainer: Any, makers: list[Any], rounds: int) -> dict[str, Any]:
             figures = deliver(makers[:number])
             seconds[number].append(time.perf_counter() - began)
             sent_mb[number] = max(figure["perf/weight_sync_mb"] for figure in figures)
-            published = trainer.published_checksum(version)
+            published = trainer.weights_checksum()
             assert all(maker.weights_checksum() == published for maker in makers[:number])
 
     found: dict[str, Any] = {"publish_s": statistics.median(publish_s)}

@@ -37,7 +37,7 @@ from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.weights.sync import SyncReport
+from workers.weights.channel import SyncReport
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 4
 MEAN_LENGTH, WIDTH = 32, 256

@@ -180,7 +180,8 @@ class Syncs:
 
 def worker_of(rank: int, store: dist.TCPStore) -> Any:
     """What a rank is: a sender, in the process group of the actor, or the receiver."""
-    from workers.weights.sync import WeightReceiver, WeightSender
+    from workers.weights.receiver import WeightReceiver
+    from workers.weights.sender import WeightSender
 
     worker: Any
     if rank < 2:
@@ -196,21 +197,6 @@ def worker_of(rank: int, store: dist.TCPStore) -> Any:
     return worker
 
 
-def by_reference() -> float:
-    """Seconds of a colocated sync of the same 100 MiB: what `commit` costs."""
-    from workers.weights.checksum import Fingerprint
-
-    module, seconds = Weights(), []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        fingerprint = Fingerprint()
-        for name, tensor in module.named_parameters():
-            fingerprint.note(name, tensor)
-        fingerprint.value()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
 def main() -> None:
     """Both syncs, and one broadcast of the same bytes over the same three processes."""
     with socket.socket() as free:
@@ -219,7 +205,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as file:
         mp.spawn(rank_main, (port, file.name), nprocs=3)
         found = json.load(file)
-    print(json.dumps({**found, "by_reference_s": by_reference()}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from torch import nn
 from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel, Finish
 from workers.weights.checksum import checksum_of
-from workers.weights.delivery import WeightPublisher
 from workers.weights.host_copy import HostCopy
 from workers.weights.module_writer import ModuleWriter
-from workers.weights.sync import WeightReceiver, sync_weights
+from workers.weights.receiver import WeightReceiver
+from workers.weights.sender import WeightSender
+from workers.weights.sync import sync_weights
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ class PlainEngine:
         self.version = version
 
 
-class Sender(WeightPublisher):
+class Sender(WeightSender):
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.device, self.engine = rank, CPU, PlainTrainer(0)
 
@@ -86,10 +87,10 @@ class Receiver(WeightReceiver):
         self.engine = PlainEngine(10 + rank)
 
 
-def keeping(takes_changes: bool, rank: int = 0, world_size: int = 1) -> Receiver:
+def keeping(rank: int = 0, world_size: int = 1) -> Receiver:
     """A receiver that keeps what it was sent, beside what its engine holds."""
     worker = Receiver(rank, world_size)
-    worker.copy = HostCopy(takes_changes)
+    worker.copy = HostCopy()
     return worker
 
 

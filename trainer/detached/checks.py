@@ -18,7 +18,7 @@ from trainer.run_folder.checkpoint import Checkpoints
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import ENGINES
-from workers.weights.delivery import WeightPublisher
+from workers.weights.sender import WeightSender
 
 SAME_FOR_ALL = {
     "n": "all groups of a batch have as many samples",
@@ -222,7 +222,7 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
 def _check_engines(config: DetachedConfig, topology: Topology) -> None:
     """Engines are split over ranks where they can be, and can take weights when they come.
 
-    Weights that come at once need an engine that can take them, and no second buffer.
+    Weights that come at once need an engine that can take them.
     """
     for maker, role in enumerate(topology.roles()):
         rollout = config.rollout_of(maker)
@@ -239,12 +239,6 @@ def _check_engines(config: DetachedConfig, topology: Topology) -> None:
                 f"detached.new_weights=at_once: the engine {rollout.name} of {role} takes no "
                 "weights within a generation (can_take_weights_in_flight is false). Set it to "
                 "at_boundary."
-            )
-        if rollout.double_buffer and config.detached.new_weights == "at_once":
-            raise ConfigError(
-                "actor_rollout_ref.rollout.double_buffer=true receives weights while it generates "
-                "and loads them between two pieces; detached.new_weights=at_once loads them in the "
-                f"middle of one. Set one of them otherwise for {role}."
             )
 
 
@@ -293,7 +287,7 @@ def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
 
 def _check_critic_sends(config: DetachedConfig, roles: Mapping[str, str]) -> None:
     """A critic of the user's own can send its weights."""
-    if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightPublisher):
+    if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightSender):
         raise ConfigError(
             f"role_workers.critic={config.role_workers['critic']} cannot publish its weights, "
             "which makers' copies need (detached.score_on=maker). Derive it from "

@@ -1,8 +1,7 @@
 """Weights on their way from the trainers to the makers: published once, taken by each in its time.
 
 `publish` is called between two updates, and copies; `deliver` is called in a maker's thread, and
-sends that copy while the trainers go on. To a maker with `rollout.double_buffer` it is sent as soon
-as it is there, and `deliver` has it loaded. A maker that has a copy of the critic gets the critic's
+sends that copy while the trainers go on. A maker that has a copy of the critic gets the critic's
 weights in the same way, after the actor's.
 """
 
@@ -13,9 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import Topology, maker_role, role_on
@@ -24,7 +21,7 @@ from trainer.loop import Metrics
 from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.errors import WeightSyncError
 from verl_like.process.machine import resident_bytes
-from workers.weights.delivery import deliver_weights, load_delivered, publish_weights
+from workers.weights.sync import deliver_weights, publish_weights
 
 SYNCS_FILE = "syncs.jsonl"
 MIB = 2**20
@@ -62,14 +59,7 @@ class WeightFeed:
         self._groups, self._topology = groups, topology
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
-        self._num_published = 0
         self._critic_version: int | None = None
-        self._arrived: dict[int, tuple[Any, int]] = {}
-        """By maker, the version that it has beside its engine, and the group that has it."""
-        self._threads: dict[int, ThreadPoolExecutor] = {}
-        for maker in range(topology.makers):
-            if config.rollout_of(maker).double_buffer:
-                self._threads[maker] = ThreadPoolExecutor(1, f"weights of maker {maker}")
 
     def publish(self, version: int) -> Metrics:
         """The weights as they are now are that version, on the ranks that send."""
@@ -82,17 +72,11 @@ class WeightFeed:
             self._critic_version = version
             copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}
         metrics = copies | publish_weights(self._groups["actor"], version, senders, self._bucket_mb)
-        self._num_published += 1
-        for maker, thread in self._threads.items():
-            thread.submit(self._deliver_ahead, maker, self._num_published)
         return metrics | {"training/weight_version": float(version)}
 
     def deliver(self, maker: int) -> int:
         """Bring that maker to the newest weights; gives their version."""
-        if maker not in self._threads:
-            version = self._deliver(maker)
-        else:  # in the thread of its deliveries: loading does not meet one
-            version = self._threads[maker].submit(self._load, maker).result()
+        version = self._deliver(maker)
         if CRITIC_COPY in self._groups:
             self._deliver_critic(maker)
         return version
@@ -107,30 +91,10 @@ class WeightFeed:
             raise
         self._note(maker, role, figures)
 
-    def _deliver_ahead(self, maker: int, number: int) -> None:
-        """Unless a publication with a higher number has come, which will be delivered next."""
-        if number == self._num_published:
-            self._arrived.pop(maker, None)
-            rollout = self._groups[maker_role(maker)]
-            self._arrived[maker] = rollout, self._deliver(maker, ahead=True)
-
-    def _load(self, maker: int) -> int:
-        """What has arrived; a maker that has nothing, or was started anew, is sent it now."""
-        group, version = self._arrived.pop(maker, (None, 0))
-        if group is not self._groups[maker_role(maker)]:
-            return self._deliver(maker)
-        load_delivered(group, version)
-        return version
-
-    def _deliver(self, maker: int, ahead: bool = False) -> int:
+    def _deliver(self, maker: int) -> int:
         role, sender = maker_role(maker), self._topology.weight_sender(maker)
         try:
-            figures = deliver_weights(
-                self._groups["actor"],
-                self._groups[role],
-                sender=sender,
-                ahead=ahead,
-            )
+            figures = deliver_weights(self._groups["actor"], self._groups[role], sender=sender)
         except WeightSyncError as error:
             error.add_note(f"It was to bring maker {maker} ({role}) to the actor's.")
             raise

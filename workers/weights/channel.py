@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from struct import Struct
@@ -34,7 +35,14 @@ from workers.weights.checksum import (
     hash_of,
     hashes_of,
 )
-from workers.weights.connection import TRANSFER_TIMEOUT, Connection, Manifest, explained
+from workers.weights.connection import (
+    TRANSFER_TIMEOUT,
+    Address,
+    Connection,
+    Connections,
+    Manifest,
+    explained,
+)
 
 ALIGNMENT = 16
 """A tensor begins at a multiple of so many bytes in its bucket, so that any dtype can be read."""
@@ -47,6 +55,17 @@ Rooms = Callable[[int, int], Tensor]
 """Memory of a bucket, by its number and its bytes."""
 _LENGTHS = Struct("<qq")
 """The first bytes of a header: the sizes of its bucket and of its text."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One rank's part of a sync: why it refused, the bytes it moved, the time of their hashes."""
+
+    error: str | None = None
+    num_bytes: int = 0
+    hash_s: float = 0.0
+    voted: bool = True
+    """It came as far as the vote: nobody was missing, and nothing broke off."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +307,36 @@ class Channel:
         with explained("a broadcast could not begin"):
             work: dist.Work = (group or self.connection.group).broadcast([tensor], options)
         return partial(_wait, work)
+
+
+@contextmanager
+def sending(
+    links: Connections, address: Address, num_receivers: int, device: torch.device
+) -> Iterator[Channel]:
+    """The sender's end at this address, once all receivers have come."""
+    with (
+        links.store(address) as store,
+        links.sending(address, store, num_receivers, device) as connection,
+    ):
+        yield Channel(connection, store, 0, device)
+        store.delete_all()
+
+
+@contextmanager
+def receiving(
+    links: Connections,
+    address: Address,
+    rank: int,
+    num_receivers: int,
+    device: torch.device,
+    name: str,
+) -> Iterator[Channel]:
+    """A receiver's end: `rank` counts from 1, `name` is that of all receivers."""
+    with (
+        links.store(address) as store,
+        links.receiving(address, store, rank, num_receivers, device, name) as connection,
+    ):
+        yield Channel(connection, store, rank, device)
 
 
 def new_room(num_bytes: int, device: torch.device = HOST) -> Tensor:

@@ -2,7 +2,6 @@
 
 checksum_of(named_tensors)    every byte: two roles hold the same weights
 CopyCheck                     what an engine holds is what was written into it
-Fingerprint                   64 values of every tensor: which weights made a sample
 hashes_of, copy_hashed        hashes of tensors on their way
 """
 
@@ -50,7 +49,7 @@ def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
 
 
 def to_host(numbers: Tensor) -> Tensor:
-    """Hashes and a fingerprint's values: all of a device's weights that the host gets to see."""
+    """Hashes: all of a device's weights that the host gets to see."""
     return numbers.cpu()
 
 
@@ -168,36 +167,3 @@ class CopyCheck:
     def _hash(self, tensor: Tensor) -> int:
         with self.watch.running():
             return hash_of(byte_view(tensor.contiguous()))
-
-
-@lru_cache(maxsize=2**14)
-def _described(name: str, shape: torch.Size) -> bytes:
-    return f"{name} {list(shape)} ".encode()
-
-
-class Fingerprint:
-    """Names a set of weights by 64 values of every tensor.
-
-    It is cheap enough to be taken at every sync, of weights that are shared too. Equal weights have
-    equal fingerprints, whatever their order and dtype; an update of the optimizer changes it.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, tuple[torch.Size, Tensor]] = {}
-
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Take a full tensor in."""
-        step = max(1, tensor.numel() // 64)
-        values = tensor.detach().reshape(-1)[::step].to(torch.float32, copy=True)
-        self._values[name] = tensor.shape, values
-
-    def value(self) -> int:
-        """63 bits."""
-        names = sorted(self._values)
-        sampled = [self._values[name][1] for name in names]
-        numbers = to_host(torch.cat(sampled)) if sampled else torch.empty(0)
-        parts = []
-        for name, values in zip(names, numbers.split([len(each) for each in sampled]), strict=True):
-            parts.append(_described(name, self._values[name][0]) + values.numpy().tobytes())
-        whole = b"\n".join(parts)
-        return int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little") >> 1

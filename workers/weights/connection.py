@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.errors import WeightSyncError
-from verl_like.process.store import SignedStore, open_store
+from verl_like.process.store import SignedStore, new_secret, open_store
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
@@ -124,6 +124,23 @@ class Connections:
     def __init__(self) -> None:
         self._by_receivers: dict[str, Connection] = {}
         self._stores: list[tuple[str, dist.TCPStore]] = []
+        self._own_store: tuple[dist.TCPStore, str] | None = None
+        self._num_addresses = 0
+        self._opening = threading.Lock()
+        """Addresses are asked for by several threads."""
+
+    def new_address(self) -> Address:
+        """A part of this process's one store that nobody else was given, with its own secret."""
+        with self._opening:
+            self._own_store = self._own_store or open_weight_store()
+            self._num_addresses += 1
+            return Address(self._own_store[1], self._num_addresses, new_secret())
+
+    def give_up(self, address: Address, num_receivers: int) -> None:
+        """Nobody waits any longer at this address, if it is one of this process's."""
+        if self._own_store is not None and self._own_store[1] == address.place:
+            # a connection of its own: the other one may be the one that waits
+            give_up(address.part_of(join_weight_store(address.place)), num_receivers)
 
     @contextmanager
     def store(self, address: Address) -> Iterator[SignedStore]:

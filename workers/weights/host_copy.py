@@ -1,16 +1,14 @@
 """A rollout's own copy of what the actor sent, in host memory, beside what its engine holds.
 
-It lets a version arrive while the engine generates (`rollout.double_buffer`), and what has not
-changed stay where it is (`rollout.sync=changed`). A LoRA layer is then kept as base and factors, of
-which the factors alone change; they are merged anew from the base at each version, so that nothing
-accumulates.
+So what has not changed stays where it is (`rollout.sync=changed`). A LoRA layer is kept as base and
+factors, of which the factors alone change; they are merged anew from the base at each version, so
+that nothing accumulates.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,68 +19,44 @@ from workers.weights.channel import HOST, Channel, dtype_of
 from workers.weights.connection import Manifest
 from workers.weights.module_writer import describe_problems, refuse_problems
 
-if TYPE_CHECKING:
-    from workers.config import RolloutConfig
-
-
-def host_copy(config: RolloutConfig) -> HostCopy | None:
-    """A copy where the configuration asks for one."""
-    if config.sync == "full" and not config.double_buffer:
-        return None
-    return HostCopy(takes_changes=config.sync == "changed")
-
-
-def effective_tensors(
-    tensors: Mapping[str, Tensor], merging: Mapping[str, Any], device: torch.device = HOST
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights that these are: each adapter added to its base, cast as the actor would.
-
-    `merging` holds "adapters", by layer, and "dtype", that of the rollout's weights. It is done on
-    this device.
-    """
-    dtype = dtype_of(merging["dtype"]) if merging["dtype"] else None
-    for name, tensor in tensors.items():
-        layer, _, part = name.rpartition(".")
-        adapter = merging["adapters"].get(layer)
-        if adapter is None or part not in PARTS:
-            yield name, tensor
-        elif part == "weight":
-            parts = (tensor, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"])
-            base, a, b = (each.to(device) for each in parts)
-            merged = merged_weight(base, a, b, adapter["scaling"], adapter["transposed"])
-            yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
-
 
 class HostCopy:
     """What one rank of a rollout has been sent so far, verified."""
 
-    def __init__(self, takes_changes: bool) -> None:
-        self.takes_changes = takes_changes
-        self.version: int | None = None
-        """What is held, whole; None while it is arriving."""
-        self.lock = threading.Lock()
-        """Held while something arrives or is read."""
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.manifest: Manifest = {}
         self.merging: dict[str, Any] = {"adapters": {}, "dtype": None}
 
     def effective(self, device: torch.device = HOST) -> Iterator[tuple[str, Tensor]]:
-        """All weights, adapters merged."""
-        return effective_tensors(self.tensors, self.merging, device)
+        """All weights: each adapter added to its base on this device, cast as the actor would.
+
+        `merging` holds "adapters", by layer, and "dtype", that of the rollout's weights.
+        """
+        dtype = dtype_of(self.merging["dtype"]) if self.merging["dtype"] else None
+        for name, tensor in self.tensors.items():
+            layer, _, part = name.rpartition(".")
+            adapter = self.merging["adapters"].get(layer)
+            if adapter is None or part not in PARTS:
+                yield name, tensor
+            elif part == "weight":
+                parts = (tensor, self.tensors[f"{layer}.lora_A"], self.tensors[f"{layer}.lora_B"])
+                base, a, b = (each.to(device) for each in parts)
+                merged = merged_weight(base, a, b, adapter["scaling"], adapter["transposed"])
+                yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
 
     def take(self, channel: Channel) -> None:
         """Copy what arrives; a `WeightSyncError` where that and what was held is not the whole.
 
         After an error all is sent again.
         """
-        self.version = None
         for name, tensor in channel.receive():
             self.manifest.pop(name, None)
             own = self.tensors.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
                 self.tensors[name] = own = torch.empty_like(tensor, device=HOST)
             own.copy_(tensor)
-        if self.takes_changes and not channel.summary and not channel.corrupt:
+        if not channel.summary and not channel.corrupt:
             what = "what the whole is said to hold, if the actor sends changes at all"
             channel.corrupt.append(what)
         if channel.corrupt:
@@ -90,14 +64,13 @@ class HostCopy:
             raise WeightSyncError(describe_problems("transfer", corrupt=channel.corrupt))
 
         self.manifest |= channel.manifest
-        whole: Manifest = channel.summary.get("manifest", channel.manifest)
+        whole: Manifest = channel.summary["manifest"]
         unsent = [name for name, fact in whole.items() if self.manifest.get(name) != fact]
         self.manifest = {name: whole[name] for name in whole if name not in unsent}
         self.tensors = {name: self.tensors[name] for name in self.manifest}
         refuse_problems("transfer", **{"neither sent nor held": unsent})
-        if channel.summary:
-            self.merging = channel.summary["merging"]
-            self._check_adapters()
+        self.merging = channel.summary["merging"]
+        self._check_adapters()
 
     def _check_adapters(self) -> None:
         missing, unfit = [], []

@@ -19,7 +19,7 @@ from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import ASK, RolloutWorker
 from workers.rollout.sample import Sample
-from workers.weights.sync import SyncReport
+from workers.weights.channel import SyncReport
 
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2

@@ -339,10 +339,6 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
             "window=3 is wider than detached.max_staleness=1",
         ),
         (
-            ["detached.new_weights=at_once", "actor_rollout_ref.rollout.double_buffer=true"],
-            "double_buffer=true receives weights while it generates",
-        ),
-        (
             ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
             "size=2: the engine native of rollout is whole on every rank; vllm alone is split",
         ),

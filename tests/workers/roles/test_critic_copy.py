@@ -13,7 +13,7 @@ from verl_like.errors import WeightSyncError
 from workers.roles.critic import CriticWorker
 from workers.roles.critic_copy import CriticCopyWorker
 from workers.training import engine
-from workers.weights.delivery import deliver_weights, publish_weights
+from workers.weights.sync import deliver_weights, publish_weights
 
 
 @pytest.fixture(autouse=True)

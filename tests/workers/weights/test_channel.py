@@ -25,10 +25,11 @@ from tests.workers.stand_ins import (
     versions,
 )
 from verl_like.calls.progress import AT_LOCK, progress_of_call
-from workers.weights import connection, sync
+from workers.weights import connection, sender
 from workers.weights.channel import ALIGNMENT, Bucket, Channel, Finish, pack
 from workers.weights.checksum import Stopwatch, byte_view, hash_of
-from workers.weights.sync import WeightReceiver, sync_weights
+from workers.weights.receiver import WeightReceiver
+from workers.weights.sync import sync_weights
 
 
 def test_a_flipped_bit_is_caught_and_no_version_flips(
@@ -65,7 +66,7 @@ def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
         send(channel, *arguments, **named)
 
     monkeypatch.setattr(Channel, "send", send_late)
-    receives = WeightReceiver._receive.__code__
+    receives = WeightReceiver.receive_weights.__code__
     with ThreadPoolExecutor(1) as own_thread:
         synced = own_thread.submit(sync_weights, actor, Group([Receiver()]), 1)
         time.sleep(0.3)
@@ -133,7 +134,7 @@ def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any])
         made = pack(tensors, 100, *how)
         return iter(change([Bucket(each.facts, each.payload.clone()) for each in made]))
 
-    monkeypatch.setattr(sync, "pack", changed)
+    monkeypatch.setattr(sender, "pack", changed)
 
 
 def test_a_dropped_bucket_is_caught(

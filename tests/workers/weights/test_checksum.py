@@ -10,7 +10,6 @@ from workers.weights.checksum import (
     CHUNK,
     DEVICE_CHUNK,
     CopyCheck,
-    Fingerprint,
     byte_view,
     checksum_of,
     copy_hashed,
@@ -70,21 +69,6 @@ def test_a_hash_that_is_known_is_compared_with_and_not_taken_again() -> None:
     for name, tensor in weights.items():
         check.note(name, tensor, hash_of(byte_view(tensor)) + (name == "b"))
     assert check.damaged(weights.items()) == ["b"]
-
-
-def test_a_fingerprint_is_of_values_whatever_holds_them() -> None:
-    values = torch.randn(9, 15).bfloat16()
-    forms = [values, values.float(), torch.nn.Parameter(values.float()), values.float().t().t()]
-    assert len({fingerprint_of(form) for form in forms}) == 1
-    strided = torch.zeros(9, 30)[:, ::2].copy_(values)
-    assert fingerprint_of(strided) == fingerprint_of(values)
-    assert fingerprint_of(values.t()) != fingerprint_of(values) != fingerprint_of(values.flatten())
-
-
-def fingerprint_of(tensor: torch.Tensor) -> int:
-    fingerprint = Fingerprint()
-    fingerprint.note("a", tensor)
-    return fingerprint.value()
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 4 * DEVICE_CHUNK + 1003])

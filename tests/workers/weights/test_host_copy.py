@@ -23,9 +23,8 @@ from verl_like.errors import WeightSyncError
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.weights.channel import Channel
-from workers.weights.delivery import deliver_weights, publish_weights
-from workers.weights.host_copy import HostCopy, effective_tensors
-from workers.weights.sync import sync_weights
+from workers.weights.host_copy import HostCopy
+from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 Bring = Callable[[Any, Any, int], dict[str, float]]
 
@@ -52,7 +51,7 @@ def changing(actor: Group) -> Group:
 
 @pytest.fixture
 def keepers() -> Group:
-    return Group([keeping(True, rank, 2) for rank in range(2)])
+    return Group([keeping(rank, 2) for rank in range(2)])
 
 
 @both_ways
@@ -75,14 +74,14 @@ def test_a_rank_that_is_new_gets_all_weights_and_the_others_keep_theirs(
     changing: Group, keepers: Group
 ) -> None:
     whole = num_bytes(sync_weights(changing, keepers, 0))
-    keepers.workers[1] = keeping(True, 1, 2)
+    keepers.workers[1] = keeping(1, 2)
     assert num_bytes(sync_weights(changing, keepers, 1)) == whole
     assert set(checksums(keepers)) == {checksums(changing)[0]}
     assert num_bytes(sync_weights(changing, keepers, 2)) == 0
 
 
 def test_a_group_that_missed_versions_gets_all_that_has_changed_since(changing: Group) -> None:
-    regular, rare = Group([keeping(True)]), Group([keeping(True)])
+    regular, rare = Group([keeping()]), Group([keeping()])
     rare.workers[0].role = "rollout_1"
     module = changing.workers[0].engine.module
     deliver(changing, regular, 0)
@@ -229,13 +228,15 @@ def test_the_order_of_base_and_factors_does_not_matter() -> None:
         tensors["x.lora_B"].double() @ tensors["x.lora_A"].double()
     )
     for names in (list(shapes), list(reversed(shapes))):
-        found = dict(effective_tensors({name: tensors[name] for name in names}, merging))
+        held = HostCopy()
+        held.tensors, held.merging = {name: tensors[name] for name in names}, merging
+        found = dict(held.effective())
         assert found.keys() == {"x.weight", "y"}
         torch.testing.assert_close(found["x.weight"].double(), expected, atol=1e-6, rtol=0)
 
 
 def test_factors_that_are_missing_or_do_not_fit_their_base_are_one_error() -> None:
-    held = HostCopy(takes_changes=True)
+    held = HostCopy()
     shapes = {"x.weight": (6, 4), "x.lora_A": (2, 5), "x.lora_B": (6, 2), "y.weight": (3, 3)}
     held.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     adapter = {"scaling": 1.0, "transposed": False}

@@ -18,21 +18,23 @@ from verl_like import Dispatch, Worker, register
 from verl_like.errors import WeightSyncError, WorkerDiedError
 from verl_like.process.store import SignedStore, new_secret
 from workers.weights import connection
+from workers.weights.channel import SyncReport
 from workers.weights.connection import (
     Address,
     give_up,
     open_weight_store,
     wait_for_receivers,
 )
-from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
-from workers.weights.sync import SyncReport, WeightReceiver, sync_weights
+from workers.weights.receiver import WeightReceiver
+from workers.weights.sender import WeightSender
+from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 SOON_S = 10.0
 """Half of what ranks wait for one that does not come; on an idle machine it takes 2 s."""
 Bring = Callable[[Any, Any, int], object]
 
 
-class Actor(WeightPublisher, Worker):
+class Actor(WeightSender, Worker):
     def __init__(self) -> None:
         super().__init__()
         self.engine = PlainTrainer(0)

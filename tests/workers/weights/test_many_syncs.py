@@ -40,7 +40,7 @@ def many_syncs() -> tuple[float, ...]:
         if version == WARM_UP:
             before = held()
     memory, tasks, descriptors = (now - then for now, then in zip(held(), before, strict=True))
-    num_keys = 0 if rank else worker._weight_store[0].num_keys()
+    num_keys = 0 if rank else worker.connections._own_store[0].num_keys()
     return memory, tasks, descriptors, num_keys
 
 

@@ -21,8 +21,9 @@ from verl_like.calls import deadlock, stopped
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
 from workers.weights import channel, connection, sync
-from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
-from workers.weights.sync import WeightReceiver, sync_weights
+from workers.weights.receiver import WeightReceiver
+from workers.weights.sender import WeightSender
+from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 QUICK = Deadlines(deadlock_s=4.0, grace_s=2.0)  # a sync is given up after a quarter of it
 
@@ -53,7 +54,7 @@ class Fault:
         channel.Channel.all_agree = hit
 
 
-class Actor(Fault, WeightPublisher, Worker):
+class Actor(Fault, WeightSender, Worker):
     def __init__(self) -> None:
         super().__init__()
         self.engine = PlainTrainer(0)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import workers.weights.sync as weight_sync
 from tests.workers.kept_ranks import run_kept
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
@@ -35,11 +34,10 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.store import SignedStore, new_secret
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.weights import connection
+from workers.weights import connection, sync
 from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
-from workers.weights.delivery import deliver_weights, publish_weights
-from workers.weights.sync import sync_weights
+from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 
 def three_versions() -> list[Any]:
@@ -202,12 +200,8 @@ def test_the_driver_flips_the_version_when_every_rank_has_verified(
 
         return note
 
-    for module, name in (
-        (weight_sync, "open_weight_store"),
-        (connection, "join_weight_store"),
-        (connection, "form_groups"),
-    ):
-        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    for name in ("open_weight_store", "join_weight_store", "form_groups"):
+        monkeypatch.setattr(connection, name, noted(name, getattr(connection, name)))
     for version in range(2):
         train(actor)
         metrics = sync_weights(actor, rollout, version)
@@ -272,7 +266,7 @@ def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(
 
 def test_a_sync_leaves_nothing_in_its_store(actor: Group, rollout: Group) -> None:
     sync_weights(actor, rollout, 0)
-    store, place = actor.workers[0]._weight_store
+    store, place = actor.workers[0].connections._own_store
     publish_weights(actor, 1)
     deliver_weights(actor, rollout, 1)
     assert store.list_keys() in ([], ["init/"])  # torch's own
@@ -281,7 +275,7 @@ def test_a_sync_leaves_nothing_in_its_store(actor: Group, rollout: Group) -> Non
 
 def test_what_strangers_write_into_the_store_changes_no_sync(actor: Group, rollout: Group) -> None:
     sync_weights(actor, rollout, 0)
-    stranger = dist.TCPStore("127.0.0.1", actor.workers[0]._weight_store[0].port)
+    stranger = dist.TCPStore("127.0.0.1", actor.workers[0].connections._own_store[0].port)
     for name in ("joined/1", "complete", "weights/0/0", "weights/0/1", "held/1"):
         for part in ("", "sync 2/", "2/"):
             stranger.set(part + name, "a stranger's")
@@ -300,7 +294,7 @@ def test_what_a_stranger_writes_over_ends_a_sync_in_words(
     def written_over(store: SignedStore, key: str, value: str | bytes) -> None:
         put(store, key, value)
         if key.startswith("joined/") == (what == "who has joined"):
-            stranger = dist.TCPStore("127.0.0.1", actor.workers[0]._weight_store[0].port)
+            stranger = dist.TCPStore("127.0.0.1", actor.workers[0].connections._own_store[0].port)
             for name in stranger.list_keys():
                 if name.startswith(store._prefix):  # whoever forms a group may do so a while longer
                     stranger.set(name, "a stranger's")
@@ -336,13 +330,13 @@ def test_what_is_refused_is_sent_once_more(
 ) -> None:
     whole = rollout.workers[1].engine.module
     rollout.workers[1].engine.module = TiedModel(0, hidden=7)
-    refuse = weight_sync.sync_figures
+    refuse = sync._figures
 
     def mend_then_refuse(*reports: Any) -> Any:
         rollout.workers[1].engine.module = whole
         return refuse(*reports)
 
-    monkeypatch.setattr(weight_sync, "sync_figures", mend_then_refuse)
+    monkeypatch.setattr(sync, "_figures", mend_then_refuse)
     sync_weights(actor, rollout, 3)
     assert versions(rollout) == [3, 3]
     assert set(checksums(rollout)) == {checksums(actor)[0]}

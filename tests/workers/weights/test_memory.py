@@ -1,0 +1,72 @@
+"""What a delivery of weights takes of memory, at either end."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.workers.distributed import run
+from tests.workers.stand_ins import Receiver, Sender
+
+MB, NUM_TENSORS = 2**20, 64
+
+
+class Wide(nn.Module):
+    """64 weights of 1 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(NUM_TENSORS):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.rand(2**18)))
+
+
+def peak_of(work: Callable[[], bool]) -> float:
+    """The most memory that this process had while it did that, beyond what it had before, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    assert work()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def synced(worker: Any, store: Any, version: int) -> bool:
+    """Publish and deliver, or receive and load; whether all went well."""
+    if isinstance(worker, Sender):
+        worker.publish_weights(version, bucket_mb=2.0)
+        address, _ = worker.open_delivery(version) or ("", None)
+        store.set(f"address {version}", address)
+        return worker.deliver_weights(address, 1).error is None
+
+    report = worker.receive_weights(store.get(f"address {version}").decode(), version)
+    return report.error is None and worker.engine.version == version
+
+
+def memory_of_a_sync() -> float:
+    """Two syncs in buckets of 2 MB; the peak of both at this rank, after one of a few bytes."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    worker: Any = Receiver() if rank else Sender()
+    assert synced(worker, store, 0)
+    worker.engine.module = Wide()
+    return peak_of(lambda: synced(worker, store, 1) and synced(worker, store, 2))
+
+
+def test_a_delivery_takes_two_buckets_beside_two_copies_at_the_sender() -> None:
+    sender, receiver = run(2, memory_of_a_sync)
+    slack = 4  # what gloo, sockets and headers take
+    assert receiver < 2 * 2 + slack
+    assert sender < 2 * 2 + slack + 2 * NUM_TENSORS
+    assert sender > 2 * NUM_TENSORS

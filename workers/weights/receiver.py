@@ -1,0 +1,100 @@
+"""The receiving side of weights, in the worker of a rollout, or of a frozen role that follows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import WeightSyncError
+from workers.weights.channel import Channel, SyncReport, receiving
+from workers.weights.checksum import NamedTensors
+from workers.weights.connection import Address, Connections
+from workers.weights.host_copy import HostCopy
+from workers.weights.module_writer import describe_problems
+
+
+class _ReceivingEngine(Protocol):
+    hash_s: float
+
+    def load_weights(
+        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
+    ) -> None: ...
+
+    def commit(self, version: int) -> None: ...
+
+
+class WeightReceiver:
+    """Mixed into the rollout's worker: needs `rank`, `world_size`, `device` and `engine`.
+
+    `copy` holds what was sent beside the engine, where what has changed alone is sent.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    engine: _ReceivingEngine
+    copy: HostCopy | None = None
+
+    @cached_property
+    def connections(self) -> Connections:
+        """To its sender, which last from one sync to the next."""
+        return Connections()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        """Load what the actor sends; the version flips if every rank has verified its copy."""
+        problems: list[str] = []
+        who = self.rank + 1, self.world_size, self.device, str(getattr(self, "role", ""))
+        try:
+            with receiving(self.connections, Address.read(address), *who) as channel:
+                problems += self._load(channel)
+                if channel.all_agree(not problems):
+                    self.engine.commit(version)
+        except WeightSyncError as problem:
+            words = " ".join(problems) or problem
+            return SyncReport(f"rollout rank {self.rank}: {words}", voted=False)
+
+        error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
+        hash_s = channel.watch.seconds + self.engine.hash_s
+        return SyncReport(error, channel.num_bytes, hash_s)
+
+    def commit_if_all_loaded(self, version: int, error: str | None) -> None:
+        """The ranks vote; the version counts if none has an error."""
+        votes = torch.tensor([0 if error is None else 1])
+        if self.world_size > 1:
+            dist.all_reduce(votes)
+        if int(votes) == 0:
+            self.engine.commit(version)
+
+    def _load(self, channel: Channel) -> list[str]:
+        """Load what arrives; what is wrong with it, in words."""
+        arriving, hashes = channel.receive(), channel.hashes
+        if self.copy is not None:
+            arriving, hashes = self._taken(self.copy, channel), {}
+        problems: list[str] = []
+        try:
+            self.engine.load_weights(arriving, hashes)
+        except WeightSyncError as problem:
+            problems.append(str(problem))
+            deque(arriving, maxlen=0)  # what is still coming, ahead of the vote
+        if self.copy is not None:
+            return problems
+        if channel.summary:
+            channel.corrupt.append(
+                "the whole: the actor sends what has changed (actor_rollout_ref.rollout.sync="
+                "changed), and this rollout keeps no copy to put it to; configure them alike"
+            )
+        if channel.corrupt:
+            problems.append(describe_problems("transfer", corrupt=channel.corrupt))
+        return problems
+
+    def _taken(self, copy: HostCopy, channel: Channel) -> Iterator[tuple[str, Tensor]]:
+        copy.take(channel)
+        yield from copy.effective(self.device)

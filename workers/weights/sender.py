@@ -1,0 +1,338 @@
+"""The sending side of weights, in the actor's and the critic's worker.
+
+A sync sends them as they are, gathered tensor by tensor by all of its ranks. What is published
+stands in host memory and is delivered to any number of rollouts, in threads beside the worker's own
+calls: it goes from host memory to host memory, over gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import WeightSyncError
+from workers.models.lora import adapter_facts
+from workers.weights.channel import HOST, Bucket, Channel, SyncReport, new_room, pack, sending
+from workers.weights.checksum import NamedTensors, Stopwatch, byte_view, hash_of
+from workers.weights.connection import Address, Connections, Manifest
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What one rank has published: nothing, if it was not asked to send.
+
+    `changed_share` is that of the tensors that are not as in the version before, if there was one.
+    """
+
+    num_bytes: int = 0
+    hash_s: float = 0.0
+    changed_share: float | None = None
+
+
+class _SendingEngine(Protocol):
+    module: Any
+
+    def named_full_tensors(
+        self, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class WeightSender:
+    """Mixed into the actor's worker: needs `rank`, `device` and `engine`.
+
+    Weights are cast to `sent_dtype`, where there is one, before they are hashed: what arrives is
+    compared bit by bit, and no more travels than is kept. With `sends_changed` that which every
+    receiver holds is left out, and adapters come apart from their base.
+    """
+
+    rank: int
+    device: torch.device
+    engine: _SendingEngine
+    sent_dtype: torch.dtype | None = None
+    sends_changed = False
+    _drops_next = False
+    _dropped_version: int | None = None
+
+    @cached_property
+    def connections(self) -> Connections:
+        """To its receivers, which last from one sync to the next."""
+        return Connections()
+
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        """What is published; made in `publish_weights`, by the thread of this role's calls."""
+        self.connections.new_address()  # opens the store, in the environment of this role's calls
+        return Snapshots()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_weight_channel(self) -> str | None:
+        """Rank 0 returns the address of a sync (`workers.weights.connection`)."""
+        return str(self.connections.new_address()) if self.rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def give_up_sync(self, address: str, num_receivers: int) -> None:
+        """One side of the sync at this address has failed: nobody waits for it there any longer."""
+        self.connections.give_up(Address.read(address), num_receivers)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def drop_next_bucket(self) -> None:
+        """The next sync from this rank loses its first bucket: a fault on purpose."""
+        self._drops_next = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(
+        self, address: str, num_receivers: int, bucket_mb: float, as_trained: bool = False
+    ) -> SyncReport:
+        """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks.
+
+        A rollout gets its own type and adapters as `merging` says, a reference all `as_trained`.
+        """
+        tensors = self._full_tensors(as_trained=as_trained)
+        limit = int(bucket_mb * 2**20)
+        merging = None if as_trained else self._merging()
+
+        def send(channel: Channel) -> None:
+            drops = self._is_to_drop()
+            if merging is None:
+                channel.send(pack(tensors, limit, channel.room, channel.watch), drops_first=drops)
+            else:
+                send_changes(channel, tensors, limit, merging, drops)
+
+        try:
+            if self.rank != 0:
+                return SyncReport()
+            return self._send_through(address, num_receivers, self.device, send)
+        finally:
+            # The other actor ranks are in the same collectives: go through them to the end.
+            deque(tensors, maxlen=0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_weights(
+        self, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
+    ) -> PublishReport:
+        """Copy the full weights, in the type that a rollout gets them in, on these ranks.
+
+        The newest version alone is kept; one that is being delivered stays until that has ended.
+        """
+        tensors = self._full_tensors(on_all_ranks=list(senders) != [0])
+        try:
+            if self.rank not in senders:
+                return PublishReport()
+            return self.snapshots.publish(version, tensors, bucket_mb, self._merging())
+        finally:
+            deque(tensors, maxlen=0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def open_delivery(
+        self, version: int | None = None, sender: int = 0
+    ) -> tuple[str, int | None] | None:
+        """The sender returns the address of a delivery and its version, which it holds for it.
+
+        Without a version it is the newest.
+        """
+        if self.rank != sender:
+            return None
+        if "snapshots" not in vars(self):
+            raise WeightSyncError(
+                f"actor rank {self.rank} has published no version of its weights, so none can be "
+                f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
+            )
+        address = str(self.connections.new_address())
+        return address, self.snapshots.hold(version, address).version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def deliver_weights(self, address: str, num_receivers: int, sender: int = 0) -> SyncReport:
+        """Send the version that was held for this address to the ranks that come to it."""
+        if self.rank != sender:
+            return SyncReport()
+        snapshot = self.snapshots.held[address]
+
+        def send(channel: Channel) -> None:
+            drops = self._is_to_drop(snapshot.version)
+            if snapshot.merging is None:
+                channel.send(snapshot.buckets, drops_first=drops)
+            else:
+                limit = max((len(bucket.payload) for bucket in snapshot.buckets), default=1)
+                send_changes(channel, snapshot.tensors(), limit, snapshot.merging, drops)
+
+        try:
+            return self._send_through(address, num_receivers, HOST, send)
+        finally:
+            del self.snapshots.held[address]
+
+    def _full_tensors(
+        self, *, on_all_ranks: bool = False, as_trained: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The full weights as a rollout gets them (a reference: `as_trained`); collective."""
+        return self.engine.named_full_tensors(
+            on_all_ranks=on_all_ranks,
+            dtype=None if as_trained else self.sent_dtype,
+            merged=as_trained or not self.sends_changed,
+        )
+
+    def _merging(self) -> dict[str, Any] | None:
+        """How the receivers of changes put base and adapters together."""
+        if not self.sends_changed:
+            return None
+        dtype = None if self.sent_dtype is None else str(self.sent_dtype)
+        return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
+
+    def _is_to_drop(self, version: int | None = None) -> bool:
+        """Whether the sync that begins is that one. A version that is known loses no second."""
+        if not self._drops_next or (version is not None and version == self._dropped_version):
+            return False
+        self._drops_next, self._dropped_version = False, version
+        return True
+
+    def _send_through(
+        self,
+        address: str,
+        num_receivers: int,
+        device: torch.device,
+        send: Callable[[Channel], None],
+    ) -> SyncReport:
+        """Meet the receivers, `send` to them and vote."""
+        where = Address.read(address)
+        try:
+            with sending(self.connections, where, num_receivers, device) as channel:
+                send(channel)
+                agreed = channel.all_agree(True)
+                if not agreed:
+                    channel.connection.held = {}
+        except WeightSyncError as error:
+            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
+        problem = None if agreed else "a rollout rank refused the weights"
+        return SyncReport(problem, channel.num_bytes, channel.watch.seconds)
+
+
+def send_changes(
+    channel: Channel,
+    tensors: NamedTensors,
+    limit: int,
+    merging: Mapping[str, Any],
+    drops_first: bool = False,
+) -> None:
+    """Send what the receivers do not hold; in the end the manifest of the whole."""
+    whole: Manifest = {}
+    held = channel.connection.held
+
+    def changed() -> Iterator[tuple[str, Tensor]]:
+        for name, own in tensors:
+            tensor = own.detach().to(channel.device).contiguous()
+            with channel.watch.running():
+                value = hash_of(byte_view(tensor))
+            whole[name] = [str(tensor.dtype), list(tensor.shape), value]
+            if held.get(name) != whole[name]:
+                yield name, tensor
+
+    def summary() -> dict[str, Any]:
+        return {"manifest": whole, "merging": merging}
+
+    channel.send(pack(changed(), limit, channel.room, channel.watch), summary, drops_first)
+    channel.connection.held = whole
+
+
+class Snapshot:
+    """The full weights of one version in host memory, packed in buckets: a delivery copies nothing,
+    and has next to nothing to do in Python beside the trainer's own work.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.buckets: list[Bucket] = []
+        self.merging: dict[str, Any] | None = None
+        """Where adapters come apart from their base: how they are put together."""
+        self.watch = Stopwatch()
+        self._rooms: list[Tensor] = []
+
+    def fill(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        merging: dict[str, Any] | None = None,
+    ) -> None:
+        """Copy these tensors, into the memory of what it held before."""
+        self.version, self.merging, self.watch = version, merging, Stopwatch()
+        limit = int(bucket_mb * 2**20)
+        self.buckets = list(pack(tensors, limit, self._room, self.watch, lends=False))
+        del self._rooms[len(self.buckets) :]
+
+    def _room(self, number: int, num_bytes: int) -> Tensor:
+        """The memory of a bucket, used again where it is large enough."""
+        if number == len(self._rooms):
+            self._rooms.append(new_room(num_bytes))
+        elif len(self._rooms[number]) < num_bytes:
+            self._rooms[number] = new_room(num_bytes)
+        return self._rooms[number][:num_bytes]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What it holds, by name, without a copy."""
+        for bucket in self.buckets:
+            yield from bucket.tensors()
+
+    def hashes(self) -> dict[str, int]:
+        """Of every tensor."""
+        return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
+
+
+class Snapshots:
+    """The newest version, and those that deliveries still read.
+
+    The one before the newest gives its memory to the next, unless it is being read then: so there
+    are two, and one more for each older version that a delivery is slow to send.
+    """
+
+    def __init__(self) -> None:
+        self.newest: Snapshot | None = None
+        self.held: dict[str, Snapshot] = {}
+        """By the address of a delivery, what it sends."""
+        self._spare = Snapshot()
+        self._lock = threading.Lock()
+
+    def publish(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        merging: dict[str, Any] | None = None,
+    ) -> PublishReport:
+        """Copy the weights as `version`.
+
+        The share of tensors that the version before had not is None where there was none before, or
+        the version is the same and its weights are others.
+        """
+        before = self.newest
+        with self._lock:
+            is_free = all(self._spare is not read for read in list(self.held.values()))
+            made = self._spare if is_free else Snapshot()
+        made.fill(version, tensors, bucket_mb, merging)
+        with self._lock:
+            self._spare, self.newest = before or Snapshot(), made
+        num_bytes = sum(bucket.num_bytes for bucket in made.buckets)
+        share = None
+        if before is not None and before.version != version:
+            old, new = before.hashes(), made.hashes()
+            share = sum(new[name] != old.get(name) for name in new) / max(1, len(new))
+        return PublishReport(num_bytes, made.watch.seconds, share)
+
+    def hold(self, version: int | None, address: str) -> Snapshot:
+        """The snapshot of this version, or the newest; it stays as it is while it is in `held`."""
+        with self._lock:
+            newest = None if self.newest is None else self.newest.version
+            if self.newest is None or version not in (newest, None):
+                is_held = "none is held" if newest is None else f"the one that is held is {newest}"
+                raise WeightSyncError(
+                    f"version {version} is not there to be delivered: {is_held}. "
+                    "actor.publish_weights(version) makes one, in the place of the one before."
+                )
+            self.held[address] = self.newest
+            return self.newest
