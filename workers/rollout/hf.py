@@ -22,7 +22,7 @@ from workers.models.state import named_state
 from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.hf_proof import why_no_cache
 from workers.rollout.module_engine import ModuleEngine
-from workers.rollout.sample import Sample, ends_with_stop_string, num_of_older_weights
+from workers.rollout.sample import Sample, num_of_older_weights
 from workers.rollout.sampling import choose_tokens, uniforms
 
 logger = logging.getLogger(__name__)
@@ -180,14 +180,9 @@ class _Decoding:
 
     def _reason(self) -> str:
         """Why the response ends with its newest token; nothing if it does not."""
-        if self.tokens[-1] in self.sampling.stop_token_ids or self._ends_with_stop_string():
+        is_stop = self.tokens[-1] in self.sampling.stop_token_ids
+        if is_stop or self.engine.ends_with_stop_string(self.tokens, self.sampling):
             return "stop"
         if len(self.tokens) == self.sampling.max_tokens:
             return "length"
         return "abort" if len(self.tokens) == self.longest else ""
-
-    def _ends_with_stop_string(self) -> bool:
-        strings, decode = self.sampling.stop_strings, self.engine.decode
-        if not strings or decode is None or len(self.tokens) < self.sampling.min_tokens:
-            return False
-        return ends_with_stop_string(self.tokens, strings, decode)

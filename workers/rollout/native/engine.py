@@ -34,7 +34,6 @@ from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.proof import check_decoding, check_model
 from workers.rollout.native.scheduler import Scheduler
 from workers.rollout.sample import Sample
-from workers.weights.checksum import Fingerprint
 
 
 class NativeEngine(ModuleEngine):
@@ -73,14 +72,6 @@ class NativeEngine(ModuleEngine):
         """The module's parameters and persistent buffers, LoRA merged."""
         return merged_tensors(self.module, named_state(self.module))
 
-    def commit(self, version: int) -> None:
-        """From here on tokens are those of `version`, also of samples that are running."""
-        if not self.owns_weights:
-            self._fingerprint = Fingerprint()
-            for name, tensor in named_state(self.module):
-                self._fingerprint.note(name, tensor)
-        super().commit(version)
-
     def sleep(self) -> None:
         """Give memory back, that of the cache too."""
         super().sleep()
@@ -103,7 +94,8 @@ class NativeEngine(ModuleEngine):
         if scheduler.is_empty:
             self._scheduler = None
             # Memory that holds numbers which are not finite is not used again: see `CacheMemory`.
-            if scheduler.all_finite:
+            if scheduler.all_finite and scheduler.cache is not None:
+                scheduler.cache.release()
                 scheduler.memory.end()
                 self.cache_memory = scheduler.memory
         return finished

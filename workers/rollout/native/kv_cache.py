@@ -70,8 +70,7 @@ def prefill_width(longest: int, prompt_width: int) -> int:
 def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
     """How many slots of `width` columns the limit allows; fewer than `least` are refused."""
     keys, values = cached_widths(config)
-    spare = keys if keys == values else keys + values  # see `Slots.spare`
-    per_token = config.num_hidden_layers * (keys + values) + spare
+    per_token = (config.num_hidden_layers + 1) * (keys + values)  # a layer's copy: `resize`
     slot_bytes = per_token * width * dtype.itemsize
     fit = int(limit_gb * 2**30 / slot_bytes)
     if fit < least:
@@ -100,7 +99,7 @@ def zeros(count: int, like: Tensor) -> Tensor:
 
 
 class CacheMemory:
-    """Where slots get their memory; on a CPU it serves the next generation, too.
+    """Where slots get their memory, and give it back: to other slots, or to the next generation.
 
     Fresh pages are slow. What masked columns hold must be finite, so an engine lets go of the
     memory of a generation that was not.
@@ -108,29 +107,23 @@ class CacheMemory:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._taken: list[Tensor] = []
 
     def take(self, count: int, like: Tensor) -> Tensor:
         """Room for so many numbers such as these; it holds zeros or old states."""
-        whole = self._pop_free(count, like.dtype)
-        if whole is None:
-            whole = zeros(count, like)
-        self._taken.append(whole)
-        return whole[:count]
-
-    def _pop_free(self, count: int, dtype: torch.dtype) -> Tensor | None:
         for index, old in enumerate(self._free):
-            if len(old) >= count and old.dtype == dtype:
-                return self._free.pop(index)
-        return None
+            if len(old) >= count and old.dtype == like.dtype:
+                return self._free.pop(index)[:count]
+        return zeros(count, like)
+
+    def give(self, states: Tensor) -> None:
+        """Room that was taken, and is not used any more."""
+        count = states.untyped_storage().nbytes() // states.itemsize
+        self._free.append(states.as_strided((count,), (1,), 0))
 
     def end(self) -> None:
-        """A generation has ended well: keep what it took, if that is little, and nothing else."""
-        is_little = sum(whole.nbytes for whole in self._taken) <= MOST_KEPT
-        self._free = []
-        if is_little:
-            self._free = [whole for whole in self._taken if whole.device.type == "cpu"]
-        self._taken = []
+        """A generation has ended well: keep what it gave on a CPU, if that is little."""
+        is_little = sum(whole.nbytes for whole in self._free) <= MOST_KEPT
+        self._free = [whole for whole in self._free if is_little and whole.device.type == "cpu"]
 
 
 class Slots:
@@ -149,11 +142,6 @@ class Slots:
         self.columns = self.order = torch.empty(0, dtype=torch.long, device=device)
         """The columns, and the columns with column 0 beyond them all."""
         self.set_widest(widest)
-        self.spare: dict[int, Tensor] = {}
-        """Memory of slots before their last change of width, by its size.
-
-        Keys and values may differ in theirs (latent attention).
-        """
 
         self.is_prefill = True
         self.window = 0
@@ -169,27 +157,19 @@ class Slots:
     def allocate(self, like: Tensor) -> Tensor:
         """Slots for states such as these, and memory in which they can become as wide as any."""
         count = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
-        return self._slots_in(self.memory.take(count, like), like)
+        shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
+        return self.memory.take(count, like)[: torch.Size(shape).numel()].view(shape)
 
     def copied(self, old: Tensor, num_used: int) -> Tensor:
-        """The same slots at the present width; their memory serves the next copy.
+        """The same slots at the present width.
 
-        Fresh pages are slow. The rest of the memory holds zeros or old states: finite, which is all
-        that masked columns need.
+        The rest of their memory holds zeros or old states: finite, which is all that masked columns
+        need.
         """
-        count = self.num_slots * old.shape[1] * len(self.columns) * old.shape[3]
-        spare = self.spare.pop(count, None)
-        new = self._slots_in(self.memory.take(count, old) if spare is None else spare, old)
-
+        new = self.allocate(old)
         kept = min(self.width, old.shape[2])
         new[:num_used, :, :kept] = old[:num_used, :, :kept]
-        if old.untyped_storage().nbytes() >= count * old.itemsize:  # not after `SlotCache.grow`
-            self.spare[count] = old.as_strided((count,), (1,))
         return new
-
-    def _slots_in(self, memory: Tensor, like: Tensor) -> Tensor:
-        shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
-        return memory[: torch.Size(shape).numel()].view(shape)
 
     def target_prefill(self, lengths: Tensor, width: int, sources: Tensor, first: int) -> Tensor:
         """The next pass fills slots from `first` on with prompts `sources`; returns its mask.
@@ -272,8 +252,10 @@ class SlotLayer(CacheLayerMixin):
     def resize(self, num_used: int) -> None:
         """Copy into slots of the present width, as many columns as there is room for."""
         if self.is_initialized:
-            self.keys = self.slots.copied(self.keys, num_used)
-            self.values = self.slots.copied(self.values, num_used)
+            before = self.keys, self.values
+            self.keys, self.values = (self.slots.copied(states, num_used) for states in before)
+            for states in before:
+                self.slots.memory.give(states)
 
     def get_max_length(self) -> int:
         """Columns of a slot."""
@@ -303,10 +285,17 @@ class SlotCache(Cache):
 
     def grow(self, num_slots: int, widest: int, num_used: int) -> None:
         """Room for more and wider slots; only the first `num_used` keep what they hold."""
-        self.slots.num_slots, self.slots.spare = num_slots, {}
+        self.slots.num_slots = num_slots
         self.slots.set_widest(max(widest, len(self.slots.columns)))
         for layer in self.slot_layers:
             layer.resize(num_used)
+
+    def release(self) -> None:
+        """Nothing is in the slots: their memory serves others."""
+        for layer in self.slot_layers:
+            if layer.is_initialized:
+                self.slots.memory.give(layer.keys)
+                self.slots.memory.give(layer.values)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""

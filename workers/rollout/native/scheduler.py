@@ -7,7 +7,8 @@ slots           --decode, one token a pass--> finished samples leave, waiting on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.linear import MIN_ROWS, goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.sample import Sample, ends_with_stop_string, num_of_older_weights
+from workers.rollout.sample import Sample, num_of_older_weights
 from workers.rollout.sampling import choose_tokens, uniforms
 
 ROWS_STEP = 16
@@ -40,19 +41,33 @@ PREFILL_PROMPTS = 64
 """Most distinct prompts of one prefill pass, to bound its memory."""
 
 TABLES = (
-    *("keys", "tokens", "log_probs", "versions", "prompt_lengths", "lengths"),
-    *("forced", "read_at_once", "num_drawn"),
+    *("numbers", "samples", "keys", "tokens", "log_probs", "versions"),
+    *("prompt_lengths", "lengths", "forced", "num_drawn"),
 )
-"""Arrays of a scheduler with a row for each of its samples."""
+"""Arrays of a scheduler with a row for each slot of the cache."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    number: int
+    sample: Sample
+    read_at_once: int
+    """Tokens of its response that are read in one pass with the prompt."""
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """What that pass reads."""
+        return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
 class Scheduler:
-    """The running samples, a row each in its tables; rows are added and removed between passes.
+    """The running samples: those that wait, and those in the slots of the cache.
 
-    Samples in flight fill slots 0..num_active-1; the last ones move into freed slots, so a pass
-    runs over a prefix. A sample that begins with tokens already made (`forced`) reads those of
-    older weights in one pass with its prompt, and is fed the others one by one instead of drawing.
-    So its keys and values, and with them its bits, are those of an uninterrupted run.
+    Samples in flight fill slots 0..num_active-1, each with a row in the tables; the last ones move
+    into freed slots, so a pass runs over a prefix. A sample that begins with tokens already made
+    (`forced`) reads those of older weights in one pass with its prompt, and is fed the others one
+    by one instead of drawing. So its keys and values, and with them its bits, are those of an
+    uninterrupted run.
     """
 
     def __init__(
@@ -76,27 +91,22 @@ class Scheduler:
         self.is_stop[stops] = True
 
         width = sampling.max_tokens
-        self.samples: list[Sample | None] = []
-        self.prompts: list[tuple[int, ...]] = []
-        self.number_of_row: list[int] = []
+        self.samples = np.zeros(0, dtype=object)
         self.keys = np.zeros(0, dtype=np.uint64)
         self.tokens = np.zeros((0, width), dtype=np.int64)
         self.log_probs = np.zeros((0, width, sampling.num_log_probs), dtype=np.float32)
         self.versions = np.zeros((0, width), dtype=np.int32)
-        self.prompt_lengths, self.lengths, self.forced, self.read_at_once, self.num_drawn = (
+        self.numbers, self.prompt_lengths, self.lengths, self.forced, self.num_drawn = (
             np.zeros(0, dtype=np.int64) for _ in range(5)
         )
-        """Of every row; `num_drawn` counts what the present `run` drew."""
+        """Of every slot; `num_drawn` counts what the present `run` drew."""
 
-        self.waiting: deque[int] = deque()
-        self.free_rows: list[int] = []
+        self.waiting: deque[_Waiting] = deque()
         self.num_active = self.longest = self.max_active = 0
-        self.request_of_slot = np.zeros(0, dtype=np.int64)
         self.cache: SlotCache | None = None
         self.forward: DirectForward | ModuleForward | None = None
         self.all_finite = True
-        self._ended: dict[int, str] = {}
-        """Row -> why it is finished."""
+        self._finished: dict[int, Sample] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -105,35 +115,27 @@ class Scheduler:
 
     def add(self, samples: Mapping[int, Sample]) -> None:
         """These wait for a slot, by number; those that go on come before those that begin."""
-        rows = self._rows(len(samples))
-        for row, (number, sample) in zip(rows, samples.items(), strict=True):
-            length = len(sample.tokens)
-            self.samples[row], self.number_of_row[row] = sample, number
-            self.prompts[row] = tuple(sample.prompt)
-            self.keys[row], self.prompt_lengths[row] = sample.key, len(sample.prompt)
-            self.lengths[row], self.forced[row] = 0, length
-            self.tokens[row, :length] = sample.tokens
-            self.log_probs[row, :length] = sample.stacked_log_probs(self.sampling.num_log_probs)
-            self.versions[row, :length] = sample.versions
-            versions = sample.versions.tolist()
-            self.read_at_once[row] = num_of_older_weights(versions, self.engine.version)
-        self.waiting.extend(sorted(rows, key=lambda row: self.read_at_once[row] == 0))
+        added = [
+            _Waiting(
+                number, sample, num_of_older_weights(sample.versions.tolist(), self.engine.version)
+            )
+            for number, sample in samples.items()
+        ]
+        self.waiting.extend(sorted(added, key=lambda one: one.read_at_once == 0))
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
         """Let go of these; as far as they are."""
-        rows = [row for row, number in enumerate(self.number_of_row) if number in numbers]
-        removed = {self.number_of_row[row]: self._sample(row, "abort") for row in rows}
-        self.waiting = deque(row for row in self.waiting if row not in set(rows))
-        active = self.request_of_slot[: self.num_active]
-        self._free_slots(np.flatnonzero(np.isin(active, rows)))
-        self._free_rows(rows)
+        slots = np.flatnonzero(np.isin(self.numbers[: self.num_active], list(numbers)))
+        removed = self._take_out(slots, ["abort"] * len(slots))
+        for one in self.waiting:
+            if one.number in numbers:
+                removed[one.number] = replace(one.sample, finish_reason="abort")
+        self.waiting = deque(one for one in self.waiting if one.number not in numbers)
         return removed
 
     def take_finished(self) -> dict[int, Sample]:
         """What has been finished since the last call."""
-        ended, self._ended = self._ended, {}
-        finished = {self.number_of_row[row]: self._sample(row, why) for row, why in ended.items()}
-        self._free_rows(ended)
+        finished, self._finished = self._finished, {}
         return finished
 
     def run(self, budget: Budget) -> None:
@@ -158,29 +160,15 @@ class Scheduler:
     def _has_drawn(self, max_tokens: int | None) -> bool:
         if max_tokens is None:
             return False
-        active = self.request_of_slot[: self.num_active]
-        return int(self.num_drawn[active].max()) >= max_tokens
-
-    def _rows(self, count: int) -> list[int]:
-        """Rows of the tables for so many samples: free ones, and new ones behind them."""
-        rows = [self.free_rows.pop() for _ in range(min(count, len(self.free_rows)))][::-1]
-        more, first = count - len(rows), len(self.samples)
-        if more:
-            self.samples += [None] * more
-            self.prompts += [()] * more
-            self.number_of_row += [-1] * more
-            for name in TABLES:
-                table = getattr(self, name)
-                new = np.zeros((more, *table.shape[1:]), dtype=table.dtype)
-                setattr(self, name, np.concatenate([table, new]))
-        return [*rows, *range(first, first + more)]
+        return int(self.num_drawn[: self.num_active].max()) >= max_tokens
 
     def _fit_cache(self) -> None:
         """Slots for as many samples as run, wide enough for each."""
-        num_running = len(self.samples) - len(self.free_rows)
+        num_running = self.num_active + len(self.waiting)
         self.max_active = max(self.max_active, min(self.most_active, num_running))
         num_slots = max(self.least_rows, self.max_active)
-        longest = max(map(len, self.prompts), default=0)
+        longest = max((len(one.sample.prompt) for one in self.waiting), default=0)
+        longest = max(longest, *self.prompt_lengths[: self.num_active].tolist(), 0)
         widest = slot_width(self.config, longest, self.sampling.max_tokens)
         if self.cache is None:
             least = least_window(self.config)
@@ -189,9 +177,11 @@ class Scheduler:
         elif num_slots > self.cache.slots.num_slots or widest > len(self.cache.slots.columns):
             self.cache.grow(num_slots, widest, self.num_active)
             self.forward = None
-        more = num_slots - len(self.request_of_slot)
-        if more > 0:
-            self.request_of_slot = np.pad(self.request_of_slot, (0, more))
+        if num_slots > len(self.numbers):
+            for name in TABLES:
+                table = getattr(self, name)
+                new = np.zeros((num_slots - len(table), *table.shape[1:]), dtype=table.dtype)
+                setattr(self, name, np.concatenate([table, new]))
         if self.forward is None:
             self.forward = self.forward_class(self.engine.module, self.cache)
 
@@ -205,50 +195,42 @@ class Scheduler:
         self.version, self.forward = self.engine.version, None
         if self.engine.limits.keep_kv:
             return
-        active = self.request_of_slot[: self.num_active]
-        self.forced[active] = np.maximum(self.forced[active], self.lengths[active])
-        self.waiting.extendleft(reversed(active.tolist()))
-        unread = list(self.waiting)
-        self.read_at_once[unread] = self.forced[unread]
-        self.num_active = 0
+        active = self._take_out(np.arange(self.num_active), ["abort"] * self.num_active)
+        unread = active | {one.number: one.sample for one in self.waiting}
+        self.waiting = deque(_Waiting(*each, len(each[1].tokens)) for each in unread.items())
 
-    def _text(self, row: int) -> tuple[int, ...]:
-        """What is read of a sample in one pass."""
-        made = self.tokens[row, : self.read_at_once[row]]
-        return (*self.prompts[row], *made.tolist())
-
-    def _next_group(self) -> list[int]:
+    def _next_group(self) -> list[_Waiting]:
         """The next samples to prefill; none while fewer than `MIN_ROWS` of them would fit."""
         count = min(len(self.waiting), self.max_active - self.num_active)
         if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
 
-        group: list[int] = []
+        group: list[_Waiting] = []
         distinct: set[tuple[int, ...]] = set()
         most_tokens = PREFILL_PROMPTS * self.engine.limits.prompt_width
-        reads_responses = self.read_at_once[self.waiting[0]] > 0
+        reads_responses = self.waiting[0].read_at_once > 0
         while self.waiting and len(group) < count:
-            if (self.read_at_once[self.waiting[0]] > 0) != reads_responses:
+            if (self.waiting[0].read_at_once > 0) != reads_responses:
                 break
-            distinct.add(self._text(self.waiting[0]))
+            distinct.add(self.waiting[0].text)
             num_tokens = len(distinct) * max(map(len, distinct))
             if group and (len(distinct) > PREFILL_PROMPTS or num_tokens > most_tokens):
                 break
             group.append(self.waiting.popleft())
         return group
 
-    def _prefill(self, group: list[int]) -> None:
+    def _prefill(self, group: Sequence[_Waiting]) -> None:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
-        texts = [self._text(row) for row in group]
+        texts = [one.text for one in group]
         distinct = list(dict.fromkeys(texts))
         row_of = {text: row for row, text in enumerate(distinct)}
         sources = torch.tensor([row_of[text] for text in texts], device=self.device)
 
         longest = max(map(len, distinct))
         width = whole_blocks(longest)
-        if not self.read_at_once[group].any():
+        if not any(one.read_at_once for one in group):
             width = prefill_width(longest, self.engine.limits.prompt_width)
         rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.least_rows // width)))
         prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
@@ -256,10 +238,19 @@ class Scheduler:
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
 
         slots = np.arange(self.num_active, self.num_active + len(group))
-        self.request_of_slot[slots] = group
+        for slot, one in zip(slots.tolist(), group, strict=True):
+            self._put_in(slot, one)
         self.num_active += len(group)
-        self.lengths[group] = self.read_at_once[group]
         self._append(slots, logits[sources])
+
+    def _put_in(self, slot: int, one: _Waiting) -> None:
+        sample, made = one.sample, len(one.sample.tokens)
+        self.numbers[slot], self.samples[slot], self.keys[slot] = one.number, sample, sample.key
+        self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), one.read_at_once
+        self.forced[slot], self.num_drawn[slot] = made, 0
+        self.tokens[slot, :made] = sample.tokens
+        self.log_probs[slot, :made] = sample.stacked_log_probs(self.sampling.num_log_probs)
+        self.versions[slot, :made] = sample.versions
 
     def _decode(self) -> None:
         """One more token for slots 0..num_active-1.
@@ -268,7 +259,7 @@ class Scheduler:
         """
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
-        rows = self.request_of_slot[: rows_of_pass(self.num_active, self.least_rows)]
+        rows = np.arange(min(rows_of_pass(self.num_active, self.least_rows), len(self.numbers)))
         steps = np.maximum(self.lengths[rows] - 1, 0)
         positions = self.prompt_lengths[rows] + steps
         self.longest = int(positions[: self.num_active].max())
@@ -283,60 +274,39 @@ class Scheduler:
 
     def _append(self, slots: NDArray[np.int64], logits: Tensor) -> None:
         """Draw the next token of each of these slots, and empty those that are finished."""
-        rows = self.request_of_slot[slots]
-        steps = self.lengths[rows]
-        noise = torch.from_numpy(uniforms(self.keys[rows], steps)).to(self.device)
+        steps = self.lengths[slots]
+        noise = torch.from_numpy(uniforms(self.keys[slots], steps)).to(self.device)
         drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
 
         # A sample that is fed tokens made before keeps them, with their log-probs and versions.
-        new = steps >= self.forced[rows]
+        new = steps >= self.forced[slots]
         if not new.all():
-            tokens = np.where(new, tokens, self.tokens[rows, steps])
-            log_probs = np.where(new[:, None], log_probs, self.log_probs[rows, steps])
-        self.tokens[rows, steps] = tokens
-        self.log_probs[rows, steps] = log_probs
-        self.versions[rows[new], steps[new]] = int(self.engine.version or 0)
-        self.lengths[rows] = steps + 1
-        self.num_drawn[rows] += new
+            tokens = np.where(new, tokens, self.tokens[slots, steps])
+            log_probs = np.where(new[:, None], log_probs, self.log_probs[slots, steps])
+        self.tokens[slots, steps] = tokens
+        self.log_probs[slots, steps] = log_probs
+        self.versions[slots[new], steps[new]] = int(self.engine.version or 0)
+        self.lengths[slots] = steps + 1
+        self.num_drawn[slots] += new
 
         stopped = self.is_stop[tokens]
         if self.sampling.stop_strings:
-            stopped |= self._ends_with_stop_string(rows, steps)
+            pairs = zip(slots.tolist(), steps.tolist(), strict=True)
+            texts = [self.tokens[slot, : step + 1].tolist() for slot, step in pairs]
+            stopped |= [self.engine.ends_with_stop_string(text, self.sampling) for text in texts]
         is_finished = stopped | (steps + 1 == self.sampling.max_tokens)
         if is_finished.any():
-            for row, is_stop in zip(rows[is_finished].tolist(), stopped[is_finished], strict=True):
-                self._ended[row] = "stop" if is_stop else "length"
-            self._free_slots(slots[is_finished])
+            reasons = np.where(stopped, "stop", "length")[is_finished]
+            self._finished |= self._take_out(slots[is_finished], reasons.tolist())
 
-    def _sample(self, row: int, finish_reason: str) -> Sample:
-        """The sample of a row, with what it has so far."""
-        sample, length = self.samples[row], max(int(self.lengths[row]), int(self.forced[row]))
-        assert sample is not None, "a row that is free has none"
-        self.all_finite &= bool(np.isfinite(self.log_probs[row, :length]).all())
-        tokens, log_probs, versions = (
-            torch.from_numpy(table[row, :length])
-            for table in (self.tokens, self.log_probs, self.versions)
-        )
-        return sample.with_response(tokens, log_probs, versions, finish_reason)
+    def _take_out(self, emptied: NDArray[np.int64], reasons: Sequence[str]) -> dict[int, Sample]:
+        """The samples of these slots, which end for these reasons.
 
-    def _ends_with_stop_string(
-        self, rows: NDArray[np.int64], steps: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """Which of these samples have just completed a stop string."""
-        found = np.zeros(len(rows), dtype=bool)
-        strings, decode = self.sampling.stop_strings, self.engine.decode
-        if decode is None:
-            return found
-
-        for place, (row, step) in enumerate(zip(rows.tolist(), steps.tolist(), strict=True)):
-            if step + 1 >= self.sampling.min_tokens:
-                tokens = self.tokens[row, : step + 1].tolist()
-                found[place] = ends_with_stop_string(tokens, strings, decode)
-        return found
-
-    def _free_slots(self, emptied: NDArray[np.int64]) -> None:
-        """Empty these slots, and move active ones from the end into the gaps."""
+        Active ones from the end move into the gaps.
+        """
+        pairs = zip(emptied.tolist(), reasons, strict=True)
+        taken = {int(self.numbers[slot]): self._sample(slot, reason) for slot, reason in pairs}
         left = self.num_active - len(emptied)
         gaps = emptied[emptied < left]
         stays = np.ones(self.num_active, dtype=bool)
@@ -345,13 +315,20 @@ class Scheduler:
         if len(gaps):
             assert self.cache is not None, "slots were filled"
             self.cache.move(*(torch.from_numpy(slots).to(self.device) for slots in (movers, gaps)))
-            self.request_of_slot[gaps] = self.request_of_slot[movers]
+            for name in TABLES:
+                table = getattr(self, name)
+                table[gaps] = table[movers]
         self.num_active = left
+        return taken
 
-    def _free_rows(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self.samples[row], self.prompts[row], self.number_of_row[row] = None, (), -1
-            self.free_rows.append(row)
+    def _sample(self, slot: int, finish_reason: str) -> Sample:
+        """The sample of a slot, with what it has so far."""
+        length = max(int(self.lengths[slot]), int(self.forced[slot]))
+        self.all_finite &= bool(np.isfinite(self.log_probs[slot, :length]).all())
+        made = (table[slot, :length] for table in (self.tokens, self.log_probs, self.versions))
+        sample: Sample = self.samples[slot]
+        with torch.inference_mode(False):  # autograd refuses tensors that are made within it
+            return sample.with_response(*map(torch.from_numpy, made), finish_reason)
 
 
 def rows_of_pass(count: int, least: int) -> int:
