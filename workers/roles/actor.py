@@ -31,7 +31,7 @@ from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Columns, MiniBatch, pass_budget
 from workers.training.router_loss import BalancedEngine
-from workers.weights.delivery import WeightPublisher
+from workers.weights.sender import WeightSender
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig, WorkersConfig
@@ -42,7 +42,7 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-class ActorWorker(Checkpointed, WeightPublisher, Worker):
+class ActorWorker(Checkpointed, WeightSender, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine

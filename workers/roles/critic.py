@@ -9,18 +9,18 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
-from verl_like.process.worker import Worker
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.memory import HeldModel
 from workers.models.precision import precision_of
+from workers.roles.model_worker import ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch, pass_budget
-from workers.weights.delivery import WeightPublisher
+from workers.weights.sender import WeightSender
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -32,7 +32,7 @@ def value_budget(config: WorkersConfig) -> Budget:
     return pass_budget(config, own.ppo_micro_batch_size_per_gpu, own.ppo_max_token_len_per_gpu)
 
 
-class CriticWorker(Checkpointed, WeightPublisher, Worker):
+class CriticWorker(Checkpointed, WeightSender, ModelWorker):
     """Predicts, before each response token, the return that will follow."""
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -70,12 +70,9 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self, total_steps: int) -> None:
-        """Load the body, and the head of a sequence classifier's folder, or zeros.
-
-        The schedule spans `total_steps` calls of `update_critic`.
-        """
-        self.engine.build(self, total_steps)
+    def init_model(self, total_steps: int = 0) -> None:
+        """Load the body, and the head of a sequence classifier's folder, or zeros."""
+        super().init_model(total_steps)
         # a frozen copy holds the type that passes compute in
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
@@ -104,11 +101,6 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
                 shuffle_seed=self.shuffle_seed,
             )
         return {f"critic/{name}": value for name, value in metrics.items()} | mfu
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Hash of the full weights."""
-        return self.engine.weights_checksum()
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch

@@ -14,19 +14,19 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
-from verl_like.process.worker import Worker
 from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.roles.critic import CriticWorker, value_budget
+from workers.roles.model_worker import ModelWorker
 from workers.training.refresh import FollowingEngine
-from workers.weights.sync import WeightReceiver
+from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class CriticCopyWorker(WeightReceiver, Worker):
-    """Values as the critic predicted them at one version; it has no optimizer."""
+class CriticCopyWorker(WeightReceiver, ModelWorker):
+    """Values as the critic predicted them at one version, which its first delivery brings."""
 
     engine: FollowingEngine
 
@@ -39,11 +39,6 @@ class CriticCopyWorker(WeightReceiver, Worker):
     def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
         """The critic's, frozen."""
         return replace(CriticWorker.held_model(config), trains=False, saved=())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the critic's model, which is stale until the first delivery."""
-        self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")
@@ -59,8 +54,3 @@ class CriticCopyWorker(WeightReceiver, Worker):
         columns = self.engine.forward_rows(data, self.budget)
         columns["value_version"] = torch.full((len(data),), version)
         return DataProto.from_dict(columns)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Hash of the full weights."""
-        return self.engine.weights_checksum()

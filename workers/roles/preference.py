@@ -14,11 +14,11 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.process.worker import Worker
 from workers.config.preference import PreferenceWorkerConfig, loss_reads
 from workers.losses.preference.measures import LABELLED_COLUMNS, measures
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
+from workers.roles.model_worker import ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget, Columns, MiniBatch
@@ -77,7 +77,7 @@ class PreferenceWorker(RowWorker):
             return self.engine.weights_checksum()
 
 
-class PreferenceReferenceWorker(Worker):
+class PreferenceReferenceWorker(ModelWorker):
     """The reference, where it has a folder of its own."""
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
@@ -95,11 +95,6 @@ class PreferenceReferenceWorker(Worker):
         assert path is not None, "the role is inactive without a folder"
         model = replace(config.model, path=path, lora_rank=0)
         return HeldModel("ref.model.path", model, config.ref.fsdp_config, config.model.strategy)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the model without an optimizer."""
-        self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

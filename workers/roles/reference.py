@@ -22,7 +22,8 @@ from workers.training.engine import TrainEngine
 from workers.training.file_copies import SavesInBackground
 from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
-from workers.weights.sync import SyncReport, WeightReceiver
+from workers.weights.channel import SyncReport
+from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig

@@ -11,12 +11,12 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCES, as_responses, batch_columns
 from workers.config import ModelConfig, RewardConfig, model_rewards
 from workers.memory import HeldModel
 from workers.models.tokenizers import check_same_tokenizer
+from workers.roles.model_worker import ModelWorker
 from workers.training.microbatch import Budget, budget_of_actor
 from workers.training.score_engine import ScoreEngine
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ModelWorker):
     """Scores a prompt with its response by one number, read at the last real token.
 
     So padding does not change it.
@@ -52,10 +52,10 @@ class RewardModelWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
+    def init_model(self, total_steps: int = 0) -> None:
         """Load the classifier, frozen; one on another tokenizer than the actor's is refused."""
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
-        self.engine.build(self)
+        super().init_model(total_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     @batch_columns(reads=SEQUENCES)
@@ -68,11 +68,6 @@ class RewardModelWorker(Worker):
         mask = data.padded("response_mask") != 0
         last = mask & (torch.arange(mask.shape[1]) == last_places(mask)[:, None])
         return DataProto.from_dict({"rm_scores": as_responses(data, scores[:, None] * last)})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Hash of the full weights."""
-        return self.engine.weights_checksum()
 
 
 def _reward_of(config: WorkersConfig, role: str) -> RewardConfig:

@@ -17,8 +17,6 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import (
     Dispatch,
@@ -36,8 +34,9 @@ from workers.rollout.build import build_engine, check_engine, ranks_per_engine
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
-from workers.weights.host_copy import host_copy
-from workers.weights.sync import SyncReport, WeightReceiver
+from workers.weights.channel import SyncReport
+from workers.weights.host_copy import HostCopy
+from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -69,7 +68,7 @@ class RolloutWorker(WeightReceiver, Worker):
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
         self._whole_config = config
-        self.copy = host_copy(self.config)
+        self.copy = HostCopy() if self.config.sync == "changed" else None
         self._submitted: dict[int, tuple[DataProto, int]] = {}
         """By the engine's number of a sample: the batch that it came in, and its row there."""
 
@@ -87,22 +86,17 @@ class RolloutWorker(WeightReceiver, Worker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         """One response per row, or the rest of one, where the rows are unfinished samples.
 
-        `meta_info` carries the ids of eos and pad, and may override the sampling settings. With
-        `max_new_tokens_per_call` in it a response that is longer comes unfinished.
+        `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
         sampling = self.sampling_of(data)
-        max_tokens = data.meta_info.get("max_new_tokens_per_call")
-        samples = self.engine.generate(self.requests_of(data), sampling, max_tokens)
-        return self._batch_of(data, samples)
+        return self._batch_of(data, self.engine.generate(self.requests_of(data), sampling))
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
         """Begin the samples of these rows, which `take` gives with their column `request`."""
         require(data, REQUEST)
-        samples = self.requests_of(data)
-        if samples:
-            numbers = self.engine.submit(samples, self.sampling_of(data))
-            self._submitted |= {number: (data, row) for row, number in enumerate(numbers)}
+        numbers = self.engine.submit(self.requests_of(data), self.sampling_of(data))
+        self._submitted |= {number: (data, row) for row, number in enumerate(numbers)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
@@ -129,7 +123,7 @@ class RolloutWorker(WeightReceiver, Worker):
             asked = origins[0][0].select_idxs([row for _, row in origins])
             asked.shard = None
             part = self._batch_of(asked, [samples[number] for number in numbers])
-            parts.append(part.union(asked.select([REQUEST])))
+            parts.append(part.union(DataProto.from_dict({REQUEST: asked.padded(REQUEST)})))
         return DataProto.concat(parts) if parts else None
 
     def _batch_of(self, data: DataProto, samples: list[Sample]) -> DataProto:
@@ -140,7 +134,6 @@ class RolloutWorker(WeightReceiver, Worker):
             )
         truncated = self.sampling_of(data).truncated_log_probs
         columns = sample_columns(data, samples, self.response_width, int(pad), truncated)
-        columns["weights_id"] = torch.full((len(data),), self.engine.weights_id)
         columns["policy_version"] = oldest_versions(samples, len(data), self.engine.version or 0)
         reasons = [sample.finish_reason for sample in samples]
         return DataProto.from_dict(

@@ -14,18 +14,18 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
-from verl_like.process.worker import Worker
 from workers.config.rows import RowWorkerConfig
 from workers.memory import HeldModel
 from workers.models.causal_lm import Head
 from workers.models.memory import memory_in_use
+from workers.roles.model_worker import ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
 
 
-class RowWorker(Checkpointed, Worker):
+class RowWorker(Checkpointed, ModelWorker):
     """Takes one optimizer step on the rows of each call."""
 
     engine_class: type[TrainEngine] = TrainEngine
@@ -71,11 +71,6 @@ class RowWorker(Checkpointed, Worker):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the loss, and of the metrics."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self, total_steps: int) -> None:
-        """Load the model; the schedule spans `total_steps` calls of `update_model`."""
-        self.engine.build(self, total_steps)
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def update_model(self, data: DataProto) -> Metrics:
         """One optimizer step on all of these rows; gives its metrics."""
@@ -91,8 +86,3 @@ class RowWorker(Checkpointed, Worker):
             )
         named = {f"train/{name}": value for name, value in metrics.items()}
         return named | mfu | memory_in_use(self.engine.device)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Hash of the full weights."""
-        return self.engine.weights_checksum()

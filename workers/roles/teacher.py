@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.process.worker import Worker
 from workers.columns import SEQUENCES, Column, batch_columns
 from workers.config import teacher_model
 from workers.memory import HeldModel
 from workers.roles.actor import log_prob_temperature
+from workers.roles.model_worker import ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class TeacherWorker(Worker):
+class TeacherWorker(ModelWorker):
     """Scores the student's responses, token by token, under weights of its own."""
 
     is_frozen = True
@@ -45,11 +45,6 @@ class TeacherWorker(Worker):
             rows=own.log_prob_micro_batch_size_per_gpu,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the teacher without an optimizer."""
-        self.engine.build(self)
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     @batch_columns(
         reads=SEQUENCES,
@@ -60,8 +55,3 @@ class TeacherWorker(Worker):
         """`teacher_log_prob` of the responses."""
         outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)
         return DataProto.from_dict({"teacher_log_prob": outputs["log_probs"]})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Hash of the full weights."""
-        return self.engine.weights_checksum()

@@ -21,9 +21,9 @@ from verl_like.errors import MissingColumnError, RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import unfinished_rows
+from workers.rollout.batches import REQUEST
 from workers.rollout.client import RolloutClient, Submission
-from workers.weights.delivery import deliver_weights, publish_weights
+from workers.weights.sync import deliver_weights, publish_weights
 
 WITHOUT_EOS = META | {"eos_token_id": 63}
 
@@ -40,13 +40,10 @@ class Refusing(RolloutWorker):
             self.engine.load_weights = refuse
 
 
-@pytest.fixture(
-    params=["local", "local, a second buffer", pytest.param("ray", marks=pytest.mark.ray)]
-)
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def group(one_layer_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks, which have no weights yet."""
     config = tiny_config(one_layer_dir)
-    config.actor_rollout_ref.rollout.double_buffer = "buffer" in request.param
     recipe = ClassWithInitArgs(Refusing, config)
     if request.param != "ray":
         made: Any = LocalWorkerGroup(ResourcePool([2]), recipe)
@@ -105,13 +102,27 @@ def worker(one_layer_dir: Path) -> RolloutWorker:
     return worker
 
 
-FEW_AT_A_TIME = WITHOUT_EOS | {"eos_token_id": [7, 9, 13, 21], "max_new_tokens_per_call": 2}
+SEVERAL_EOS = WITHOUT_EOS | {"eos_token_id": [7, 9, 13, 21]}
 
 
 def drawn(worker: RolloutWorker, prompts: DataProto) -> DataProto:
     """The prompts with their samples, as the driver joins them."""
     samples = worker.generate_sequences(prompts)
     return with_responses(prompts, samples)
+
+
+def begun(worker: RolloutWorker, rows: DataProto, max_tokens: int) -> DataProto:
+    """The rows with what is drawn after so many tokens; the others are aborted."""
+    numbers = DataProto.from_dict({REQUEST: torch.arange(len(rows))})
+    worker.submit(rows.select().union(numbers))
+    parts = [worker.take(max_tokens), worker.abort()]
+    samples = DataProto.concat([part for part in parts if part is not None])
+    samples = samples.select_idxs(torch.argsort(samples.pop([REQUEST]).padded(REQUEST)))
+    return with_responses(rows, samples)
+
+
+def unfinished(rows: DataProto) -> DataProto:
+    return rows.select_idxs(torch.from_numpy(rows.non_tensor_batch["finish_reason"] == "abort"))
 
 
 def by_sample(parts: list[DataProto]) -> dict[tuple[str, int], DataProto]:
@@ -129,12 +140,12 @@ def by_sample(parts: list[DataProto]) -> dict[tuple[str, int], DataProto]:
 def test_responses_over_several_calls_are_those_of_one_bit_for_bit(
     worker: RolloutWorker, sampling: dict[str, Any]
 ) -> None:
-    meta = FEW_AT_A_TIME | sampling
-    whole = by_sample([drawn(worker, prompt_batch(10, meta=meta | {"max_new_tokens_per_call": 9}))])
+    meta = SEVERAL_EOS | sampling
+    whole = by_sample([drawn(worker, prompt_batch(10, meta=meta))])
     prompts, parts = prompt_batch(10, meta=meta), []
     while len(prompts):
-        parts.append(drawn(worker, prompts))
-        prompts = unfinished_rows(parts[-1])
+        parts.append(begun(worker, prompts, 2))
+        prompts = unfinished(parts[-1])
     assert len(parts) == -(-RESPONSE // 2)
     in_parts = by_sample(parts)
     assert whole.keys() == in_parts.keys()
@@ -148,7 +159,7 @@ def test_responses_over_several_calls_are_those_of_one_bit_for_bit(
 def test_rows_that_lack_a_column_of_what_they_have_so_far_are_refused(
     worker: RolloutWorker,
 ) -> None:
-    rest = unfinished_rows(drawn(worker, prompt_batch(4, meta=FEW_AT_A_TIME)))
+    rest = unfinished(begun(worker, prompt_batch(4, meta=SEVERAL_EOS), 2))
     assert len(rest) >= 2
     rest.pop(["token_versions"])
     with pytest.raises(MissingColumnError, match="no 'token_versions'"):
