@@ -88,7 +88,6 @@ COLUMNS: dict[str, Column] = {
             *_GENERATED,
         ),
         Column("token_versions", "[rows, R]", "int32", "", *_GENERATED),
-        Column("weights_id", "[rows]", "int64", "", *_GENERATED),
         Column("policy_version", "[rows]", "int64", ": that of the oldest token", *_GENERATED),
         Column("finish_reason", "[rows]", "object", "", *_GENERATED),
         Column("response_text", "[rows]", "object", "whoever decodes the responses first"),

@@ -48,15 +48,22 @@ def decode(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
-def make_engine(name: str, model: Any, folder: Path) -> RolloutEngine:
-    """An engine with weights of its own, stale."""
-    limits = EngineLimits(
-        prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=64, kv_cache_gb=1.0
-    )
+LIMITS = EngineLimits(
+    prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=64, kv_cache_gb=1.0
+)
+
+
+def make_engine(name: str, model: Any, folder: Path, url: str = "") -> RolloutEngine:
+    """An engine with weights of its own, stale; with a `url` that of vLLM's server there."""
+    limits = LIMITS
     if name == "vllm":
         from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+        from workers.rollout.vllm.server import VllmServerEngine
 
-        return VllmEngine(VllmSettings(str(folder)), limits, decode=decode)
+        settings = VllmSettings(str(folder))
+        if url:
+            return VllmServerEngine(url, settings, limits, decode=decode)
+        return VllmEngine(settings, limits, decode=decode)
     own = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in own.parameters():
@@ -119,6 +126,16 @@ def generate_and(
     work()
     finished |= engine.take()
     return [finished[number] for number in numbers]
+
+
+def begun(
+    engine: RolloutEngine, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int
+) -> list[Sample]:
+    """All samples, aborted where they go on after so many tokens."""
+    numbers = engine.submit(samples, sampling)
+    found = engine.take(max_tokens)
+    found |= engine.abort()
+    return [found[number] for number in numbers]
 
 
 def first_tokens(sample: Sample, count: int) -> Sample:

@@ -53,5 +53,6 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
             f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
         )
     joins = joined_cluster(config)
-    if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known
+    # what is installed on other machines is not known
+    if rollout.name == "vllm" and not (joins or rollout.server_urls):
         check_version(device_type_of(config.trainer))

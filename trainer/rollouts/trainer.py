@@ -54,7 +54,7 @@ class SamplingTrainer(Trainer):
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
         """The rows of prompts with a response each; `settings` go before those of the batch.
 
-        Rows of `unfinished_rows` go on where they ended.
+        Rows with the finish reason "abort" go on where they ended.
         """
         asked = batch.select() if goes_on(batch) else self.needed(batch, *ASK)
         asked.meta_info = asked.meta_info | settings

@@ -40,6 +40,16 @@ TAKES_WEIGHTS_AT_ONCE = When(
     "weights arrive between two generations",
 )
 ENGINE_IS_VLLM = when("name", "vllm")
+VLLM_IS_OURS = When(
+    "`name` is vllm, in process",
+    lambda section, _: section.name == "vllm" and not section.server_urls,
+    "{section}name is not vllm, or vLLM is a server, whose own command decides that",
+)
+CACHE_IS_OURS = When(
+    "`name` is not hf, nor vLLM a server",
+    lambda section, _: section.name != "hf" and not section.server_urls,
+    "{section}name is hf, or vLLM is a server, whose own command decides that",
+)
 ENGINE_IS_NOT_HF = unless("name", "hf")
 ENGINE_IS_NOT_VLLM = unless(
     "name", "vllm", "rollout.name=vllm quantises by rollout.engine_kwargs.quantization"
@@ -84,7 +94,7 @@ class RolloutConfig:
     """False decodes greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Samples decoded together on one rank."""
-    kv_cache_gb: float = key(4.0, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
+    kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
     """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
     keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache of what is in flight when new weights arrive; false computes it again."""
@@ -103,20 +113,25 @@ class RolloutConfig:
     """Weights travel to the rollout in pieces of about this size."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
     """What travels to the rollout: all weights, or those that have changed, LoRA as its factors."""
-    double_buffer: bool = key(False, read_when=GENERATES_BESIDE, may_change_on_resume=True)
-    """Receive new weights while generating with the old ones: one more copy, in host memory."""
     read_back_every: int = key(10, above=0, may_change_on_resume=True)
     """On GPUs: read the engine's weights back at one of so many weight syncs; on CPUs at each."""
+    server_urls: list[str] = key(
+        factory=list,
+        allows="http://HOST:PORT, one for each rank of the rollout",
+        read_when=ENGINE_IS_VLLM,
+        may_change_on_resume=True,
+    )
+    """vllm: servers that are running already; empty starts engines in the rollout's processes."""
     engine_kwargs: dict[str, Any] = key(
-        factory=dict, allows="what vLLM's LLM takes", read_when=ENGINE_IS_VLLM
+        factory=dict, allows="what vLLM's LLM takes", read_when=VLLM_IS_OURS
     )
     """vllm: further arguments of its LLM class, such as quantization."""
     tensor_model_parallel_size: int = key(
-        1, above=0, read_when=ENGINE_IS_VLLM, may_change_on_resume=True
+        1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
     """vllm: ranks that share one engine; divides the rollout's pool."""
     gpu_memory_utilization: float = key(
-        0.5, above=0, at_most=1, read_when=ENGINE_IS_VLLM, may_change_on_resume=True
+        0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
     """vllm: share of a device's memory that the engine takes."""
     log_prob_micro_batch_size_per_gpu: int = key(

@@ -6,6 +6,7 @@ The engines are `rollout.hf`, `rollout.native.engine` and `rollout.vllm.engine`.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
-from workers.rollout.sample import Sample
-from workers.weights.checksum import CopyCheck, Fingerprint, checksum_of
+from workers.rollout.sample import Sample, ends_with_stop_string
+from workers.weights.checksum import CopyCheck, checksum_of
 from workers.weights.module_writer import refuse_problems
 
 
@@ -88,9 +89,14 @@ class Budget:
         self._until = None if seconds is None else time.monotonic() + seconds
 
     @property
+    def seconds_left(self) -> float:
+        """Until the time is over."""
+        return math.inf if self._until is None else max(0.0, self._until - time.monotonic())
+
+    @property
     def is_over(self) -> bool:
         """Whether the time is over."""
-        return self._until is not None and time.monotonic() >= self._until
+        return self.seconds_left == 0
 
 
 class RolloutEngine(ABC):
@@ -105,13 +111,12 @@ class RolloutEngine(ABC):
                 done = engine.take(seconds=1.0) # be loaded, between two takes
             engine.sleep()                      # training takes the memory
 
-    `generate` submits all and takes all. A sample's tokens do not depend on what runs beside it.
+    A sample's tokens do not depend on what runs beside it.
     An engine that shares the trainer's module needs no `load_weights`. `version` is the last
-    commit's, None when stale; `weights_id` names the weights themselves.
+    commit's, None when stale.
     """
 
     version: int | None = None
-    weights_id: int = 0
     asleep: bool = False
     owns_weights: bool = True
     num_bytes: int = 0
@@ -125,7 +130,6 @@ class RolloutEngine(ABC):
         """`decode` turns token ids into text; only stop strings need it."""
         self.limits = limits
         self.decode = decode
-        self._fingerprint = Fingerprint()
         self._came = CopyCheck()
         self._num_loads = 0
         self._ids = itertools.count()
@@ -192,17 +196,14 @@ class RolloutEngine(ABC):
             del self._running[number]
         return samples
 
-    def generate(
-        self, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int | None = None
-    ) -> list[Sample]:
-        """All of them, in their order; with `max_tokens` some may come unfinished."""
+    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
+        """Submit all and take all: the samples in their order."""
         if self._running:
             raise RolloutError(
                 f"rollout: this engine is generating {self.num_running} samples already."
             )
         numbers = self.submit(samples, sampling)
-        finished = self.take(max_tokens)
-        finished |= self.abort()
+        finished = self.take()
         return [finished[number] for number in numbers]
 
     def load_weights(
@@ -216,7 +217,7 @@ class RolloutEngine(ABC):
         """
         self.version = None
         self.wake_up()
-        self._fingerprint, self._came = Fingerprint(), CopyCheck()
+        self._came = CopyCheck()
         self._load(self._noted(tensors, {} if hashes is None else hashes))
         damaged = self._damaged() if self.reads_back else []
         self.hash_s = self._came.watch.seconds
@@ -234,12 +235,11 @@ class RolloutEngine(ABC):
         for name, tensor in tensors:
             if self.reads_back:
                 self._came.note(name, tensor, hashes.get(name))
-            self._fingerprint.note(name, tensor)
             yield name, tensor
 
     def commit(self, version: int) -> None:
         """Declare the loaded weights verified: from here on samples are those of `version`."""
-        self.version, self.weights_id = version, self._fingerprint.value()
+        self.version = version
 
     def sleep(self) -> None:
         """Give memory back; an engine that owns its weights loses them and becomes stale."""
@@ -296,6 +296,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _allocate(self) -> None:
         """Make room for them again."""
+
+    def ends_with_stop_string(self, tokens: Sequence[int], sampling: SamplingParams) -> bool:
+        """Whether the newest token of a response completes a stop string."""
+        strings, decode = sampling.stop_strings, self.decode
+        if not strings or decode is None or len(tokens) < sampling.min_tokens:
+            return False
+        return ends_with_stop_string(tokens, strings, decode)
 
     def _damaged(self) -> list[str]:
         """Names of the weights of this load that the engine does not hold as they came."""

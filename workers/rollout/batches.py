@@ -15,7 +15,6 @@ from workers.rollout.sample import Sample
 
 REQUEST = "request"
 """The column that numbers the rows which are submitted, for whoever takes them."""
-UNFINISHED = "abort"
 RESPONSE = ("responses", "response_mask", "rollout_log_probs", "token_versions")
 """Columns of a response, which a row brings along that goes on."""
 TRUNCATED = "rollout_truncated_log_probs"
@@ -136,10 +135,3 @@ def oldest_versions(samples: Sequence[Sample], rows: int, current: int) -> Tenso
         if len(drawn):
             oldest[row] = int(drawn.min())
     return oldest
-
-
-def unfinished_rows(samples: DataProto) -> DataProto:
-    """The rows whose responses are unfinished: generated again, they go on where they ended."""
-    require(samples, "finish_reason", "prompts", "uid", "sample_index", *RESPONSE)
-    is_open = torch.from_numpy(samples.non_tensor_batch["finish_reason"] == UNFINISHED)
-    return samples.select_idxs(is_open)

@@ -38,6 +38,12 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
     check_options(rollout.engine_kwargs)
+    urls = rollout.server_urls
+    if urls and (len(urls) != world_size or len(set(urls)) != world_size):
+        raise ConfigError(
+            f"rollout.server_urls names {len(set(urls))} servers for the rollout's {world_size} "
+            "processes: each asks one of its own."
+        )
     ranks = ranks_per_engine(config)
     if world_size % ranks:
         valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
@@ -144,6 +150,7 @@ def _vllm_engine(
     devices: str | None,
 ) -> RolloutEngine:
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.server import VllmServerEngine
 
     policy = config.actor_rollout_ref
     if devices is not None:
@@ -156,6 +163,8 @@ def _vllm_engine(
         device_type=worker.device.type,
         options=dict(policy.rollout.engine_kwargs),
     )
+    if urls := policy.rollout.server_urls:
+        return VllmServerEngine(urls[worker.rank], settings, limits, decode=decode)
     return VllmEngine(settings, limits, decode=decode)
 
 
@@ -172,19 +181,15 @@ def _devices_of(worker: Worker, ranks: int) -> str | None:
 class StandbyEngine(RolloutEngine):
     """Takes part in syncs and generates nothing: another rank's engine uses this rank's device."""
 
-    vocab_size = 2**31
-
-    def generate(
-        self, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int | None = None
-    ) -> list[Sample]:
-        """Nothing: the engine's own rank answers."""
-        return []
-
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         return ()
 
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
+        """Nothing: the engine's own rank has the same samples, and answers."""
+        return []
+
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        raise RolloutError("rollout: this rank stands by; its engine is in another process.")
+        """Nothing is drawn."""
 
     def _advance(self, budget: Budget) -> dict[int, Sample]:
         return {}

@@ -15,6 +15,7 @@ from tests.workers.rollout_engines import (
     RESPONSE,
     STOP,
     VOCAB,
+    begun,
     first_tokens,
     full_logits,
     generate_and,
@@ -133,15 +134,17 @@ def test_a_response_goes_on_so_too_where_the_module_itself_decodes(
 def test_calls_of_a_few_tokens_each_make_the_responses_of_one_call(
     engine: RolloutEngine, per_call: int
 ) -> None:
+    in_step = type(engine).__name__ != "VllmServerEngine"  # a server draws on between two takes
     whole = engine.generate(requests_of(PROMPTS), settings())
-    outputs, calls = engine.generate(requests_of(PROMPTS), settings(), per_call), 1
+    outputs, calls = begun(engine, requests_of(PROMPTS), settings(), per_call), 1
     while unfinished := [i for i, o in enumerate(outputs) if o.finish_reason == "abort"]:
-        assert all(len(outputs[i].tokens) == per_call * calls for i in unfinished)
-        again = engine.generate([outputs[i] for i in unfinished], settings(), per_call)
+        if in_step:
+            assert all(len(outputs[i].tokens) == per_call * calls for i in unfinished)
+        again = begun(engine, [outputs[i] for i in unfinished], settings(), per_call)
         for i, output in zip(unfinished, again, strict=True):
             outputs[i] = output
         calls += 1
-    assert calls == -(-RESPONSE // per_call)
+    assert calls == -(-RESPONSE // per_call) or not in_step
     for found, expected in zip(outputs, whole, strict=True):
         same(found, expected, engine)
 
@@ -150,9 +153,9 @@ def test_responses_of_older_weights_go_on_beside_new_ones_as_alone(
     engine: RolloutEngine, other: Any
 ) -> None:
     requests = requests_of(PROMPTS)
-    begun = engine.generate(requests[::2], LONG, max_tokens=3)
+    half = begun(engine, requests[::2], LONG, 3)
     load(engine, other, 4)
-    going_on = [sample for sample in begun if sample.finish_reason == "abort"]
+    going_on = [sample for sample in half if sample.finish_reason == "abort"]
     assert len(going_on) > 2
     fresh = requests[1::2]
     both = [fresh[0], *going_on, *fresh[1:]]

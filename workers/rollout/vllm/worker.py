@@ -9,9 +9,11 @@ which is ten times slower, and log-probs after truncation.)
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,8 +25,10 @@ from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.read_back import ReadBack
-from workers.weights.channel import Bucket
+from workers.rollout.vllm.setup import model_facts
+from workers.weights.channel import Bucket, receiving
 from workers.weights.checksum import hashes_of
+from workers.weights.connection import Address, Connections
 
 
 class Sampler(nn.Module):
@@ -39,14 +43,18 @@ class Sampler(nn.Module):
         self.runner = runner
         self.original = original
         self.sampling: SamplingParams | None = None
-        self.log_probs = torch.zeros(0, 0, 0)
+        self.version = 0
+        """Of the weights that draw."""
+        self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
-        """Room for the log-probs of so many requests at once; what is there stays."""
-        shape = (num_rows, sampling.max_tokens, sampling.num_log_probs)
-        old, self.log_probs = self.log_probs, torch.zeros(shape)
-        if old.shape[1:] == shape[1:]:
-            self.log_probs[: len(old)] = old[:num_rows]
+        """Room for what is drawn for so many requests at once; what is there stays."""
+        shape, before = (num_rows, sampling.max_tokens), (self.log_probs, self.versions)
+        self.log_probs = torch.zeros(*shape, sampling.num_log_probs)
+        self.versions = torch.zeros(shape, dtype=torch.int32)
+        for old, new in zip(before, (self.log_probs, self.versions), strict=True):
+            if self.sampling is not None:
+                new[: len(old)] = old
         self.sampling = sampling
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +75,8 @@ class Sampler(nn.Module):
         noise = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
         steps = torch.from_numpy(positions)
         tokens, log_probs = choose_tokens(logits, noise, self.sampling, steps)
-        self.log_probs[[fact["row"] for fact in facts], steps] = log_probs.cpu()
+        rows = [fact["row"] for fact in facts]
+        self.log_probs[rows, steps], self.versions[rows, steps] = log_probs.cpu(), self.version
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
@@ -79,10 +88,27 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     rank: int
+    device: torch.device
+    _links: Connections | None = None
     _arrivals: Arrivals
     _read_back: ReadBack | None = None
     _processed: set[nn.Module]
     """Layers whose weights are what their kernels take, since this load began."""
+
+    def over_http(self, method: str, arguments: str) -> str:
+        """One of these methods for a client of vLLM's server: JSON comes, and JSON goes."""
+        return json.dumps(getattr(self, method)(*json.loads(arguments)), default=_plain)
+
+    def facts(self) -> dict[str, Any]:
+        """What such a client compares with its own configuration."""
+        model = self.vllm_config.model_config
+        return model_facts(model.hf_text_config) | {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "async_scheduling": self.vllm_config.scheduler_config.async_scheduling,
+            "takes_our_sampler": hasattr(self.model_runner, "input_batch"),
+            "max_model_len": model.max_model_len,
+        }
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; returns the classes of the layers' methods: which quantization."""
@@ -96,14 +122,18 @@ class WorkerExtension:
                 methods.add(type(method).__name__)
         return sorted(methods)
 
-    def begin_requests(self, sampling: SamplingParams, num_rows: int) -> None:
-        """Before requests are added: the table of log-probs has so many rows from here on."""
-        self.model_runner.sampler.begin(sampling, num_rows)
+    def use_version(self, version: int) -> None:
+        """What is drawn from here on is of that version."""
+        self.model_runner.sampler.version = version
 
-    def log_probs_of(self, rows: list[int]) -> Tensor:
-        """The log-probs [rows, max tokens, kinds] of what was drawn for these rows of the table."""
-        log_probs: Tensor = self.model_runner.sampler.log_probs[rows]
-        return log_probs
+    def begin_requests(self, sampling: dict[str, Any], num_rows: int) -> None:
+        """Before requests are added: the tables have so many rows from here on."""
+        self.model_runner.sampler.begin(SamplingParams(**sampling), num_rows)
+
+    def drawn_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Log-probs [rows, max tokens, kinds] and versions [rows, max tokens] of what was drawn."""
+        sampler = self.model_runner.sampler
+        return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:
         """Nothing runs."""
@@ -141,6 +171,14 @@ class WorkerExtension:
         if bucket.payload.is_cuda:
             # the engine fills this memory anew as soon as every rank has answered
             torch.cuda.synchronize(bucket.payload.device)
+
+    def receive_load(self, address: str, num_ranks: int) -> None:
+        """All of the weights, from a client of vLLM's server; every rank gets a copy."""
+        self._links = self._links or Connections()
+        who = self.rank + 1, num_ranks, self.device, "vllm"
+        with receiving(self._links, Address.read(address), *who) as channel:
+            self.load_tensors(channel.receive())
+        self._arrivals.changed += channel.corrupt
 
     def _load_tensor(self, name: str, tensor: Tensor) -> str | None:
         """Why vLLM's model has no place for it, in its words; None where it took it."""
@@ -192,6 +230,11 @@ class WorkerExtension:
             if packs and layer.weight.dim() == 2:
                 method: Any = layer.quant_method
                 method.process_weights_after_loading(layer)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and reports as JSON has them."""
+    return value.tolist() if isinstance(value, Tensor) else asdict(value)
 
 
 def watch_processing(

@@ -1,0 +1,193 @@
+"""What `rollout.server_urls` promises beside the contract: how a server is asked, and refused.
+
+The contract suite runs on a real server (marker `vllm`); here one stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout_engines import PROMPT, RESPONSE, load, make_model, settings
+from tests.workers.samples import tiny_config
+from tests.workers.vllm_servers import StandIn, stand_in_server
+from verl_like.errors import ConfigError, RolloutError, WeightSyncError
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.base import EngineLimits
+from workers.rollout.sample import Sample
+from workers.rollout.vllm.engine import VllmSettings
+from workers.rollout.vllm.server import VllmServerEngine
+from workers.weights.checksum import checksum_of
+
+LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return make_model(folder)
+
+
+@pytest.fixture
+def server(
+    folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, StandIn]]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with stand_in_server(folder, LIMITS) as found:
+        yield found
+
+
+def engine_of(folder: Path, url: str) -> VllmServerEngine:
+    return VllmServerEngine(url, VllmSettings(str(folder)), LIMITS)
+
+
+@pytest.fixture
+def engine(folder: Path, model: Any, server: tuple[str, StandIn]) -> VllmServerEngine:
+    made = engine_of(folder, server[0])
+    load(made, model, 3)
+    return made
+
+
+FREE = settings(stop_token_ids=(0,))
+
+
+def test_requests_join_those_that_run_and_what_is_aborted_goes_on(
+    engine: VllmServerEngine, server: tuple[str, StandIn]
+) -> None:
+    _, rank = server
+    rank.held |= {1, 20}
+    first, second = engine.submit([Sample([1]), Sample([20])], FREE)
+    assert engine.take(max_tokens=2) == {}
+    (third,) = engine.submit([Sample([40])], FREE)
+    found: dict[int, Sample] = {}
+    while third not in found:
+        found |= engine.take(seconds=0.2)
+    assert found[third].tokens.tolist() == list(range(40, 40 + RESPONSE))
+    assert found[third].log_probs.tolist() == [-float(n) for n in range(40, 40 + RESPONSE)]
+
+    stopped = engine.abort([first])
+    assert stopped[first].finish_reason == "abort"
+    assert stopped[first].tokens.tolist() == [1, 2]
+    assert len(rank.aborted) == 1
+    rank.held.clear()
+    (again,) = engine.submit([stopped[first]], FREE)
+    found |= engine.take()
+    assert found[again].tokens.tolist() == list(range(1, 1 + RESPONSE))
+    assert found[second].tokens.tolist() == list(range(20, 20 + RESPONSE))
+    assert found[again].finish_reason == "length"
+    assert engine.num_running == 0
+
+
+def test_weights_arrive_while_the_server_is_paused_and_later_tokens_have_their_version(
+    engine: VllmServerEngine, server: tuple[str, StandIn], model: Any
+) -> None:
+    _, rank = server
+    assert engine.weights_checksum() == checksum_of(model.named_parameters())
+    assert rank.weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(rank.weights[name], w) for name, w in model.named_parameters())
+
+    rank.held.add(1)
+    (number,) = engine.submit([Sample([1])], FREE)
+    engine.take(max_tokens=2)
+    rank.calls.clear()
+    load(engine, model, 4)
+    places = [rank.calls.index(path) for path in ("/pause?mode=keep&clear_cache=false", "/resume")]
+    assert places == [0, len(rank.calls) - 1]
+    assert "/reset_prefix_cache?reset_running_requests=true" in rank.calls
+    rank.held.clear()
+    sample = engine.take()[number]
+    assert sample.versions.tolist() == [3] * 2 + [4] * (RESPONSE - 2)
+
+
+def test_weights_that_change_on_their_way_never_count(
+    engine: VllmServerEngine, server: tuple[str, StandIn], model: Any
+) -> None:
+    _, rank = server
+    rank.damage = lambda: rank._arrivals.changed.append("lm_head.weight")
+    with pytest.raises(WeightSyncError, match="1 changed on their way: lm_head.weight"):
+        load(engine, model, 4)
+    with pytest.raises(RolloutError, match="has no verified weights"):
+        engine.generate([Sample([1])], FREE)
+
+
+def test_a_server_that_does_not_take_weights_is_named(
+    engine: VllmServerEngine, server: tuple[str, StandIn], model: Any
+) -> None:
+    def fail() -> None:
+        raise ValueError("no room")
+
+    server[1].damage = fail
+    with pytest.raises(WeightSyncError, match="answers /collective_rpc with 500: .*no room"):
+        load(engine, model, 4)
+
+
+def test_a_server_that_is_not_there_is_named_with_the_command_that_starts_one(
+    folder: Path, model: Any
+) -> None:
+    words = (
+        r"the server http://127.0.0.1:9 \(rollout.server_urls\) cannot be reached .*Start it.*: "
+        f"VLLM_SERVER_DEV_MODE=1 .*--model {folder} .*--max-model-len {PROMPT + RESPONSE} "
+    )
+    with pytest.raises(RolloutError, match=words):
+        engine_of(folder, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"vocab_size": 99, "hidden_size": 8},
+            "has vocab_size 99 instead of 64, hidden_size 8 ins",
+        ),
+        ({"dtype": "bfloat16"}, "has dtype bfloat16 instead of float32"),
+        ({"async_scheduling": True}, "has async_scheduling True instead of False"),
+        ({"quantization": "fp8"}, "has quantization fp8 instead of None"),
+        ({"max_model_len": 20}, f"has max_model_len 20, less than {PROMPT + RESPONSE}"),
+    ],
+)
+def test_a_server_that_was_started_for_something_else_is_refused(
+    folder: Path, server: tuple[str, StandIn], changes: dict[str, Any], words: str
+) -> None:
+    url, rank = server
+    rank.facts_found |= changes
+    with pytest.raises(RolloutError, match=words):
+        engine_of(folder, url)
+
+
+def test_a_server_of_another_version_is_refused(folder: Path, server: tuple[str, StandIn]) -> None:
+    url, rank = server
+    rank.version = "0.41.0"
+    with pytest.raises(ConfigError, match=f"tested with vllm from 0.32 .*found 0.41.0 at {url}"):
+        engine_of(folder, url)
+
+
+def test_a_server_that_dies_in_a_response_ends_the_take(
+    engine: VllmServerEngine, server: tuple[str, StandIn]
+) -> None:
+    server[1].dies = True
+    engine.submit([Sample([1])], FREE)
+    with pytest.raises(RolloutError, match="broke off .*Start it"):
+        engine.take()
+    assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("urls", [["http://a:1", "http://b:1"], []])
+def test_every_rank_of_the_rollout_has_a_server_of_its_own(
+    one_layer_dir: Path, urls: list[str]
+) -> None:
+    config = tiny_config(one_layer_dir)
+    config.actor_rollout_ref.rollout.name = "vllm"
+    config.actor_rollout_ref.rollout.server_urls = urls
+    if not urls:
+        RolloutWorker(config)
+        return
+    with pytest.raises(ConfigError, match="names 2 servers for the rollout's 1 processes"):
+        RolloutWorker(config)

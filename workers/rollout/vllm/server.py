@@ -1,0 +1,214 @@
+"""vLLM's server as a rollout engine: what `rollout.vllm.engine` does, by HTTP.
+
+Somebody has started the server (`serve_command`) with our `WorkerExtension` in its workers. Prompts
+and drawn tokens travel as ids (`/inference/v1/generate`), tokens are drawn by our sampler from a
+sample's own noise, and log-probs and versions come from its tables. Weights go to the server's
+ranks as from an actor to a rollout (`workers.weights.channel`), while its scheduler is paused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import RolloutError, WeightSyncError
+from workers.models.hf_config import read_hf_config
+from workers.rollout.base import Budget, EngineLimits
+from workers.rollout.vllm.engine import EXTENSION, VllmEngine, VllmSettings
+from workers.rollout.vllm.handover import Arrivals
+from workers.rollout.vllm.read_back import Held
+from workers.rollout.vllm.setup import model_facts, refuse_untested
+from workers.weights.channel import pack, sending
+from workers.weights.connection import Connections, call_in_thread
+
+ANSWER_S = 600.0
+"""How long the server may take for one answer, the load of its weights included."""
+LOOK_S = 10.0
+"""Where no token comes for so long, the server is asked whether it is well."""
+BUCKET_BYTES = 16 * 2**20
+
+
+def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
+    """What starts the server that this configuration needs."""
+    eager = " --enforce-eager" if settings.device_type == "cpu" else ""
+    return (
+        "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python -m "
+        f"vllm.entrypoints.openai.api_server --model {settings.model_path} --tokens-only "
+        f"--no-async-scheduling --load-format dummy --dtype {settings.dtype} --max-model-len "
+        f"{limits.prompt_width + limits.response_width} --worker-extension-cls {EXTENSION}{eager}"
+    )
+
+
+class VllmServerEngine(VllmEngine):
+    """One vLLM server, which this process alone asks."""
+
+    def __init__(
+        self,
+        url: str,
+        settings: VllmSettings,
+        limits: EngineLimits,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self.url, self.way_out = url.rstrip("/"), serve_command(settings, limits)
+        self._name = uuid.uuid4().hex
+        self._links = Connections()
+        self._arrived: queue.SimpleQueue[tuple[int, list[int] | Exception]] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(limits.max_num_seqs, "vllm server")
+        super().__init__(settings, limits, decode=decode)
+
+    def _start(self) -> None:
+        """Refuse a server of another version, or one that was started for something else."""
+        settings, limits = self.settings, self.limits
+        refuse_untested(self._ask("/version")["version"], "vllm", f" at {self.url}")
+        ranks = self._everywhere("facts")
+        self._num_ranks = len(ranks)
+        found, longest = ranks[0], limits.prompt_width + limits.response_width
+        wanted = model_facts(read_hf_config(settings.model_path).get_text_config()) | {
+            "dtype": settings.dtype,
+            "quantization": None,
+            "async_scheduling": False,
+            "takes_our_sampler": True,
+        }
+        wrong = [
+            f"{name} {found[name]} instead of {value}"
+            for name, value in wanted.items()
+            if found[name] != value
+        ]
+        if found["max_model_len"] < longest:
+            wrong.append(f"max_model_len {found['max_model_len']}, less than {longest}")
+        if wrong:
+            raise self._error(f"has {', '.join(wrong)}")
+
+    def commit(self, version: int) -> None:
+        """The server goes on: from here on its tokens are those of `version`."""
+        super().commit(version)
+        self._ask("/resume", {})
+
+    def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
+        body = {"token_ids": token_ids, "sampling_params": params, "stream": True}
+        name = {"request_id": f"{self._name}-{number}"}
+        self._threads.submit(self._stream, number, body | name)
+
+    def _stream(self, number: int, body: dict[str, Any]) -> None:
+        """What the server draws for a request, or why there is nothing more."""
+        if number not in self._requests:
+            return
+        reason = None
+        try:
+            with self._open("/inference/v1/generate", body) as lines:
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+                        reason = choice["finish_reason"]
+                        self._arrived.put((number, choice["token_ids"]))
+            if reason is None:
+                raise self._error("broke off in the middle of a response")
+        except RolloutError as error:
+            self._arrived.put((number, error))
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            self._arrived.put((number, self._error(f"broke off a response ({error!r})")))
+
+    def _step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
+        """What has come since the last step; waits for something within the budget."""
+        try:
+            arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]
+        except queue.Empty:
+            if not budget.is_over:
+                self._ask("/health")
+            return
+        while not self._arrived.empty():
+            arrived.append(self._arrived.get())
+        for number, tokens in arrived:
+            if not isinstance(tokens, Exception):
+                yield number, tokens
+            elif number in self._requests:
+                raise tokens
+
+    def _stop(self, numbers: Sequence[int]) -> None:
+        if numbers:  # the server takes none for all of them
+            names = [f"generate-tokens-{self._name}-{number}" for number in numbers]
+            self._ask("/abort_requests", {"request_ids": names})
+
+    def _reset_prefix_cache(self, of_running: bool) -> bool:
+        path = f"/reset_prefix_cache?reset_running_requests={str(of_running).lower()}"
+        return bool(self._ask(path, {})["success"])
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """While the server draws nothing, until these weights count."""
+        try:
+            self._ask("/pause?mode=keep&clear_cache=false", {})
+            super()._load(tensors)
+        except RolloutError as error:
+            raise WeightSyncError(str(error)) from error
+
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Over groups of this process and the server's ranks."""
+        address, ranks = self._links.new_address(), self._num_ranks
+        told = call_in_thread("server", self._everywhere, "receive_load", str(address), ranks)
+        try:
+            device = torch.device(self.settings.device_type)
+            with sending(self._links, address, ranks, device) as channel:
+                channel.send(pack(tensors, BUCKET_BYTES, channel.room, channel.watch))
+        except WeightSyncError:
+            if told.done():
+                told.result()
+            raise
+        told.result()
+
+    def _free(self) -> None:
+        """The server keeps its memory: nobody else is on its devices."""
+
+    def _allocate(self) -> None:
+        """It has it."""
+
+    def _everywhere(self, method: str, *args: Any) -> list[Any]:
+        body = {"method": "over_http", "args": [method, json.dumps(args)]}
+        answers = [json.loads(text) for text in self._ask("/collective_rpc", body)["results"]]
+        if method != "finish_load":
+            return answers
+        for arrivals in answers:
+            arrivals["held"] = arrivals["held"] and Held(**arrivals["held"])
+        return [Arrivals(**arrivals) for arrivals in answers]
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer to a GET, or with a body to a POST."""
+        try:
+            with self._open(path, body) as response:
+                text = response.read()
+            return json.loads(text) if text else None
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._error(f"does not answer {path} as vLLM's does ({error!r})") from error
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            response: HTTPResponse = urlopen(
+                Request(self.url + path, data, headers), timeout=ANSWER_S
+            )
+            return response
+        except HTTPError as error:
+            said = " ".join(error.read().decode(errors="replace").split())[:500]
+            raise self._error(f"answers {path} with {error.code}: {said}") from error
+        except OSError as error:
+            raise self._error(f"cannot be reached ({error})") from error
+
+    def _error(self, what: str) -> RolloutError:
+        return RolloutError(
+            f"rollout: the server {self.url} (rollout.server_urls) {what}. Start it, in an "
+            f"environment that has this package, so: {self.way_out}"
+        )
