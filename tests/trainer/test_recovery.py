@@ -108,15 +108,15 @@ def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Kil
 def test_after_two_refusals_of_the_same_weights_their_step_is_made_again(
     tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, left = sync._sync, [3, 3]
+    own, left = sync._transfer, [3, 3]
 
-    def with_a_bucket_less(actor: Any, rollout: Any, version: int, *rest: Any) -> dict[str, float]:
+    def with_a_bucket_less(actor: Any, rollout: Any, version: int, *rest: Any) -> list[Any]:
         if version in left:  # that of the second step: the first is that of the models
             left.remove(version)
             actor.drop_next_bucket()
         return own(actor, rollout, version, *rest)
 
-    monkeypatch.setattr(sync, "_sync", with_a_bucket_less)
+    monkeypatch.setattr(sync, "_transfer", with_a_bucket_less)
     settings = *POOLS, "trainer.backend=local", "trainer.save_freq=1"
     found = killed(tiny_dir, tmp_path, CHILD, {}, *settings)
     assert not left
