@@ -20,6 +20,7 @@ import argparse
 import ast
 import functools
 import inspect
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -182,11 +183,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--card-gb", default="")
     parser.add_argument("--measured", default="")
     options, settings = parser.parse_known_args(arguments)
-    for option in settings:
-        if option.startswith("-"):
-            raise ConfigError(
-                f"there is no option {option}, only --card-gb=GIB and --measured=RUN_DIR."
-            )
+    if unknown := [option for option in settings if option.startswith("-")]:
+        raise ConfigError(
+            f"there is no option {unknown[0]}, only --card-gb=GIB and --measured=RUN_DIR."
+        )
     is_detached = settings[:1] == ["detached"]
     recipe: Recipe[Any] = DETACHED if is_detached else PPO
     config = load_config(settings[is_detached:], recipe)
@@ -202,10 +202,6 @@ def card_bytes(gib: str) -> int | None:
     """A card's memory; None where none is given."""
     if not gib:
         return None
-    try:
-        num_bytes = int(float(gib) * 2**30)
-    except (ValueError, OverflowError):
-        num_bytes = 0
-    if num_bytes <= 0:
+    if not re.fullmatch(r"\d*\.?\d+", gib) or float(gib) == 0:
         raise ConfigError(f"--card-gb={gib}: give a card's memory in GiB, as 80.")
-    return num_bytes
+    return int(float(gib) * 2**30)

@@ -73,22 +73,13 @@ def _check_choices(key: Key, value: Any) -> None:
     choices = key.rules.choices
     if not choices or value is None:
         return
-
-    if isinstance(value, list):
-        for name in value:
-            if name not in choices:
-                raise ConfigError(
-                    f"{key.name} names {name!r}; choose among {_with_hint(key, ', '.join(choices))}"
-                    f"{nearest(name, choices)}"
-                )
-        return
-
-    if value not in choices:
-        words = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
-        hint = nearest(value, choices)
-        if value in key.rules.elsewhere:
-            hint = f" What others call {value} is {key.rules.elsewhere[value]} here."
-        raise ConfigError(f"{key.name}={value}: choose {_with_hint(key, words)}{hint}")
+    for name in value if isinstance(value, list) else [value]:
+        if name not in choices:
+            words = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+            hint = nearest(name, choices)
+            if name in key.rules.elsewhere:
+                hint = f" What others call {name} is {key.rules.elsewhere[name]} here."
+            raise ConfigError(f"{key.name}={name}: choose {_with_hint(key, words)}{hint}")
 
 
 def _check_range(key: Key, value: Any) -> None:

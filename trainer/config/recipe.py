@@ -28,22 +28,6 @@ Placements = Mapping[str, Mapping[str, Sequence[str]]]
 """Preset -> pool -> the roles that it puts there."""
 
 
-def _none_inactive(config: Any) -> dict[str, str]:
-    return {}
-
-
-def _none_extra(config: Any) -> dict[str, tuple[str, str]]:
-    return {}
-
-
-def _as_they_are(settings: Sequence[Override]) -> Sequence[Override]:
-    return settings
-
-
-def _as_it_is(config: Any, keys: Collection[str]) -> Sequence[str]:
-    return ()
-
-
 @dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
     """What composing and checking a configuration needs to know of a recipe."""
@@ -58,13 +42,13 @@ class Recipe(Generic[C]):
     """Name of its YAML, without the ending."""
     placements: Placements
     """What `placement=<preset>` stands for."""
-    inactive_roles: Callable[[Any], Mapping[str, str]] = _none_inactive
+    inactive_roles: Callable[[Any], Mapping[str, str]] = lambda config: {}
     """Roles of the recipe that a configuration does not need -> why."""
-    extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = _none_extra
+    extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = lambda config: {}
     """Further roles of a configuration -> dotted path of the class, and the role whose pool they
     share unless they are mapped.
     """
-    complete: Callable[[Any, Collection[str]], Sequence[str]] = _as_it_is
+    complete: Callable[[Any, Collection[str]], Sequence[str]] = lambda config, keys: ()
     """Writes into a configuration what follows from the whole of it, where the user has not;
     returns notices to show. It gets the keys that the user set, and comes before the checks.
     """
@@ -72,7 +56,7 @@ class Recipe(Generic[C]):
     """The modules that register the names which keys may have; they may import torch."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
-    translate: Callable[[Sequence[Override]], Sequence[Override]] = _as_they_are
+    translate: Callable[[Sequence[Override]], Sequence[Override]] = lambda settings: settings
     """Writes the keys of another system in ours, before settings are looked at."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""

@@ -24,11 +24,7 @@ SEVERAL_POOLS = When(
     lambda _, run: len(run.resource_pool_spec) > 1,
     "this run has one pool, which trainer.device and cpus_per_process describe",
 )
-JOINS_A_CLUSTER = unless(
-    "address", otherwise="ray.address is null: a cluster of the run's own has no other runs"
-)
-
-
+JOINS_A_CLUSTER = unless("address")
 NAME_A_FOLDER = "name the folder that the run writes into"
 
 
@@ -162,9 +158,9 @@ class PoolResources:
 
 
 HAS_FAULTS = When(
-    "`chaos.kill_worker` or `chaos.delay` is above 0",
+    "a chance in `chaos` is above 0",
     lambda _, run: run.chaos.has_faults,
-    "chaos.kill_worker and chaos.delay are 0, so there are no faults",
+    "all chances in chaos are 0, so there are no faults",
 )
 
 

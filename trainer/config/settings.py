@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from trainer.config.keys import config_keys
@@ -123,8 +123,7 @@ def as_text(value: Any, key: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In quotes, where something else would be read; a backslash before them is taken away."""
+    """In quotes, where something else would be read."""
     if PLAIN_TEXT.fullmatch(text) and text.lower() not in WORDS:
         return text
-    doubled = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-    return f"'{doubled}'"
+    return QuotedString(text, Quote.single).with_quotes()

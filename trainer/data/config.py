@@ -11,13 +11,8 @@ from typing import Any
 from trainer.config.schema import TrainerConfig
 from verl_like.config_key import When, key, unless, when
 from workers.config import UserCodeConfig
-from workers.config.conditions import VALIDATES
+from workers.config.conditions import VALIDATION_IS_ON
 
-VALIDATION_IS_ON = When(
-    "`trainer.test_freq` or `trainer.val_before_train`",
-    VALIDATES.holds,
-    "this run never validates: set trainer.test_freq or trainer.val_before_train",
-)
 NO_FILES = "there are no data.val_files"
 CAN_VALIDATE_LATER = When(
     "there are `data.val_files`",

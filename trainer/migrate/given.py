@@ -26,15 +26,10 @@ class GivenFlags:
     """The flags of one command by the names of the table, and their translation so far."""
 
     def __init__(
-        self,
-        table: Table,
-        given: Flags,
-        unknown: str,
-        done: Translation | None = None,
-        spelling: str = "--{} {}",
+        self, table: Table, given: Flags, unknown: str, done: Translation | None = None
     ) -> None:
         self.done = done or Translation()
-        self._table, self._unknown, self._spelling = table, unknown, spelling
+        self._table, self._unknown = table, unknown
         self._spelled = {table.older.get(name, name): name for name in given}
         self._values = {table.older.get(name, name): values for name, values in given.items()}
         self._told: set[str] = set()
@@ -81,7 +76,7 @@ class GivenFlags:
 
     def spelled(self, name: str) -> str:
         """The flag as the command has it."""
-        return self._spelling.partition("{}")[0] + self._spelled.get(name, name)
+        return f"--{self._spelled.get(name, name)}"
 
     def becomes(self, name: str, settings: Mapping[str, Any]) -> None:
         """The flag, if it is there, becomes these settings."""
@@ -130,7 +125,7 @@ class GivenFlags:
             return False
         elif row.settings:
             self.becomes(name, self._settings(name, row, value))
-        elif not self._is_mentioned(name):
+        else:
             self.done.joined.append(told)
         return True
 
@@ -159,16 +154,7 @@ class GivenFlags:
         return not name or (self.value(name) == value if has_value else self.is_on(name))
 
     def _with_value(self, name: str) -> str:
-        values = self._values[name]
-        if self._spelling.startswith("--"):
-            return " ".join([self.spelled(name), *values])
-        return f"{self.spelled(name)}={self.value(name)}"
-
-    def _is_mentioned(self, name: str) -> bool:
-        """Whether a line about other flags names this one."""
-        word = re.compile(rf"(?<![\w.]){re.escape(self.spelled(name).lstrip('-'))}(?![\w.])")
-        done = self.done
-        return any(word.search(line) for line in [*done.renamed, *done.absent, *done.joined])
+        return " ".join([self.spelled(name), *self._values[name]])
 
 
 def _is_one_of(value: str, patterns: tuple[str, ...]) -> bool:

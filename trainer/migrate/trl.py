@@ -62,7 +62,7 @@ def translate(text: str) -> Translation:
     program, given = _read(text)
     done = Translation(PROGRAMS[program], places=PLACES if program == "grpo" else {})
     unknown = f"TRL's {program} has no field"
-    fields = GivenFlags(Table("trl", "all", program), given, unknown, done, spelling="{}={}")
+    fields = GivenFlags(Table("trl", "all", program), given, unknown, done)
     _data(fields)
     _optimizer(fields)
     _run(fields)

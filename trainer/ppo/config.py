@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.schema import NAME_A_FOLDER, ChaosConfig, RunConfig
+from trainer.config.schema import HAS_FAULTS, NAME_A_FOLDER, ChaosConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import When, entry_takes, key, when
 from workers.config import (
@@ -22,13 +22,6 @@ from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 def estimator_takes(name: str) -> tuple[When, When]:
     """There is an advantage estimator, and it has a parameter of that name."""
     return REWARDS_TEACH, entry_takes(name, "advantage estimator", "adv_estimator")
-
-
-HAS_FAULTS = When(
-    "one of `chaos.kill_worker`, `chaos.drop_bucket`, `chaos.delay` is above 0",
-    lambda _, run: run.chaos.has_faults,
-    "chaos.kill_worker, chaos.drop_bucket and chaos.delay are 0, so there are no faults",
-)
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_like.config_key import When, when
+from verl_like.config_key import When, unless, when
 from verl_like.registry import registry_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -18,9 +18,8 @@ SAVE_EVERY_MINUTES = 30.0
 """Default of `trainer.save_every_minutes`: so much work can be lost where nobody has asked."""
 
 
-def _validates(_: Any, run: Any) -> bool:
-    asked_for = run.trainer.val_before_train or run.trainer.test_freq > 0
-    return bool(run.data.val_files) and asked_for
+def _asks_for_validations(_: Any, run: Any) -> bool:
+    return run.trainer.val_before_train or run.trainer.test_freq > 0
 
 
 def has_teacher(run: Any) -> bool:
@@ -72,25 +71,22 @@ HAS_CRITIC = When(
     lambda _, run: "critic" in run.role_mapping,
     "this run has no critic: algorithm.adv_estimator takes no values",
 )
-HAS_TEACHER = When(
-    "there is a teacher",
-    lambda _, run: has_teacher(run),
-    "there is no distillation.teacher_model.model_path",
-)
+HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(
     "rewards are learned from",
     lambda _, run: not teacher_is_alone(run),
     "distillation.use_task_rewards is false: the teacher alone gives the advantages",
 )
 CUT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
-CUT_BY_SAMPLES = when(
-    f"{ACTOR}.use_dynamic_bsz",
-    False,
-    otherwise="actor.use_dynamic_bsz cuts batches by ppo_max_token_len_per_gpu",
+CUT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
+VALIDATION_IS_ON = When(
+    "`trainer.test_freq` or `trainer.val_before_train`",
+    _asks_for_validations,
+    "this run never validates: set trainer.test_freq or trainer.val_before_train",
 )
 VALIDATES = When(
     "the run validates",
-    _validates,
+    lambda _, run: bool(run.data.val_files) and _asks_for_validations(_, run),
     "this run never validates: set data.val_files, and trainer.test_freq or "
     "trainer.val_before_train",
 )

@@ -44,9 +44,7 @@ HAS_NO_WEIGHTS = When(
     lambda model, _: is_bare_config(model.path),
     "the folder of model.path has weights, or is not there",
 )
-WARMS_UP_BY_SHARE = when(
-    "lr_warmup_steps", -1, otherwise="lr_warmup_steps is not -1, and counts the calls itself"
-)
+WARMS_UP_BY_SHARE = when("lr_warmup_steps", -1)
 
 
 def optimizer_takes(name: str) -> When:

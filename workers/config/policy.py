@@ -67,11 +67,7 @@ LOSS_CLIPS_TWICE = When(
     loss_reads("clip_ratio_c"),
     "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
 )
-HAS_ENTROPY_BONUS = unless(
-    "entropy_coeff",
-    0,
-    otherwise="actor.entropy_coeff is not above 0: it is the first weight of the bonus",
-)
+HAS_ENTROPY_BONUS = unless("entropy_coeff", 0)
 HAS_REFERENCE = When(
     "there is a reference",
     lambda _, run: run.algorithm.use_kl_in_reward or run.actor_rollout_ref.actor.use_kl_loss,

@@ -33,10 +33,7 @@ HAS_REFERENCE = When(
     lambda _, run: loss_reads(run, "ref_log_probs"),
     "the loss has no reference",
 )
-REFERENCE_IS_APART = unless(
-    "ref.model.path",
-    otherwise="without ref.model.path the reference is the model itself, before training",
-)
+REFERENCE_IS_APART = unless("ref.model.path")
 
 
 @dataclass(kw_only=True)

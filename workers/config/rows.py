@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key, when
+from verl_like.config_key import key, when
+from workers.config.conditions import VALIDATION_IS_ON
 from workers.config.model import (
     CheckpointConfig,
     FSDPConfig,
@@ -14,16 +15,6 @@ from workers.config.model import (
     ShardedConfig,
 )
 
-CUT_BY_ROWS = when(
-    "use_dynamic_bsz",
-    False,
-    otherwise="data.use_dynamic_bsz cuts batches by data.max_token_len_per_gpu",
-)
-HAS_VALIDATION = When(
-    "the run validates",
-    lambda _, run: run.trainer.val_before_train or run.trainer.test_freq > 0,
-    "this run never validates: set trainer.test_freq or trainer.val_before_train",
-)
 LONGEST_ROW = 1024
 """Tokens that a row is cut to, unless the config says so or the model has fewer positions."""
 
@@ -39,7 +30,7 @@ class RowDataConfig:
     )
     """Parquet, JSONL or CSV files of the recipe's rows."""
     val_files: Any = key(
-        "", allows="a file, or a list", read_when=HAS_VALIDATION, may_change_on_resume=True
+        "", allows="a file, or a list", read_when=VALIDATION_IS_ON, may_change_on_resume=True
     )
     """The same for validation; empty: no validation."""
     train_batch_size: int = key(64, above=0)
@@ -58,7 +49,7 @@ class RowDataConfig:
     )
     """Real tokens per forward and backward pass on one rank."""
     micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_ROWS, may_change_on_resume=True
+        8, above=0, read_when=when("use_dynamic_bsz", False), may_change_on_resume=True
     )
     """Rows per forward and backward pass on one rank; no effect on the result."""
 

@@ -129,7 +129,7 @@ def test_every_field_has_a_word(program: str) -> None:
         if not any(name in said for said in told) and not name.startswith("dataset_"):
             lost.append(name)
     assert set(lost) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    with pytest.raises(ConfigError, match="no field learning_rte. Did you mean 'learning_rate'"):
+    with pytest.raises(ConfigError, match="no field --learning_rte. Did you mean 'learning_rate'"):
         translate(f"trl {program} --learning_rte 1")
 
 

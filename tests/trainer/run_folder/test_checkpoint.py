@@ -226,7 +226,7 @@ def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None
         ("trainer.resume_from_path=x", "go together"),
         (
             "critic.checkpoint.save_contents=[model,optim]",
-            "names 'optim'; choose among .*Did you mean 'optimizer'",
+            "save_contents=optim: choose one of .*Did you mean 'optimizer'",
         ),
     ],
 )
