@@ -1,21 +1,71 @@
-"""What a call has in memory, as files of the run folder: a model, rows, prompts.
+"""What a call has in memory, as files of the run folder: models, rows, prompts.
 
-A resumed run, the report and the command line then find it there.
+A resumed run, the report and the command line then find it there. A model may be made by a
+function, which runs once before that, and several models of one run are given by their roles:
+
+    PPO(model=make_policy, ...)                                    # def make_policy(): return ...
+    PPO(model={"actor": policy, "critic": value_model}, ...)
+    PPO(model=make_all, ...)                                       # which returns such a dict
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_like.errors import ConfigError
+import torch
+
+from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".gz")
 DATA_SOURCE = "prompts"
 """The `data_source` of prompts that have none: a word in validation metrics."""
+
+
+def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
+    """Role -> what is given for it; the first of `roles` is that of a model alone."""
+    is_function = callable(model) and not isinstance(model, torch.nn.Module | Mapping)
+    given = _called(model, roles) if is_function else model
+    if not isinstance(given, Mapping):
+        return {roles[0]: given}
+
+    for role, one in given.items():
+        if role not in roles:
+            raise ConfigError(
+                f"model names the role {role!r}, which this recipe loads no model for: "
+                f"{', '.join(roles)}.{nearest(str(role), roles)}"
+            )
+        if one is None:
+            raise ConfigError(f"model has None for the role {role}: {_wanted(roles)}")
+    if roles[0] not in given:
+        raise ConfigError(f"model has no {roles[0]}, only {', '.join(given) or 'no role at all'}.")
+    return dict(given)
+
+
+def _called(function: Any, roles: Sequence[str]) -> Any:
+    name = getattr(function, "__name__", repr(function))
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"model={name} is called without arguments, and {error}. {_wanted(roles)}"
+        ) from None
+    except ValueError:  # a builtin without a signature says so itself
+        pass
+    made = function()
+    if made is None:
+        raise ConfigError(f"model={name} returned None. {_wanted(roles)}")
+    return made
+
+
+def _wanted(roles: Sequence[str]) -> str:
+    if len(roles) == 1:
+        return "Give a function that returns the model."
+    return f"Give a function that returns the {roles[0]}'s model, or a dict of {', '.join(roles)}."
 
 
 def model_path(model: Any, tokenizer: Any, folder: Path) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.api.factories import models_by_role
 from trainer.api.inputs import (
     Row,
     file_names,
     is_file_name,
     model_path,
+    models_by_role,
     rows_in_memory,
     text_row,
     write_rows,

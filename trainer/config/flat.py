@@ -24,14 +24,7 @@ NAMES_OF_A_RUN = frozenset(
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> value of a configuration, as JSON has it."""
-    return flatten(masked(json.loads(json.dumps(config, default=_as_json))))
-
-
-def _as_json(value: Any) -> Any:
-    """A section as its fields, in half the time of `asdict`; what JSON does not have as text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return str(value)
+    return flatten(masked(json.loads(json.dumps(dataclasses.asdict(config), default=str))))
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A command line or a shell script, read into the flags that a program gets.
 
-    flags = read_flags(Path("train.sh").read_text(), program="train_ppo_ray")
+    program, words = read_words(Path("train.sh").read_text(), "train_ppo_ray")
+    flags = as_flags(words)
     flags["gamma"]                                   # ["1.0"]; [] where a flag stands alone
 
 Variables of the shell stay as they are written (`$MODEL`), so that the translation can stand in the
@@ -27,11 +28,6 @@ ASSIGNMENT = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)"
 REFERENCE = re.compile(
     r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\})"
 )
-
-
-def read_flags(text: str, program: str) -> Flags:
-    """The flags of the first command in which `program` runs."""
-    return as_flags(read_words(text, program)[1])
 
 
 def read_words(text: str, *programs: str) -> tuple[str, list[str]]:

@@ -1,6 +1,6 @@
 """The flags that a foreign command gives, translated by the table and by rules in code.
 
-    flags = GivenFlags(Table("openrlhf"), read_flags(text, "train_ppo_ray"), "... has no flag")
+    flags = GivenFlags(Table("openrlhf"), as_flags(words), "... has no flag")
     flags.becomes("zero_stage", {"actor_rollout_ref.actor.strategy": "fsdp"})     # a rule
     done = flags.finish()                                                         # the table
 

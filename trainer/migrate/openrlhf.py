@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.migrate.command import read_flags
+from trainer.migrate.command import as_flags, read_words
 from trainer.migrate.given import GivenFlags
 from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
@@ -21,8 +21,8 @@ CARDS_OF_A_NODE = 8
 
 def translate(text: str) -> Translation:
     """Settings, and a word on every flag."""
-    given = read_flags(text, "train_ppo_ray")
-    flags = GivenFlags(Table("openrlhf"), given, "train_ppo_ray has no flag")
+    _, words = read_words(text, "train_ppo_ray")
+    flags = GivenFlags(Table("openrlhf"), as_flags(words), "train_ppo_ray has no flag")
     _critic(flags)
     _lengths(flags)
     _rewards(flags)

@@ -123,15 +123,13 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
         found.append(rule)
 
     if model.enable:
-        size = model.micro_batch_size_per_gpu
-        path = model.model.path
         found.append(
             RewardConfig(
                 name="model",
                 kind="model",
-                path=path,
+                path=model.model.path,
                 quantization=model.model.quantization,
-                micro_batch_size_per_gpu=size,
+                micro_batch_size_per_gpu=model.micro_batch_size_per_gpu,
             )
         )
     return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer import SFT, Detached
-from trainer.api.factories import models_by_role
+from trainer.api.inputs import models_by_role
 from verl_like.errors import ConfigError
 
 ROLES = ["actor", "critic", "reward_model"]

@@ -195,7 +195,7 @@ SETTINGS = [
         "algorithm.bootstrap_truncated=true algorithm.adv_estimator=reinforce_plus_plus",
         ["algorithm.bootstrap_truncated", "algorithm.adv_estimator names does not take truncated"],
     ),
-    ("algorithm.running_norm=[reward]", ["rewards, advantages", "Did you mean 'rewards'"]),
+    ("algorithm.running_norm=[reward]", ["rewards or advantages", "Did you mean 'rewards'"]),
     ("algorithm.pf_ppo.weight_pow=3", ["pf_ppo.weight_pow", "algorithm.use_pf_ppo is false"]),
     ("algorithm.use_pf_ppo=true algorithm.pf_ppo.weight_pow=-1", ["weight_pow=-1.0", "0 or above"]),
     ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "from 0 to 1"]),
