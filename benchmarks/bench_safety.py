@@ -99,11 +99,13 @@ def without_hashes() -> list[Restore]:
 
 def without_watch() -> list[Restore]:
     """In the driver: an answer is waited for, and no more."""
+    from verl_like.backends.rpc import ProcessTransport
     from verl_like.calls.transport import Transport
     from verl_like.calls.waiting import CallTimes
 
+    kinds = [ProcessTransport, *ProcessTransport.__subclasses__()]
     return [
-        swap(Transport, "lost_or_stopped", lambda self, ranks: {}),
+        *(swap(kind, "lost", lambda self, ranks: {}) for kind in kinds if "lost" in vars(kind)),
         swap(Transport, "check_companions", lambda self, what: None),
         swap(CallTimes, "limit_s", lambda self, name, rows, limits: limits.call_s),
         swap(CallTimes, "add", lambda self, name, seconds, rows: None),

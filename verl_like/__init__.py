@@ -10,49 +10,52 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from verl_like.backends.local.group import LocalWorkerGroup
-    from verl_like.backends.ray import (
-        RayClassWithInitArgs,
-        RayResourcePool,
-        RayWorkerGroup,
-        ResourcePoolManager,
-        merge_resource_pool,
-        split_resource_pool,
-    )
-    from verl_like.batch.dynamic import (
-        prepare_dynamic_batch,
-        rearrange_micro_batches,
-        restore_dynamic_batch,
-    )
-    from verl_like.batch.functions import (
-        collate_fn,
-        fold_batch_dim,
-        pad_dataproto_to_divisor,
-        unfold_batch_dim,
-        unpad_dataproto,
-    )
-    from verl_like.batch.merge import union_numpy_dict, union_tensor_dict
-    from verl_like.batch.protocol import DataProto, DataProtoItem
+if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this module, too
+    from verl_like.backends.local.group import LocalWorkerGroup as LocalWorkerGroup
+    from verl_like.backends.ray import RayClassWithInitArgs as RayClassWithInitArgs
+    from verl_like.backends.ray import RayResourcePool as RayResourcePool
+    from verl_like.backends.ray import RayWorkerGroup as RayWorkerGroup
+    from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
+    from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
+    from verl_like.backends.ray import split_resource_pool as split_resource_pool
+    from verl_like.batch.dynamic import prepare_dynamic_batch as prepare_dynamic_batch
+    from verl_like.batch.dynamic import rearrange_micro_batches as rearrange_micro_batches
+    from verl_like.batch.dynamic import restore_dynamic_batch as restore_dynamic_batch
+    from verl_like.batch.functions import collate_fn as collate_fn
+    from verl_like.batch.functions import fold_batch_dim as fold_batch_dim
+    from verl_like.batch.functions import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from verl_like.batch.functions import unfold_batch_dim as unfold_batch_dim
+    from verl_like.batch.functions import unpad_dataproto as unpad_dataproto
+    from verl_like.batch.merge import union_numpy_dict as union_numpy_dict
+    from verl_like.batch.merge import union_tensor_dict as union_tensor_dict
+    from verl_like.batch.protocol import DataProto as DataProto
+    from verl_like.batch.protocol import DataProtoItem as DataProtoItem
+    from verl_like.calls.dispatch import Dispatch as Dispatch
+    from verl_like.calls.dispatch import Execute as Execute
+    from verl_like.calls.dispatch import Scatter as Scatter
     from verl_like.calls.dispatch import (
-        Dispatch,
-        Execute,
-        Scatter,
-        make_nd_compute_dataproto_dispatch_fn,
-        register,
-        register_dispatch_mode,
-        scatter_lists,
-        update_dispatch_mode,
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
-    from verl_like.calls.future import DataProtoFuture, gather
-    from verl_like.calls.group import WorkerGroup
-    from verl_like.calls.result import Metrics, Result
-    from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
-    from verl_like.placement.plan import Placement
-    from verl_like.placement.pools import ResourcePool
-    from verl_like.placement.roles import Role
-    from verl_like.process.colocated import create_colocated_worker_raw_cls
-    from verl_like.process.worker import Worker
+    from verl_like.calls.dispatch import register as register
+    from verl_like.calls.dispatch import register_dispatch_mode as register_dispatch_mode
+    from verl_like.calls.dispatch import scatter_lists as scatter_lists
+    from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
+    from verl_like.calls.future import DataProtoFuture as DataProtoFuture
+    from verl_like.calls.future import gather as gather
+    from verl_like.calls.group import WorkerGroup as WorkerGroup
+    from verl_like.calls.result import Metrics as Metrics
+    from verl_like.calls.result import Result as Result
+    from verl_like.calls.worker_classes import ClassWithInitArgs as ClassWithInitArgs
+    from verl_like.calls.worker_classes import (
+        create_colocated_worker_cls as create_colocated_worker_cls,
+    )
+    from verl_like.placement.plan import Placement as Placement
+    from verl_like.placement.pools import ResourcePool as ResourcePool
+    from verl_like.placement.roles import Role as Role
+    from verl_like.process.colocated import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
+    from verl_like.process.worker import Worker as Worker
 
 _MODULE_OF = {
     "ClassWithInitArgs": "calls.worker_classes",
@@ -68,8 +71,8 @@ _MODULE_OF = {
     "RayResourcePool": "backends.ray",
     "RayWorkerGroup": "backends.ray",
     "ResourcePool": "placement.pools",
-    "Result": "calls.result",
     "ResourcePoolManager": "backends.ray",
+    "Result": "calls.result",
     "Role": "placement.roles",
     "Scatter": "calls.dispatch",
     "Worker": "process.worker",
@@ -95,47 +98,7 @@ _MODULE_OF = {
     "unpad_dataproto": "batch.functions",
     "update_dispatch_mode": "calls.dispatch",
 }
-__all__ = [
-    "ClassWithInitArgs",
-    "DataProto",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "Dispatch",
-    "Execute",
-    "LocalWorkerGroup",
-    "Metrics",
-    "Placement",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "Result",
-    "Role",
-    "Scatter",
-    "Worker",
-    "WorkerGroup",
-    "collate_fn",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_raw_cls",
-    "fold_batch_dim",
-    "gather",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "merge_resource_pool",
-    "pad_dataproto_to_divisor",
-    "prepare_dynamic_batch",
-    "rearrange_micro_batches",
-    "register",
-    "register_dispatch_mode",
-    "restore_dynamic_batch",
-    "scatter_lists",
-    "split_resource_pool",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-    "update_dispatch_mode",
-]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
-from verl_like.backends.local.references import Done, regroup_here
+from verl_like.backends.local.references import Done
 from verl_like.calls.messages import Pending
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
@@ -44,12 +44,6 @@ class FakeTransport(Transport):
 
     def stacks(self, seconds: float) -> dict[int, str]:
         return {}
-
-    def regroup(self, pending: Any, num_pieces: int) -> list[Pending]:
-        return [
-            Pending(p.rank, Done(p.payload.result()), Done(p.header.result()), p.role)
-            for p in regroup_here(pending, num_pieces)
-        ]
 
     def place(self, rank: int) -> str:
         return "here"

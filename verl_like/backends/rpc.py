@@ -22,6 +22,7 @@ import signal
 import socket
 import threading
 import traceback
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
@@ -34,6 +35,7 @@ import cloudpickle
 from verl_like.calls.messages import Call, Pending
 from verl_like.calls.progress import PIPE, REQUEST, Progress
 from verl_like.calls.stacks import stack_by_signal
+from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
@@ -276,6 +278,7 @@ class ProcessTransport(Transport):
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         """A subclass starts the processes, and makes the connections."""
         super().__init__(facts, deadlines)
+        self._stopped = StoppedProcesses()
         self.requests: Sequence[Requests] = ()
         """By rank, once the processes are there."""
 
@@ -309,10 +312,20 @@ class ProcessTransport(Transport):
             if answer.done() and answer.exception() is None
         }
 
+    @abstractmethod
+    def pid_here(self, rank: int) -> int | None:
+        """The process of a rank, where that is on this machine."""
+
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those whose end of the connection is closed."""
-        known = [rank for rank in ranks if rank < len(self.requests)]
-        return {rank: str(dead) for rank in known if (dead := self.requests[rank].dead)}
+        """Those whose end of the connection is closed, or whose process is stopped."""
+        gone = {}
+        for rank in ranks:
+            pid = self.pid_here(rank)
+            if rank < len(self.requests) and (dead := self.requests[rank].dead):
+                gone[rank] = str(dead)
+            elif pid is not None and (why := self._stopped.why_gone(pid)):
+                gone[rank] = why
+        return gone
 
     def kill(self, rank: int) -> None:
         """Asked of the process itself, whose end is the answer."""

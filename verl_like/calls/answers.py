@@ -7,7 +7,6 @@ workers' own Python stacks and the likely cause (`verl_like.calls.stacks`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
@@ -24,23 +23,62 @@ AFTER_DEATH_S = 1.0
 """What the other ranks get to finish, at most, when one has died: its death explains the rest."""
 
 
-@dataclass(frozen=True)
-class KnownAnswers:
-    """What the waits for one call have found so far, by rank."""
+class CallAnswers:
+    """What is known of one group call: what its ranks answered, and who has not."""
 
-    headers: dict[int, Header] = field(default_factory=dict)
-    failures: dict[int, BaseException] = field(default_factory=dict)
+    def __init__(self, transport: Transport, name: str, pending: Sequence[Pending]) -> None:
+        self.transport, self.name, self.pending = transport, name, list(pending)
+        self.open: dict[object, Pending] = {call.header: call for call in pending}
+        """By the reference to the header: calls without an answer."""
+        self.headers: dict[int, Header] = {}
+        self.failures: dict[int, BaseException] = {}
+
+    def read(self, ready: Iterable[object]) -> None:
+        """Read the headers that are there."""
+        for reference in ready:
+            call = self.open.pop(reference)
+            try:
+                header = self.transport.fetch_header(reference)
+            except WorkerError as error:  # it died, or its answer cannot travel
+                self.failures[call.rank] = type(error)(f"{self.where(call)}: {error}")
+                continue
+            self.headers[call.rank] = header
+            self.transport.finished.append(header)
+            if header.error is not None:
+                self.failures[call.rank] = header.error.rebuild(self.where(call))
+
+    def where(self, call: Pending) -> str:
+        """The call of one rank, in words."""
+        return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
+
+    def give_up(self, lost: dict[int, str]) -> None:
+        """Fail the calls on ranks that are gone."""
+        for reference, call in list(self.open.items()):
+            if call.rank in lost:
+                del self.open[reference]
+                died = WorkerDiedError(f"{self.where(call)}: {lost[call.rank]}")
+                self.failures[call.rank] = died
+
+    def grace_s(self) -> float:
+        """Seconds that those without an answer get after the first failure."""
+        died = any(isinstance(failure, WorkerDiedError) for failure in self.failures.values())
+        limit_s = self.transport.deadlines.grace_s
+        return min(limit_s, AFTER_DEATH_S) if died else limit_s
+
+    def late(self) -> str:
+        """Who has not answered; of many the first ones, and how many more."""
+        late = list(self.open.values())
+        first = [self.transport.describe(call.rank, call.role) for call in late[:NAMED_LATE]]
+        more = len(late) - len(first)
+        return ", ".join(first) + (f" and {more} more" if more else "")
 
 
 def wait_for_calls(
-    transport: Transport,
-    name: str,
-    pending: Sequence[Pending],
+    calls: CallAnswers,
     timeout: float | None = None,
     setting: str = "call_s",
     since: float | None = None,
     rows: int = 0,
-    known: KnownAnswers | None = None,
     gives_up_soon: bool = False,
 ) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure once it is certain.
@@ -48,10 +86,10 @@ def wait_for_calls(
     When one rank fails, the others get a grace period before the error is raised, a short one when
     it died: they may be stuck in a collective that it left. `setting` names the deadline, unless
     `timeout` is given; it runs `since` then. A call of so many `rows` may be late before `call_s`.
-    What is `known` is not waited for again; what is found is added to it. A call that
-    `gives_up_soon` is one whose ranks wait for each other, or for another pool, only for a moment.
+    What is known is not waited for again. A call that `gives_up_soon` is one whose ranks wait for
+    each other, or for another pool, only for a moment.
     """
-    known = KnownAnswers() if known is None else known
+    transport, name = calls.transport, calls.name
     limits = transport.deadlines
     transport.report_abandoned()
     limit, way_out = _deadline(transport, name, timeout, setting, rows)
@@ -59,39 +97,37 @@ def wait_for_calls(
     what = f"{name}, the first of its calls, which loads or compiles" if is_first else name
     clock = WaitClock(what, limit, limits.warn_s, since)
     deadlocks = DeadlockWatch(transport, gives_up_soon=gives_up_soon)
-    calls = _OpenCalls(transport, name, pending, known)
     failed_at: float | None = None
 
     while True:
         calls.read(transport.wait(list(calls.open), clock.remaining()))
         if not calls.open:
             break
-        calls.give_up(transport.lost_or_stopped(p.rank for p in calls.open.values()))
+        calls.give_up(transport.lost(p.rank for p in calls.open.values()))
         if not calls.failures:
             transport.check_companions(name)
         if calls.failures:
             failed_at = clock.age_s if failed_at is None else failed_at
-            grace_s = calls.grace_s(limits.grace_s)
+            grace_s = calls.grace_s()
             if clock.age_s - failed_at >= grace_s:
                 break
         elif clock.over():
             why = f"{calls.late()} did not finish within {limit:.1f} s"
-            raise WaitTimeoutError(_diagnosis(transport, why, calls, way_out))
+            raise WaitTimeoutError(_diagnosis(calls, why, way_out))
         elif deadlocks.stuck([p.rank for p in calls.open.values()]):
             why = (
                 f"{calls.late()} stood still for {deadlocks.deadlock_s:g} s, "
                 "and nobody that could end it moves"
             )
-            raise WaitTimeoutError(_diagnosis(transport, why, calls, "raise watch.deadlock_s"))
+            raise WaitTimeoutError(_diagnosis(calls, why, "raise watch.deadlock_s"))
         clock.warn_if_old(calls.late())
 
-    calls.end()
     if calls.failures:
         error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
         if calls.open:
             error.add_note(f"not finished {grace_s:.0f} s after the failure: {calls.late()}")
         raise error
-    return [known.headers[p.rank] for p in pending]
+    return [calls.headers[call.rank] for call in calls.pending]
 
 
 def _deadline(
@@ -111,73 +147,9 @@ def _deadline(
 def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Header]:
     """What every rank says when its roles are constructed, of these references in rank order."""
     name = transport.facts[0].name
-    calls = [Pending(rank, header, header, name) for rank, header in enumerate(headers)]
-    return wait_for_calls(transport, f"start of {name}", calls, setting="start_s")
-
-
-def in_words(transport: Transport, calls: Sequence[Pending]) -> str:
-    """The ranks of these calls; of many the first ones, and how many more."""
-    first = [transport.describe(p.rank, p.role) for p in calls[:NAMED_LATE]]
-    more = len(calls) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
-
-
-class _OpenCalls:
-    """The calls of one wait that are not answered, and what the others answered."""
-
-    def __init__(
-        self, transport: Transport, name: str, pending: Sequence[Pending], known: KnownAnswers
-    ):
-        self.transport, self.name, self.known = transport, name, known
-        self.headers: dict[int, Header] = {}
-        self.failures: dict[int, BaseException] = {}
-        self.open: dict[object, Pending] = {}
-        for call in pending:
-            if call.rank in known.failures:
-                self.failures[call.rank] = known.failures[call.rank]
-            elif call.rank not in known.headers:
-                self.open[call.header] = call
-
-    def read(self, ready: Iterable[object]) -> None:
-        """Read the headers that are there."""
-        for reference in ready:
-            call = self.open.pop(reference)
-            try:
-                self.headers[call.rank] = header = self.transport.fetch_header(reference)
-            except WorkerDiedError as died:
-                self.failures[call.rank] = WorkerDiedError(f"{self._where(call)}: {died}")
-            except WorkerError as error:
-                self.failures[call.rank] = WorkerError(f"{self._where(call)}: {error}")
-            else:
-                if header.error is not None:
-                    self.failures[call.rank] = header.error.rebuild(self._where(call))
-
-    def _where(self, call: Pending) -> str:
-        return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
-
-    def give_up(self, lost: dict[int, str]) -> None:
-        """Fail the calls on ranks that are gone."""
-        for reference, call in list(self.open.items()):
-            if call.rank in lost:
-                del self.open[reference]
-                self.failures[call.rank] = WorkerDiedError(
-                    f"{self._where(call)}: {lost[call.rank]}"
-                )
-
-    def end(self) -> None:
-        """The wait is over: what it has found is known."""
-        self.transport.finished.extend(self.headers.values())
-        self.known.headers.update(self.headers)
-        self.known.failures.update(self.failures)
-
-    def grace_s(self, limit_s: float) -> float:
-        """Seconds that those without an answer get after the first failure."""
-        died = any(isinstance(failure, WorkerDiedError) for failure in self.failures.values())
-        return min(limit_s, AFTER_DEATH_S) if died else limit_s
-
-    def late(self) -> str:
-        """Who has not answered."""
-        return in_words(self.transport, list(self.open.values()))
+    pending = [Pending(rank, header, header, name) for rank, header in enumerate(headers)]
+    calls = CallAnswers(transport, f"start of {name}", pending)
+    return wait_for_calls(calls, setting="start_s")
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:
@@ -197,7 +169,8 @@ def _with_others(failures: list[BaseException]) -> BaseException:
     return first
 
 
-def _diagnosis(transport: Transport, what: str, calls: _OpenCalls, way_out: str) -> str:
+def _diagnosis(calls: CallAnswers, what: str, way_out: str) -> str:
+    transport = calls.transport
     stacks = transport.stacks(STACKS_S)
     lines = [
         f"{calls.name}: {what}.",

@@ -38,16 +38,15 @@ BUSY_SHARE = 0.02
 """A process that uses more of a core than this does not stand still."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Seen:
     """What a process says, and since when it has said nothing else."""
 
     progress: Progress
     since: float
     last: float
-    cpu_s: float
 
-    def says_the_same(self, now: Progress, at: float) -> bool:
+    def stands_still(self, now: Progress, at: float) -> bool:
         """Whether it has not moved since the last look."""
         before = self.progress
         if (now.num_calls, now.waits) != (before.num_calls, before.waits):
@@ -57,30 +56,7 @@ class _Seen:
         if (now.stack, now.wakeups) != (before.stack, before.wakeups):
             return False
         is_waiting = now.waits in (IN_COLLECTIVE, AT_LOCK)
-        return is_waiting and now.cpu_s - self.cpu_s <= BUSY_SHARE * (at - self.last)
-
-
-class Standstill:
-    """Since when the processes of a pool stand still, as far as somebody has looked."""
-
-    def __init__(self) -> None:
-        """Nobody has looked."""
-        self._seen: dict[int, _Seen] = {}
-
-    def update(self, found: dict[int, Progress], at: float) -> None:
-        """What those say that have answered; the others count as moving."""
-        before, self._seen = self._seen, {}
-        for rank, progress in found.items():
-            seen = before.get(rank)
-            since = seen.since if seen is not None and seen.says_the_same(progress, at) else at
-            self._seen[rank] = _Seen(progress, since, at, progress.cpu_s)
-
-    def unchanged_for(self, rank: int, seconds: float) -> Progress | None:
-        """What a rank has been doing for so long without moving; None where it has moved."""
-        seen = self._seen.get(rank)
-        if seen is None or seen.last - seen.since < seconds:
-            return None
-        return seen.progress
+        return is_waiting and now.cpu_s - before.cpu_s <= BUSY_SHARE * (at - self.last)
 
 
 class DeadlockWatch:
@@ -94,8 +70,8 @@ class DeadlockWatch:
     ) -> None:
         """`transport` is that of the group that is waited for."""
         self._transport, self._clock = transport, clock
-        self._pools: list[tuple[Transport, Standstill]] = []
-        """Made by the first look: most waits have none."""
+        self._seen: dict[tuple[int, int], _Seen] = {}
+        """By pool (0 is this one) and rank; who did not answer the last look counts as moving."""
         soon = gives_up_soon and transport.facts[0].one_node
         self._look_every_s = min(SOON_EVERY_S, LOOK_EVERY_S) if soon else LOOK_EVERY_S
         self.deadlock_s = transport.deadlines.deadlock_s * (SOON_SHARE if soon else 1.0)
@@ -122,28 +98,38 @@ class DeadlockWatch:
 
     def look(self) -> None:
         """Ask every process once."""
-        if not self._pools:
-            pools = [self._transport, *self._transport.other_pools]
-            self._pools = [(pool, Standstill()) for pool in pools]
-        for pool, standstill in self._pools:
-            standstill.update(pool.progress(ANSWER_S), self._clock())
+        before, self._seen = self._seen, {}
+        for number, pool in enumerate([self._transport, *self._transport.other_pools]):
+            found, at = pool.progress(ANSWER_S), self._clock()
+            for rank, progress in found.items():
+                seen = before.get((number, rank))
+                stands = seen is not None and seen.stands_still(progress, at)
+                since = seen.since if seen is not None and stands else at
+                self._seen[number, rank] = _Seen(progress, since, at)
 
     def judge(self, unanswered: Collection[int], seconds: float) -> list[int]:
         """The ranks that wait in vain, by what all looks have found so far."""
-        own = self._pools[0][1]
-        ranks = range(self._transport.world_size)
-        states = {rank: own.unchanged_for(rank, seconds) for rank in ranks}
+        pools = [self._transport, *self._transport.other_pools]
+        sizes = [pool.world_size for pool in pools]
+        states, *others = (self._unchanged(n, size, seconds) for n, size in enumerate(sizes))
         waiting = {rank for rank, state in states.items() if state and state.waits != IDLE}
         if not waiting.intersection(unanswered):
             return []
-        if _waits_for_absent_ranks(states, unanswered):
-            return sorted(waiting.intersection(unanswered))
-        if _is_one_collective([state for state in states.values() if state]):
-            return []
-        for pool, standstill in self._pools[1:]:
-            if None in (standstill.unchanged_for(rank, seconds) for rank in range(pool.world_size)):
+        if not _waits_for_absent_ranks(states, unanswered):
+            if _is_one_collective([state for state in states.values() if state]):
                 return []
-        return [] if None in states.values() else sorted(waiting.intersection(unanswered))
+            if any(None in pool.values() for pool in (states, *others)):
+                return []
+        return sorted(waiting.intersection(unanswered))
+
+    def _unchanged(self, pool: int, num_ranks: int, seconds: float) -> dict[int, Progress | None]:
+        """What each rank has been doing for so long without moving; None where it has moved."""
+        found: dict[int, Progress | None] = {}
+        for rank in range(num_ranks):
+            seen = self._seen.get((pool, rank))
+            stands = seen is not None and seen.last - seen.since >= seconds
+            found[rank] = seen.progress if seen is not None and stands else None
+        return found
 
 
 def _waits_for_absent_ranks(

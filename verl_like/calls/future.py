@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from verl_like.calls.answers import AFTER_DEATH_S, KnownAnswers, in_words, wait_for_calls
+from verl_like.calls.answers import AFTER_DEATH_S, CallAnswers, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.result import Result
 from verl_like.calls.transport import Transport
@@ -68,12 +68,11 @@ class WorkerFuture:
         self.gives_up_soon = False
         """Its ranks wait for each other only for a moment, unless they wait in vain."""
         self._collect = collect
-        self._headers: list[Header] | None = None
         self._answers: Answers | None = None
         self._is_late = False
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._launched, self.rows = time.time(), rows
-        self.known = KnownAnswers()
+        self._calls = CallAnswers(transport, name, pending)
 
     def get(self, timeout: float | None = None) -> Any:
         """The result; waits for it, at most `timeout` seconds.
@@ -101,11 +100,6 @@ class WorkerFuture:
             )
         return batch
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Until every worker has answered; raises what failed. The results stay where they are."""
-        if self._outcome is None and self._headers is None:
-            self._headers = self._wait(timeout)
-
     def _fetch(self, timeout: float | None) -> Answers:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
         began = time.monotonic()
@@ -114,13 +108,20 @@ class WorkerFuture:
         if self._answers is not None:
             answers, self._answers = self._answers, None
             return answers
-        headers = self._headers or self._wait(timeout, began)
+        headers = wait_for_calls(
+            self._calls,
+            timeout,
+            since=began,
+            rows=self.rows,
+            gives_up_soon=self.gives_up_soon,
+        )
+        self._note_end(headers)
         return headers, [self.fetch_payload(pending) for pending in self.pending]
 
     @property
     def is_unread(self) -> bool:
         """Whether nobody has asked for the answers yet."""
-        return self._headers is None and not (self.has_answers or self._is_late)
+        return not (self.has_answers or self._is_late)
 
     @property
     def has_answers(self) -> bool:
@@ -140,20 +141,6 @@ class WorkerFuture:
         """Some answer did not come soon, or tells of a failure: `get` watches for all of them."""
         self._is_late = True
 
-    def _wait(self, timeout: float | None, since: float | None = None) -> list[Header]:
-        """The watched wait for the headers."""
-        call = self.transport, self.name, self.pending
-        headers = wait_for_calls(
-            *call,
-            timeout,
-            since=since,
-            rows=self.rows,
-            known=self.known,
-            gives_up_soon=self.gives_up_soon,
-        )
-        self._note_end(headers)
-        return headers
-
     def _note_end(self, headers: Sequence[Header]) -> None:
         """How long the call took, its turn in the queue included; clocks of nodes may differ."""
         self.keeps = []
@@ -166,8 +153,7 @@ class WorkerFuture:
         try:
             return self.transport.fetch_payload(pending)
         except WorkerError as error:
-            where = f"{self.name}, {self.transport.describe(pending.rank, pending.role)}"
-            raise type(error)(f"{where}: {error}") from None
+            raise type(error)(f"{self._calls.where(pending)}: {error}") from None
 
     def done(self) -> bool:
         """Whether `get` would return (or raise) at once."""
@@ -177,12 +163,13 @@ class WorkerFuture:
     @property
     def lost_ranks(self) -> list[int]:
         """Ranks that waits for this call have found gone."""
-        failures = self.known.failures
+        failures = self._calls.failures
         return [rank for rank, error in failures.items() if isinstance(error, WorkerDiedError)]
 
-    def can_be_passed_to(self, transport: Transport) -> bool:
-        """Whether another group's workers can be given the pieces by reference."""
-        return self.form == "batch" and self.transport.kind == transport.kind
+    def can_be_passed_to(self, transport: Transport, num_pieces: int) -> bool:
+        """Whether so many ranks of another group can each be given a piece by reference."""
+        is_split_so = self.form == "batch" and len(self.pieces) == num_pieces
+        return is_split_so and self.transport.kind == transport.kind
 
     def __del__(self) -> None:
         """A failed call that nobody looked at is reported when the transport next waits."""
@@ -194,10 +181,9 @@ class WorkerFuture:
         return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
 
     def __str__(self) -> str:
-        """The call, and the ranks that have not answered."""
-        here = self.transport.wait([p.header for p in self.pending], 0.0)
-        late = [p for p in self.pending if p.header not in here]
-        return f"{self.name} of {in_words(self.transport, late)}" if late else self.name
+        """The call, and the ranks of which no answer is known."""
+        late = self._calls.late()
+        return f"{self.name} of {late}" if late else self.name
 
 
 def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
@@ -220,7 +206,8 @@ def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`; `get()` gives a `Result` where the method returns metrics, too.
 
-    Passed to a group, its pieces go from worker to worker as the batch: nothing is fetched here.
+    Passed to a group that has as many data-parallel ranks, its pieces go from worker to worker as
+    the batch: nothing is fetched here.
     """
 
 
@@ -258,7 +245,19 @@ def _outcomes(
 ) -> list[Outcome]:
     """The value or the error of every future, in order."""
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-    _watch_all(futures, timeout, arrived)
+
+    def watch(position: int) -> None:
+        arrived.put((position, _outcome_of(futures[position], timeout)))
+
+    if timeout is None:
+        _read_soon(futures)
+    for position, future in enumerate(futures):
+        is_there = isinstance(future, WorkerFuture) and future.has_answers
+        if is_there or len(futures) == 1:
+            watch(position)
+        else:
+            threading.Thread(target=watch, args=[position], name="gather", daemon=True).start()
+
     outcomes: dict[int, Outcome] = {}
     until: float | None = None
     while len(outcomes) < len(futures):
@@ -279,31 +278,6 @@ def _outcomes(
     return [outcomes[position] for position in range(len(futures))]
 
 
-def _watch_all(
-    futures: Sequence[Any], timeout: float | None, arrived: queue.SimpleQueue[tuple[int, Outcome]]
-) -> None:
-    """See to it that the outcome of every future arrives, with its position.
-
-    Answers of workers that come soon are read here, and so is the only future that is left then;
-    of several, each is watched by a thread.
-    """
-    if timeout is None:
-        _read_soon(futures)
-    left, has_failed = [], False
-    for position, future in enumerate(futures):
-        if isinstance(future, WorkerFuture) and future.has_answers:
-            outcome = _outcome_of(future, timeout)
-            has_failed |= outcome[1] is not None
-            arrived.put((position, outcome))
-        else:
-            left.append((position, future, timeout, arrived))
-    for watched in left:
-        if len(left) == 1 and not has_failed:
-            _watch(*watched)
-        else:
-            threading.Thread(target=_watch, args=watched, name="gather", daemon=True).start()
-
-
 def _read_soon(futures: Sequence[Any]) -> None:
     """Read the answers of workers together, of those that nobody has waited for."""
     unread: dict[str, list[WorkerFuture]] = defaultdict(list)
@@ -313,16 +287,6 @@ def _read_soon(futures: Sequence[Any]) -> None:
     for alike in unread.values():
         if len(alike) > 1:
             read_together(alike, SOON_S)
-
-
-def _watch(
-    position: int,
-    future: Any,
-    timeout: float | None,
-    arrived: queue.SimpleQueue[tuple[int, Outcome]],
-) -> None:
-    """Wait for one future and hand in its outcome."""
-    arrived.put((position, _outcome_of(future, timeout)))
 
 
 def _outcome_of(future: Any, timeout: float | None) -> Outcome:

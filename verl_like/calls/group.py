@@ -14,10 +14,8 @@ Several roles share the processes of one pool when they are fused first: methods
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -78,18 +76,25 @@ class BoundMethod:
         """Run it and return a future at once."""
         if self.first_rank_only:
             return self.remote_on(0, *args, **kwargs)
-        return self._launch(_Target(self.group, self.site), args, kwargs)
+        return self._launch(self._on_all_ranks(), args, kwargs)
 
     def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it on one rank alone, which gets all rows: a future of the result of that rank."""
-        return self._launch(_OneRank(self.group, self.site, rank), args, kwargs)
+        group = self.group
+        one = CallTarget(group.name, self.site, group.transport, [rank], lambda *_: [(0, True)])
+        return self._launch(one, args, kwargs)
 
     def collecting_ranks(self) -> list[int]:
         """The ranks whose results count: with tensor parallelism one of those that work as one."""
-        return self._collecting_ranks(_Target(self.group, self.site))
+        return self._collecting_ranks(self._on_all_ranks())
+
+    def _on_all_ranks(self) -> CallTarget:
+        group = self.group
+        ranks = range(group.world_size)
+        return CallTarget(group.name, self.site, group.transport, ranks, group.mesh_facts)
 
     def _launch(
-        self, target: _Target, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> WorkerFuture:
         group = self.group
         group.refuse_after_shutdown(self.site)
@@ -111,7 +116,6 @@ class BoundMethod:
         about = self.form, pieces, rows
         future = kind(self.site.name, group.transport, pending, collect, *about)
         future.keeps = sender.keeps
-        group.outstanding.add(future)
         return future
 
     def _check_split(self, target: CallTarget, arguments: Sequence[tuple[int | str, Any]]) -> None:
@@ -148,53 +152,6 @@ class BoundMethod:
         return Result(batch, collect_metrics(collecting)) if form == BOTH else batch
 
 
-class _Target:
-    """A group as the dispatch and collect functions of one call see it: a `CallTarget`."""
-
-    def __init__(self, group: WorkerGroup, site: CallSite) -> None:
-        self._group = group
-        self._meshes: dict[str, MeshFacts] = {}
-        self.name, self.call_site, self.transport = group.name, site, group.transport
-        self.world_size = group.world_size
-        self.ranks = list(range(group.world_size))
-
-    def mesh_facts(self, mesh_name: str) -> MeshFacts:
-        """Asked of the group once: a call is collected by the layout that it was split by."""
-        if mesh_name not in self._meshes:
-            self._meshes[mesh_name] = self._group.mesh_facts(mesh_name, self.call_site)
-        return self._meshes[mesh_name]
-
-
-class _OneRank(_Target):
-    """The same for a call that one rank runs alone: it gets and returns everything."""
-
-    def __init__(self, group: WorkerGroup, site: CallSite, rank: int) -> None:
-        super().__init__(group, site)
-        self.world_size, self.ranks = 1, [rank]
-
-    def mesh_facts(self, mesh_name: str) -> MeshFacts:
-        """A mesh of one rank."""
-        return [(0, True)]
-
-
-class Outstanding:
-    """The futures of a group that somebody still holds; several threads may add and look."""
-
-    def __init__(self) -> None:
-        self._futures: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
-        self._lock = threading.Lock()
-
-    def add(self, future: WorkerFuture) -> None:
-        """It leaves when nobody holds it any more."""
-        with self._lock:
-            self._futures.add(future)
-
-    def all(self) -> list[WorkerFuture]:
-        """Those of now."""
-        with self._lock:
-            return list(self._futures)
-
-
 class WorkerGroup:
     """The workers of one role (or of several, fused) on one pool.
 
@@ -206,7 +163,6 @@ class WorkerGroup:
         self.transport = transport
         self.roles = dict(roles)
         self.prefixed = frozenset(prefixed)
-        self.outstanding = Outstanding()
         self._ended = threading.Event()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
         self._mesh_known_at: dict[int, float] = {}
@@ -234,8 +190,8 @@ class WorkerGroup:
                     f"Roles: {', '.join(self.roles)}."
                 )
             spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=())
-            spawned[role].outstanding, spawned[role]._ended = self.outstanding, self._ended
-            spawned[role]._mesh, spawned[role]._mesh_known_at = self._mesh, self._mesh_known_at
+            for shared in ("_ended", "_mesh", "_mesh_known_at"):
+                setattr(spawned[role], shared, getattr(self, shared))
         return spawned
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
@@ -298,26 +254,17 @@ class WorkerGroup:
         role, where = (site.role, site.name) if site else (next(iter(self.roles)), self.name)
         facts = self._find_mesh(mesh_name, role)
         if len(facts) < self.world_size:
-            self._read_outstanding()
-            facts = self._find_mesh(mesh_name, role)
-        if len(facts) < self.world_size:
             names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
             missing = [rank for rank in range(self.world_size) if rank not in facts]
             raise DispatchError(
                 f"{where}: rank(s) {missing} of {self.name} have not registered mesh "
                 f"'{mesh_name}'.{nearest(mesh_name, names)} Registered: "
                 f"{', '.join(names) or 'none'}. Workers do it with "
-                "_register_dispatch_collect_info, in the constructor or in a call before this "
-                "one."
+                "_register_dispatch_collect_info, in the constructor or in a call whose result "
+                "was read before this one."
             )
         _check_mesh(f"{where}: mesh '{mesh_name}'", facts)
         return [facts[rank] for rank in range(self.world_size)]
-
-    def _read_outstanding(self) -> None:
-        """Wait for calls whose results nobody has read: one of them may register a mesh."""
-        for future in self.outstanding.all():
-            with contextlib.suppress(Exception):  # kept by the future, for whoever reads it
-                future.get()
 
     def _find_mesh(self, mesh_name: str, called_role: str) -> dict[int, tuple[int, bool]]:
         for role in sorted(self.roles, key=lambda role: role != called_role):
@@ -386,7 +333,6 @@ def method_table(
 
 
 _RESERVED = {name for name in dir(WorkerGroup) if not name.startswith("__")} | {
-    "outstanding",
     "prefixed",
     "roles",
     "transport",

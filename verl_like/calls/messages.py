@@ -39,18 +39,6 @@ class PieceSlot:
 
 
 @dataclass(frozen=True)
-class WholeSlot:
-    """Stands for the whole of another call's result: all its pieces, with their headers.
-
-    `form` says how they become one value: a `batch`, a `list`, or the `first` of them.
-    """
-
-    payloads: tuple[int, ...]
-    headers: tuple[int, ...]
-    form: str
-
-
-@dataclass(frozen=True)
 class Call:
     """One method call on one worker. Arguments may hold slots, which `parts` fill.
 

@@ -16,7 +16,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.future import WorkerFuture
-from verl_like.calls.messages import Call, Pending, PieceSlot, Slot, WholeSlot
+from verl_like.calls.messages import Call, Pending, PieceSlot, Slot
 from verl_like.calls.pieces import FutureShard
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError
@@ -37,7 +37,6 @@ class Sender:
         self._shared: dict[int, tuple[Any, Any]] = {}
         self.keeps: list[Any] = []
         """What must be held until the call has ended, for other calls to share it."""
-        self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
 
     def submit(self, rank: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
         """Pack the arguments of one rank and queue its call."""
@@ -56,12 +55,11 @@ class Sender:
 
     def _pack(self, value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):
-            pieces = self._cut(value)
-            headers = self._refer([piece.header for piece in pieces], parts)
-            (payload,) = self._refer([pieces[value.index].payload], parts)
-            return PieceSlot(payload, headers, value.index)
-        if isinstance(value, WorkerFuture):
-            return self._pack_future(value, parts)
+            pieces, first = value.future.pieces, len(parts)
+            parts += [pieces[value.index].payload, *(piece.header for piece in pieces)]
+            return PieceSlot(first, tuple(range(first + 1, len(parts))), value.index)
+        if isinstance(value, WorkerFuture):  # nobody but the driver has all of it
+            value = value.batch() if value.form == "batch" else value.get()
         if num_bytes(value) >= SHARED_BYTES:
             if id(value) not in self._shared:
                 part, keeper = self.transport.share(value)
@@ -70,34 +68,6 @@ class Sender:
             parts.append(self._shared[id(value)][1])
             return Slot(len(parts) - 1)
         return value
-
-    def _pack_future(self, future: WorkerFuture, parts: list[Any]) -> Any:
-        """References to all its pieces; its value, where only the driver can make or send that."""
-        if future.form in ("own", "metrics"):
-            return future.get()
-        if future.transport.kind != self.transport.kind:
-            return future.batch() if future.form == "batch" else future.get()
-
-        headers = self._refer([piece.header for piece in future.pieces], parts)
-        payloads = headers
-        if not all(piece.is_one_answer for piece in future.pieces):
-            payloads = self._refer([piece.payload for piece in future.pieces], parts)
-        return WholeSlot(payloads, headers, future.form)
-
-    def _refer(self, references: Sequence[Any], parts: list[Any]) -> tuple[int, ...]:
-        first = len(parts)
-        parts.extend(references)
-        return tuple(range(first, len(parts)))
-
-    def _cut(self, shard: FutureShard) -> list[Pending]:
-        """The pieces of a future in the number that the call wants: as they are, or cut again."""
-        key = id(shard.future), shard.count
-        if key not in self._pieces:
-            pieces = shard.future.pieces
-            if len(pieces) != shard.count:
-                pieces = shard.future.transport.regroup(pieces, shard.count)
-            self._pieces[key] = shard.future, pieces
-        return self._pieces[key][1]
 
 
 def num_bytes(value: Any) -> int:

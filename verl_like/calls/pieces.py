@@ -8,8 +8,7 @@ whoever makes one batch of the pieces drops the rest. The cutting of rows is in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.batch.protocol import DataProto
@@ -17,25 +16,23 @@ from verl_like.batch.split import join_pieces, split_rows, view_rows
 from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.future import WorkerFuture
 from verl_like.calls.messages import Header
-from verl_like.calls.result import BATCH, BOTH
 from verl_like.calls.target import CallTarget
 from verl_like.errors import BatchError, DispatchError
 
 
 @dataclass(frozen=True)
 class FutureShard:
-    """Piece `index` of `count` of a result that is still being made: it travels as references."""
+    """A piece of a result that is still being made: it travels as a reference."""
 
     future: WorkerFuture
     index: int
-    count: int
 
 
 def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> list[Any]:
     """Pieces of a batch, or of the future of one, for `num_pieces` data-parallel ranks."""
     if isinstance(value, WorkerFuture):
-        if value.can_be_passed_to(target.transport):
-            return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
+        if value.can_be_passed_to(target.transport, num_pieces):
+            return [FutureShard(value, i) for i in range(num_pieces)]
         value = value.batch()
     value = rows_of(value)
     if not isinstance(value, DataProto):
@@ -80,40 +77,3 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
             "return the same on all."
         )
     return join_pieces(outputs)
-
-
-def regroup_pieces(
-    headers: Sequence[Header], payloads: Sequence[Any], num_pieces: int
-) -> list[tuple[Any, Header]]:
-    """The rows of some pieces in `num_pieces` pieces, each with a header.
-
-    An error among them goes into every piece.
-    """
-    failed = next((header for header in headers if header.error is not None), None)
-    if failed is not None:
-        return [(None, failed)] * num_pieces
-
-    answers = zip(payloads, headers, strict=True)
-    cut = split_rows(join_pieces([real_rows(*answer) for answer in answers]), num_pieces)
-    # metrics and mesh facts stay with the call itself
-    header = replace(headers[0], mesh_facts=None, metrics=None)
-    return [
-        (piece, replace(header, rows=piece.num_real_rows, rank=rank))
-        for rank, piece in enumerate(cut)
-    ]
-
-
-def real_rows(payload: Any, header: Header) -> DataProto:
-    """The piece of a batch that is passed on, without pad rows."""
-    require_batch(header)
-    piece: DataProto = drop_padding(payload, header)
-    return piece
-
-
-def require_batch(header: Header) -> None:
-    """Refuse what was passed on as a batch and is none: its method declares nothing."""
-    if header.returned not in (BATCH, BOTH):
-        raise DispatchError(
-            f"{header.role}.{header.method} returned {header.returned} on rank {header.rank}; its "
-            "future was passed on as a batch, so it must return a DataProto."
-        )

@@ -17,6 +17,7 @@ future that is passed on travels as its batch.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_origin
@@ -149,16 +150,12 @@ def _plain_value(value: Any, name: str, where: str) -> Any:
     """A number or string of Python's own, of numpy's and torch's scalars too."""
     if type(value) in (float, int, bool, str):
         return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, np.generic | np.ndarray) and value.size == 1:
+    if isinstance(value, torch.Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:
         value = value.item()
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, bool):
-        return value
     if isinstance(value, numbers.Integral):
-        return int(value)
+        return value if isinstance(value, bool) else int(value)
     if isinstance(value, numbers.Real):
         return float(value)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from verl_like.calls.transport import Transport
 
@@ -40,24 +40,25 @@ class CallSite:
         return names
 
 
-class CallTarget(Protocol):
+class CallTarget:
     """The workers that one call runs on."""
 
-    @property
-    def name(self) -> str:
-        """The group: its role, or its roles joined by "+"."""
-
-    @property
-    def world_size(self) -> int:
-        """Workers that run the call: 1 where rank 0 runs it alone."""
-
-    @property
-    def call_site(self) -> CallSite:
-        """Names for messages."""
-
-    @property
-    def transport(self) -> Transport:
-        """What carries the call."""
+    def __init__(
+        self,
+        name: str,
+        call_site: CallSite,
+        transport: Transport,
+        ranks: Sequence[int],
+        find_mesh: Callable[[str, CallSite], MeshFacts],
+    ) -> None:
+        """`ranks` of a group of this name run it: all, or one alone, which gets everything."""
+        self.name, self.call_site, self.transport = name, call_site, transport
+        self.ranks, self.world_size = list(ranks), len(ranks)
+        self._find_mesh = find_mesh
+        self._meshes: dict[str, MeshFacts] = {}
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
         """The layout of a mesh of the called role, the same from the first question to the last."""
+        if mesh_name not in self._meshes:
+            self._meshes[mesh_name] = self._find_mesh(mesh_name, self.call_site)
+        return self._meshes[mesh_name]

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeVar
 
 from verl_like.calls.messages import Call, Header, Pending, payload_of
 from verl_like.calls.progress import Progress
-from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.waiting import CallTimes, Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.facts import ProcessFacts
@@ -61,7 +60,6 @@ class Transport(ABC):
         self._is_said_lost = False
         self.other_pools: Sequence[Transport] = ()
         """All others of the run: a call here may be waiting for a process there."""
-        self._stopped = StoppedProcesses()
 
     @abstractmethod
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -109,13 +107,6 @@ class Transport(ABC):
         return {}
 
     @abstractmethod
-    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
-        """The same rows in another number of pieces; does not wait for them.
-
-        `verl_like.calls.pieces.regroup_pieces` cuts them.
-        """
-
-    @abstractmethod
     def shutdown(self) -> None:
         """End the processes. Safe to call twice."""
 
@@ -134,30 +125,15 @@ class Transport(ABC):
         return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks that can never answer, and why: machine or process is gone.
+        """Those of the ranks that can never answer, and why: their process is gone or stopped.
 
         References to calls do not always say so, and an idle rank has none.
         """
         return {}
 
-    def pid_here(self, rank: int) -> int | None:
-        """The process of a rank, where that is another one on this machine."""
-        return None
-
     def kill(self, rank: int) -> None:
         """End the process of a rank by SIGKILL, for a fault on purpose."""
         raise NotImplementedError(f"the processes of {self.kind} are not killed")
-
-    def lost_or_stopped(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those that are lost, and those whose process has been stopped for a while."""
-        ranks = list(ranks)
-        found = self.lost(ranks)
-        for rank in ranks:
-            pid = self.pid_here(rank)
-            why = None if pid is None else self._stopped.why_gone(pid)
-            if why is not None:
-                found.setdefault(rank, why)
-        return found
 
     def check_companions(self, what: str) -> None:
         """Raise if a rank of another pool is gone, while `what` is waited for."""
@@ -169,7 +145,7 @@ class Transport(ABC):
 
         Of a pool that can be replaced it is only said, once: whoever calls it next will see.
         """
-        for rank, why in self.lost_or_stopped(range(self.world_size)).items():
+        for rank, why in self.lost(range(self.world_size)).items():
             words = f"{self.describe(rank)}, idle during {what}: {why}"
             if not self.is_replaceable:
                 raise WorkerDiedError(words)
@@ -193,20 +169,13 @@ class Transport(ABC):
             if len(self.wait(headers, 0.0)) < len(headers):
                 self.abandoned.append((name, headers))
                 continue
-            failed = self._first_failure(headers)
+            try:
+                errors = (self.fetch_header(reference).error for reference in headers)
+                failed = next((error.traceback for error in errors if error is not None), None)
+            except WorkerError as error:
+                failed = str(error)
             if failed is not None:
                 logger.error("%s failed and its result was never read:\n%s", name, failed)
-
-    def _first_failure(self, headers: Sequence[Any]) -> str | None:
-        """The traceback of the first of these calls that failed."""
-        try:
-            for reference in headers:
-                error = self.fetch_header(reference).error
-                if error is not None:
-                    return error.traceback
-        except WorkerError as error:
-            return str(error)
-        return None
 
 
 def take_all(entries: deque[T]) -> Iterator[T]:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.split import join_pieces, place_piece
-from verl_like.calls.messages import Header, PieceSlot, RemoteError, Slot, WholeSlot, payload_of
-from verl_like.calls.pieces import own_value, real_rows, require_batch
+from verl_like.batch.split import place_piece
+from verl_like.calls.messages import Header, PieceSlot, RemoteError, Slot
+from verl_like.calls.result import BATCH, BOTH
+from verl_like.errors import DispatchError
 
 
 class UpstreamError(Exception):
@@ -45,11 +46,9 @@ def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
 
     A batch is a private copy unless the method promised not to write.
     """
-    if isinstance(value, WholeSlot):
-        return _whole(value, parts)
     if isinstance(value, PieceSlot):
         headers = _checked(value.headers, parts)
-        require_batch(headers[value.index])
+        _require_batch(headers[value.index])
         rows = [header.rows or 0 for header in headers]
         value = place_piece(parts[value.payload], value.index, rows)
     elif isinstance(value, Slot):
@@ -62,19 +61,6 @@ def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
     return value.writable_copy() if isinstance(value, DataProto) else value
 
 
-def _whole(slot: WholeSlot, parts: Sequence[Any]) -> Any:
-    """The value that the future's `get()` would give on the driver."""
-    headers = _checked(slot.headers, parts)
-    payloads = [parts[number] for number in slot.payloads]
-    if slot.payloads == slot.headers:
-        payloads = [payload_of(answer) for answer in payloads]
-    answers = zip(payloads, headers, strict=True)
-    if slot.form == "batch":
-        return join_pieces([real_rows(*answer) for answer in answers])
-    own = [own_value(*answer) for answer in answers]
-    return own[0] if slot.form == "first" else own
-
-
 def _checked(numbers: Sequence[int], parts: Sequence[Any]) -> list[Header]:
     """The headers among the parts; the error of a call that failed is raised."""
     headers = [Header.read(parts[number]) for number in numbers]
@@ -82,3 +68,12 @@ def _checked(numbers: Sequence[int], parts: Sequence[Any]) -> list[Header]:
         if header.error is not None:
             raise UpstreamError(header.error)
     return headers
+
+
+def _require_batch(header: Header) -> None:
+    """Refuse what was passed on as a batch and is none: its method declares nothing."""
+    if header.returned not in (BATCH, BOTH):
+        raise DispatchError(
+            f"{header.role}.{header.method} returned {header.returned} on rank {header.rank}; its "
+            "future was passed on as a batch, so it must return a DataProto."
+        )

@@ -15,7 +15,7 @@ where they exist and CPU slots otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from verl_like.errors import NoRoomError, PlacementError
@@ -95,25 +95,25 @@ class Placement:
         return cls(plans)
 
     def moved(self, pool: str, nodes: Sequence[Node]) -> Placement:
-        """The plan after a loss of nodes: `nodes` are those that live.
+        """The plan after a loss of nodes, where `nodes` are those that live.
 
-        What the pool has on them stays. The rest goes where the other pools leave room, to a node
-        of its own for every entry.
+        The pool goes where the others leave room, to its own nodes first.
         """
         plan, rooms = self.pools[pool], {node.key: _Room(node) for node in nodes}
         for other in self.pools.values():
             for count, node in zip(other.process_on_nodes, other.nodes, strict=True):
-                if node.key in rooms:
+                if other is not plan and node.key in rooms:
                     rooms[node.key].take(count, other.needs)
 
-        places = dict.fromkeys(node.key for node in plan.nodes if node.key in rooms)
-        chosen = []
-        for count, node in zip(plan.process_on_nodes, plan.nodes, strict=True):
-            if node.key not in rooms:
-                node = _another_node(plan, count, node, rooms, places)
-                places[node.key] = None
-            chosen.append(node)
-        return Placement({**self.pools, pool: replace(plan, nodes=tuple(chosen))})
+        own = [node.key for node in plan.nodes]
+        lost = [f"{node.name} ({node.key[:8]})" for node in plan.nodes if node.key not in rooms]
+        own_first = sorted(rooms.values(), key=lambda room: room.node.key not in own)
+        sizes = {pool: plan.process_on_nodes}
+        try:
+            chosen = _choose_nodes(pool, sizes, own_first, plan.needs)
+        except NoRoomError as error:
+            raise NoRoomError(f"node {', '.join(lost)} is gone: {error}") from None
+        return Placement({**self.pools, pool: replace(plan, nodes=chosen)})
 
     @property
     def role_mapping(self) -> dict[str, str]:
@@ -236,26 +236,6 @@ def _choose_nodes(
         fitting[0].take(count, need)
         chosen.append(fitting[0])
     return tuple(room.node for room in chosen)
-
-
-def _another_node(
-    plan: PoolPlan,
-    count: int,
-    lost: Node,
-    rooms: Mapping[str, _Room],
-    taken: Collection[str],
-) -> Node:
-    """Where processes go whose node is lost; not to one that is taken by others of their pool."""
-    for key, room in rooms.items():
-        if key not in taken and not room.lacks(count, plan.needs):
-            room.take(count, plan.needs)
-            return room.node
-    own = [room for key, room in rooms.items() if key in taken]
-    raise NoRoomError(
-        f"node {lost.name} ({lost.key[:8]}) is gone, and no other has room for the {count} "
-        f"process(es) of {plan.cpus_per_process:g} CPU each that pool '{plan.name}' had there: "
-        f"{_rooms_in_words(list(rooms.values()), own)}."
-    )
 
 
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:

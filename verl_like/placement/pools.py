@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from verl_like.errors import PlacementError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool
+from verl_like.process.facts import ProcessFacts
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,14 @@ class ResourcePool:
         """For every rank, the position of its node in `store`."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
 
+    def facts(self, name: str, **settings: Any) -> list[ProcessFacts]:
+        """What every rank of a group of this name is started with; `settings` are those of all."""
+        here = zip(self.local_rank_list(), self.local_world_size_list(), strict=True)
+        return [
+            ProcessFacts(name, rank, self.world_size, *place, **settings)
+            for rank, place in enumerate(here)
+        ]
+
     def release(self) -> None:
         """Give back what the pool has reserved; a pool of a cluster reserves something."""
 
@@ -130,18 +139,19 @@ class ResourcePool:
 class PoolManager:
     """Holder of pools and mapping: makes every pool once and says which one a role lives on."""
 
+    pool_cls: ClassVar[type[ResourcePool]] = ResourcePool
+    """What `create_resource_pool` makes."""
+
     def __init__(
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
-        pool_cls: type[ResourcePool] = ResourcePool,
     ) -> None:
-        """Check the mapping; `pool_cls` is what `create_resource_pool` makes."""
+        """Check the mapping."""
         self.resource_pool_spec = {
             name: list(counts) for name, counts in resource_pool_spec.items()
         }
         self.mapping = dict(mapping)
-        self.pool_cls = pool_cls
         self.resource_pool_dict: dict[str, ResourcePool] = {}
         roles_by_pool(self.resource_pool_spec, self.mapping)
 

@@ -17,7 +17,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
@@ -32,7 +32,7 @@ from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.progress import COROUTINES, Progress, progress_of_call
-from verl_like.calls.result import Metrics, take_apart
+from verl_like.calls.result import take_apart
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
 from verl_like.masking import learn_secrets
@@ -50,15 +50,9 @@ from verl_like.process.worker import Worker, construction
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a method returned, taken apart: the payload, and what its header says of it."""
-
-    payload: Any = None
-    rows: int | None = None
-    metrics: Metrics | None = None
-    only_padding: bool = False
-    returned: str = ""
+Outcome = tuple[Any, dict[str, Any]]
+"""The payload of a result, and what its header says of it."""
+NOTHING: Outcome = None, {}
 
 
 class WorkerHost:
@@ -121,7 +115,7 @@ class WorkerHost:
 
     def located(self, place: Callable[[], Any]) -> tuple[Any, Header]:
         """Where the process is, as the answer of a call: an error goes into its header."""
-        return self._timed(lambda *_: Outcome(place()), Call(self.facts.name, "location"), ())
+        return self._timed(lambda *_: (place(), {}), Call(self.facts.name, "location"), ())
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Never raises what the method raises: the header carries it.
@@ -184,7 +178,7 @@ class WorkerHost:
             facts = replace(self.facts, role=role, master=self._master)
             with construction(facts, self._workers), self._turn_of(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
-        return Outcome()
+        return NOTHING
 
     def _own_the_process(self, master: tuple[str, int] | None) -> None:
         """Set a process of our own up: torchrun's environment, stack dumps on signal and crash."""
@@ -214,27 +208,29 @@ class WorkerHost:
         with self._turn_of(state):
             result = self._result(method(*args, **kwargs))
 
-        metrics, returned = None, ""
+        about: dict[str, Any] = {}
         if call.returns_batch:
             declared = "" if mark is None else mark.returns
-            result, metrics, returned = take_apart(result, declared, self._where(call))
+            result, metrics, form = take_apart(result, declared, self._where(call))
+            about = {"metrics": metrics, "returned": form}
         elif given is not None:
             result = rows_of(result)
-        if metrics is None and not isinstance(result, DataProto):
-            return Outcome(result, returned=returned)
+        if about.get("metrics") is None and not isinstance(result, DataProto):
+            return result, about
 
         given = given or piece_of([*args, *kwargs.values()])
-        only_padding = given is not None and given.shard.rows == 0
+        about["only_padding"] = given is not None and given.shard.rows == 0
         if not isinstance(result, DataProto):
-            return Outcome(None, None, metrics, only_padding, returned)
+            return None, about
         result = copy.copy(result)
         result.shard = given.shard if given else None
-        rows = count_real_rows(result, given.num_rows if given else 0, self._where(call))
-        return Outcome(result, rows, metrics, only_padding, returned)
+        about["keys"] = *result.columns, *result.non_tensor_batch
+        about["rows"] = count_real_rows(result, given.num_rows if given else 0, self._where(call))
+        return result, about
 
     def _beside(self, call: Call, _: Sequence[Any]) -> Outcome:
         method = getattr(self._states[call.role].worker, call.method)
-        return Outcome(self._result(method(*call.args, **call.kwargs)))
+        return self._result(method(*call.args, **call.kwargs)), {}
 
     def _where(self, call: Call) -> str:
         return f"{call.role}.{call.method} on rank {self.facts.rank}"
@@ -280,9 +276,9 @@ class WorkerHost:
     ) -> tuple[Any, Header]:
         self._num_calls += 1
         start, cpu = time.time(), time.process_time()
-        outcome, error = Outcome(), None
+        (payload, about), error = NOTHING, None
         try:
-            outcome = work(call, parts)
+            payload, about = work(call, parts)
         except UpstreamError as upstream:
             error = upstream.error
         except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
@@ -290,22 +286,13 @@ class WorkerHost:
                 raise
             error = RemoteError.of(failure)
 
-        result = outcome.payload
-        keys: tuple[str, ...] = ()
-        if isinstance(result, DataProto):
-            keys = (*result.columns, *result.non_tensor_batch)
-
         mesh_facts = None
         for role, state in self._states.items():
             if facts := getattr(state.worker, "_mesh_facts", None):
                 mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
-
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
-        header = Header(*place, *times, outcome.rows, keys, error, mesh_facts)
-        header.metrics, header.only_padding = outcome.metrics, outcome.only_padding
-        header.returned = outcome.returned
-        return result, header
+        return payload, Header(*place, *times, error=error, mesh_facts=mesh_facts, **about)
 
     def _ends_the_process(self, failure: BaseException) -> bool:
         """Whether an error is meant for the process: Ctrl-C in the driver's, an exit in our own."""

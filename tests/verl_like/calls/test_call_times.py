@@ -80,7 +80,7 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     batch = DataProto.from_dict({"x": torch.zeros(4)})
     for _ in range(3):
         group.echo(batch)
-    assert len(group.transport.call_times._by_method["modes.echo"].seconds) == 3
+    assert len(group.transport.call_times._seconds["modes.echo"]) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
     with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise watch.late_s"):

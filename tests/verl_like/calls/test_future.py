@@ -104,7 +104,7 @@ class Store(Transport):
     """A backend that has some answers, and reads them by one request."""
 
     kind = "store"
-    submit = stacks = regroup = shutdown = construct_again = None
+    submit = stacks = shutdown = construct_again = None
 
     def __init__(self, headers: dict[str, Header]) -> None:
         super().__init__([ProcessFacts()], Deadlines())

@@ -94,8 +94,10 @@ def test_an_unregistered_mesh_is_refused_by_name() -> None:
         group.on_mesh(batch(2))
 
 
-def test_a_mesh_may_be_registered_by_a_call_that_nobody_waited_for() -> None:
+def test_a_mesh_counts_once_the_call_that_registers_it_was_read() -> None:
     group = fake_group(4)
     registering = group.make_mesh(2)
-    assert_same(group.on_mesh(batch(5)), batch(5))
+    with pytest.raises(DispatchError, match="in a call whose result was read before this one"):
+        group.on_mesh(batch(5))
     registering.get()
+    assert_same(group.on_mesh(batch(5)), batch(5))

@@ -17,7 +17,6 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Faulty
 from verl_like import DataProto
-from verl_like.calls.group import Outstanding
 from verl_like.calls.transport import take_all
 
 ROLES = {"add": (Adder, (1,)), "more": (Adder, (10,)), "faulty": (Faulty, ())}
@@ -133,31 +132,6 @@ def test_what_another_thread_has_taken_is_not_taken_twice() -> None:
             return super().__len__() + 1
 
     assert list(take_all(Emptied([1, 2]))) == [1, 2]
-
-
-class Held:
-    """In the place of a future."""
-
-
-def test_calls_are_added_while_another_thread_looks_at_them() -> None:
-    outstanding, kept = Outstanding(), [Held() for _ in range(60_000)]
-    for each in kept[:5000]:
-        outstanding.add(each)
-    meeting, seen = threading.Barrier(2), []
-
-    def look() -> None:
-        meeting.wait()
-        while len(seen) < 10:
-            seen.append(len(outstanding.all()))
-
-    def add() -> None:
-        meeting.wait()
-        for each in kept[5000:]:
-            outstanding.add(each)
-
-    in_threads([look, add])
-    assert seen == sorted(seen)
-    assert len(outstanding.all()) == len(kept)
 
 
 def test_calls_nobody_reads_are_reported_once_whoever_waits(

@@ -70,14 +70,10 @@ def test_the_manager_refuses_a_mapping_to_no_pool_at_once() -> None:
         PoolManager({"one": [1]}, {"critic": "two"})
 
 
-def test_the_public_manager_makes_pools_of_ray_unless_told_otherwise() -> None:
+def test_the_public_manager_makes_pools_of_ray() -> None:
     spec, mapping = {"main": [2]}, {"critic": "main"}
-    managers = [
-        verl_like.ResourcePoolManager(resource_pool_spec=spec, mapping=mapping),
-        verl_like.ResourcePoolManager(spec, mapping, pool_cls=ResourcePool),
-    ]
-    classes = [type(manager.get_resource_pool("critic")) for manager in managers]
-    assert classes == [RayResourcePool, ResourcePool]
+    manager = verl_like.ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
+    assert type(manager.get_resource_pool("critic")) is RayResourcePool
 
 
 def test_a_pool_is_released_after_its_block_and_says_what_it_is() -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from verl_like.backends.local.references import Done, regroup_here, resolve
+from verl_like.backends.local.references import Done, resolve
 from verl_like.backends.rpc import ProcessTransport, Requests
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
@@ -153,10 +153,6 @@ class ChildTransport(ProcessTransport):
     def fetch(self, reference: Any) -> Any:
         """The answer."""
         return resolve(reference)
-
-    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
-        """The pieces pass through this process anyway: cut again here, once they have come."""
-        return regroup_here(pending, num_pieces)
 
     def pid_here(self, rank: int) -> int:
         """The child's."""

@@ -8,7 +8,6 @@ are child processes (`children`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from verl_like.backends.local.children import ChildTransport, StartRank, start_child_rank
 from verl_like.backends.local.inline import InlineTransport
@@ -65,9 +64,15 @@ class LocalWorkerGroup(WorkerGroup):
         }
 
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
-        name, times = "+".join(roles), (limits.rendezvous_s, limits.call_s)
-        settings = device_name, seed, log_dir, *times, True, new_secret()
-        facts = _facts(resource_pool, name, *settings)
+        facts = resource_pool.facts(
+            "+".join(roles),
+            device_kind=device_name,
+            seed=seed,
+            log_dir=log_dir,
+            rendezvous_s=limits.rendezvous_s,
+            call_s=limits.call_s,
+            secret=new_secret(),
+        )
 
         transport: Transport
         if resource_pool.world_size == 1 and not own_processes:
@@ -97,12 +102,3 @@ def _refuse_gpus(facts: ProcessFacts) -> None:
             f"backend=local has child processes on CPUs only, and {facts.name} would be "
             f"{facts.world_size} of them on GPUs. Use backend=ray, or trainer.device=cpu."
         )
-
-
-def _facts(pool: ResourcePool, name: str, *settings: Any) -> list[ProcessFacts]:
-    """What every rank of the pool is started with."""
-    here = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-    return [
-        ProcessFacts(name, rank, pool.world_size, *place, *settings)
-        for rank, place in enumerate(here)
-    ]

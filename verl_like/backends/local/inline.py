@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from verl_like.backends.local.references import Done, regroup_here
+from verl_like.backends.local.references import Done
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
@@ -85,10 +85,6 @@ class InlineTransport(Transport):
     def progress(self, seconds: float) -> dict[int, Progress]:
         """Of a call that another thread of the driver makes."""
         return {0: self.host.progress()}
-
-    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
-        """Cut again, here."""
-        return regroup_here(pending, num_pieces)
 
     def place(self, rank: int) -> str:
         """Here."""

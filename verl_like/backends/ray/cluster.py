@@ -16,7 +16,7 @@ import ray
 
 from verl_like.backends.ray.ending import end_in_time_at_exit
 from verl_like.backends.ray.private_session import private_session
-from verl_like.calls.waiting import Deadlines, WaitClock
+from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
 from verl_like.process.environment import ONE_THREAD, environment
@@ -39,35 +39,26 @@ def connect(
     (`private_session`).
     """
     with _connecting:
-        if not ray.is_initialized():
-            _connect(address, namespace, runtime_env, deadlines, options)
+        if ray.is_initialized():
+            return
+        env = dict(runtime_env or {})
+        address = address or os.environ.get("RAY_ADDRESS")
+        if address is not None:
+            env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
+        else:
+            options = {"include_dashboard": False, **options}
+        options |= {"address": address or "local", "namespace": namespace}
+        options |= {"runtime_env": env or None, "log_to_driver": True, "configure_logging": False}
+        limit_s = (deadlines or Deadlines()).connect_s
+        if address is not None:
+            _init(options, address, limit_s)
+            return
+        unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
+        with environment(unset), private_session(bool(options["include_dashboard"])) as private:
+            _init(private | options, address, limit_s)
 
 
-def _connect(
-    address: str | None,
-    namespace: str | None,
-    runtime_env: dict[str, Any] | None,
-    deadlines: Deadlines | None,
-    options: dict[str, Any],
-) -> None:
-    env = dict(runtime_env or {})
-    unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address is not None:
-        env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
-    else:
-        options = {"include_dashboard": False, **options}
-    options |= {"address": address or "local", "namespace": namespace, "runtime_env": env or None}
-    options |= {"log_to_driver": True, "configure_logging": False}
-    limits = deadlines or Deadlines()
-    if address is not None:
-        _init(options, address, limits)
-        return
-    with environment(unset), private_session(bool(options["include_dashboard"])) as private:
-        _init(private | options, address, limits)
-
-
-def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> None:
+def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     """`ray.init` with a deadline.
 
     It has a thread of its own, because nothing can end it from outside when the cluster's head is
@@ -78,7 +69,8 @@ def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> No
     work = options, done
     threading.Thread(target=_init_and_stay, args=work, name="ray.init", daemon=True).start()
     try:
-        _await(done, address, limits)
+        if not wait_futures([done], limit_s).done:
+            raise WaitTimeoutError(_no_answer(address, limit_s))
     except BaseException:
         atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
         raise
@@ -101,22 +93,19 @@ def _init_and_stay(options: dict[str, Any], done: Future[None]) -> None:
     threading.Event().wait()
 
 
-def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
-    what = f"the Ray cluster at {address}" if address else "a Ray cluster of this machine's own"
-    clock = WaitClock("the driver's connection", limits.connect_s, limits.warn_s)
-    while not wait_futures([done], clock.remaining()).done:
-        if clock.over():
-            look = (
-                "Check the address and, with `ray status`, the head"
-                if address
-                else "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
-            )
-            raise WaitTimeoutError(
-                f"the driver waited {limits.connect_s:g} s (watch.connect_s) for {what}, and its "
-                f"head did not answer. {look}; if it is only slow, raise watch.connect_s. Start "
-                "this program anew to try again."
-            )
-        clock.warn_if_old(what)
+def _no_answer(address: str | None, limit_s: float) -> str:
+    what, look = (
+        "a Ray cluster of this machine's own",
+        ("Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"),
+    )
+    if address:
+        what = f"the Ray cluster at {address}"
+        look = "Check the address and, with `ray status`, the head"
+    return (
+        f"the driver waited {limit_s:g} s (watch.connect_s) for {what}, and its head did not "
+        f"answer. {look}; if it is only slow, raise watch.connect_s. Start this program anew to "
+        "try again."
+    )
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

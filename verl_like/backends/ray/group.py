@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_like.backends.ray.cluster import has_one_node
 from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
-from verl_like.backends.ray.transport import RayTransport, attach, start_roles
+from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.group import WorkerGroup, method_table
 from verl_like.calls.waiting import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs
@@ -96,18 +96,21 @@ class RayWorkerGroup(WorkerGroup):
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
         kind = _device_kind(device_name, resource_pool)
-        name, size, local = "+".join(roles), len(bundles), resource_pool.local_world_size_list()
-        times, one_node = (limits.rendezvous_s, limits.call_s), has_one_node()
-        settings = kind, seed, log_dir, *times, one_node, new_secret()
-        facts = [
-            ProcessFacts(name, rank, size, bundle.local_rank, local[rank], *settings)
-            for rank, bundle in enumerate(bundles)
-        ]
-
+        name = "+".join(roles)
+        facts = resource_pool.facts(
+            name,
+            device_kind=kind,
+            seed=seed,
+            log_dir=log_dir,
+            rendezvous_s=limits.rendezvous_s,
+            call_s=limits.call_s,
+            one_node=has_one_node(),
+            secret=new_secret(),
+        )
         run = uuid.uuid4().hex[:8]
-        names = [f"{name}-{rank}-{run}" for rank in range(size)]
+        names = [f"{name}-{rank}-{run}" for rank in range(len(facts))]
         actors = _start_actors(recipes, names, facts, bundles, options)
-        transport = RayTransport(actors, facts, limits, start_roles(master_port), names)
+        transport = RayTransport(actors, facts, limits, names, master_port)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
     @classmethod
@@ -143,7 +146,7 @@ class RayWorkerGroup(WorkerGroup):
             )
         group = cls.__new__(cls)
         limits = deadlines or Deadlines()
-        transport = RayTransport(actors, facts, limits, attach, worker_names)
+        transport = RayTransport(actors, facts, limits, worker_names)
         classes = {role: made.cls for role, made in roles.items()}
         WorkerGroup.__init__(group, transport, classes, prefixed=ray_cls_with_init.prefixed)
         return group

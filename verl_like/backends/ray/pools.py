@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ class Bundle:
 
     group: PlacementGroup
     index: int
-    local_rank: int
     cpus: float
     gpus: float
     resources: dict[str, float] = field(default_factory=dict)
@@ -122,7 +121,7 @@ class RayResourcePool(ResourcePool):
         cpus, gpus = self._part(need.get("CPU", 0.0)), self._part(need.get("GPU", 0.0))
         resources = {name: self._part(amount) for name, amount in self.resources.items()}
         return [
-            Bundle(group, i, i, cpus, gpus, resources)
+            Bundle(group, i, cpus, gpus, resources)
             for group, count in zip(groups, self.store, strict=True)
             for i in range(count)
         ]
@@ -202,10 +201,7 @@ class SubRayResourcePool(RayResourcePool):
     def _reserve(self) -> list[Bundle]:
         taken = [pool.bundles()[rank] for pool, ranks in self.sources for rank in ranks]
         self.use_gpu = self.sources[0][0].use_gpu
-        return [
-            replace(bundle, local_rank=local)
-            for bundle, local in zip(taken, self.local_rank_list(), strict=True)
-        ]
+        return taken
 
 
 def split_resource_pool(
@@ -248,14 +244,7 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
 class ResourcePoolManager(PoolManager):
     """verl's holder of pools and mapping: its pools are reserved on a Ray cluster."""
 
-    def __init__(
-        self,
-        resource_pool_spec: Mapping[str, Sequence[int]],
-        mapping: Mapping[str, str],
-        pool_cls: type[ResourcePool] | None = None,
-    ) -> None:
-        """`pool_cls` is what `create_resource_pool` makes; unless given, a `RayResourcePool`."""
-        super().__init__(resource_pool_spec, mapping, pool_cls or RayResourcePool)
+    pool_cls = RayResourcePool
 
 
 def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:

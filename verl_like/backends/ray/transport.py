@@ -7,7 +7,7 @@ and calls that go past the queue, take a connection of their own (`verl_like.bac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
@@ -32,7 +32,6 @@ from verl_like.backends.ray.stored import small_or_stored
 from verl_like.backends.rpc import ProcessTransport, connect
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Header, Pending, payload_of
-from verl_like.calls.pieces import regroup_pieces
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
@@ -48,10 +47,14 @@ class RayTransport(ProcessTransport):
         actors: Sequence[Any],
         facts: Sequence[ProcessFacts],
         deadlines: Deadlines,
-        start: Callable[[Sequence[Any]], list[Any]],
         names: Sequence[str],
+        master_port: int | None = None,
     ):
-        """Waits until every actor says that its roles are there; `start` asks them to."""
+        """Waits until every actor says that its roles are there.
+
+        With a port, which 0 leaves to rank 0, they construct them; another driver had them do so
+        where there is none.
+        """
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
         self._tasks: dict[tuple[int, str, str], Any] = {}
@@ -59,7 +62,7 @@ class RayTransport(ProcessTransport):
         self._nodes: list[str] = []
         try:
             located = [actor.location.remote() for actor in self.actors]
-            starting = start(self.actors)
+            starting = self._start(master_port)
             self.started = wait_for_start(self, located)
             locations: list[Location] = [payload_of(answer) for answer in ray.get(located)]
             self._cluster = ClusterProbe()
@@ -72,6 +75,13 @@ class RayTransport(ProcessTransport):
         except BaseException:
             self.shutdown()
             raise
+
+    def _start(self, master_port: int | None) -> list[Any]:
+        """The answers to come of roles that are there."""
+        if master_port is None:
+            return [actor.roles_there.remote() for actor in self.actors]
+        master = self.actors[0].open_store.remote(master_port)
+        return [actor.start.remote(master) for actor in self.actors]
 
     def construct_again(self) -> None:
         """A task of every actor."""
@@ -157,13 +167,6 @@ class RayTransport(ProcessTransport):
             [payload_of(answer) if p.is_one_answer else next(payloads) for p, answer in both],
         )
 
-    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
-        """A task cuts the rows again; they do not pass through the driver."""
-        flat = [p.header for p in pending] + [p.payload for p in pending]
-        made = _regroup.options(num_returns=2 * num_pieces).remote(num_pieces, *flat)
-        role = pending[0].role
-        return [Pending(i, made[2 * i], made[2 * i + 1], role) for i in range(num_pieces)]
-
     def place(self, rank: int) -> str:
         """The process and its node; before it has started, the actor's name."""
         if not self._nodes:
@@ -202,26 +205,3 @@ class RayTransport(ProcessTransport):
     def share(self, value: Any) -> tuple[Any, Any]:
         """Into the object store, once for all ranks, unless it is small without its padding."""
         return small_or_stored(value)
-
-
-def start_roles(master_port: int) -> Callable[[Sequence[Any]], list[Any]]:
-    """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
-
-    def start(actors: Sequence[Any]) -> list[Any]:
-        master = actors[0].open_store.remote(master_port)
-        return [actor.start.remote(master) for actor in actors]
-
-    return start
-
-
-def attach(actors: Sequence[Any]) -> list[Any]:
-    """Finds roles that were constructed for another driver."""
-    return [actor.roles_there.remote() for actor in actors]
-
-
-@ray.remote(num_cpus=0)
-def _regroup(num_pieces: int, *flat: Any) -> tuple[Any, ...]:
-    half = len(flat) // 2
-    headers = [Header.read(header) for header in flat[:half]]
-    pieces = regroup_pieces(headers, flat[half:], num_pieces)
-    return tuple(value for payload, header in pieces for value in (payload, header.packed()))

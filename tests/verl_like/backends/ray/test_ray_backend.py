@@ -18,6 +18,7 @@ from ray.exceptions import ObjectLostError
 from tests.programs import found_by
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Modes
+from tests.waiting import wait_until
 from verl_like import (
     DataProto,
     RayClassWithInitArgs,
@@ -73,12 +74,12 @@ def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references() -> 
         calls = [call for call in calls if call.method == "add_slowly"]
         assert len(calls) == 3
         assert max(call.start for call in calls) < min(call.end for call in calls)
-        future = one.add_slowly(batch(5, seconds=0.5))
+        future = two.add_slowly(batch(5, seconds=0.5))
         chained = two.add_slowly(two.add_slowly(future))
         assert not future.done(), "handing on a future does not wait for it"
-        assert chained.get().batch["x"].tolist() == [21, 22, 23, 24, 25]
+        assert chained.get().batch["x"].tolist() == [30, 31, 32, 33, 34]
         back = one.add_slowly(chained)
-        assert back.get().batch["x"].tolist() == [22, 23, 24, 25, 26]
+        assert back.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
 
 
 def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
@@ -116,7 +117,7 @@ def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
 
     with start("ray", {"modes": (Modes, ())}, [1]) as group:
         future = group.echo.remote(batch(2))
-        future.wait()
+        wait_until(future.done)
         monkeypatch.setattr(ray, "get", lost)
         with pytest.raises(WorkerDiedError, match="machine that held the answer is gone"):
             future.get()
@@ -178,10 +179,7 @@ def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert given["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
 
 
-def test_a_cluster_that_does_not_answer_ends_the_wait(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-
+def test_a_cluster_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_like.backends.ray import connect
 
     silent = threading.Event()
@@ -192,9 +190,8 @@ def test_a_cluster_that_does_not_answer_ends_the_wait(
         WaitTimeoutError,
         match=r"driver waited 0.2 s \(watch.connect_s\) for the Ray cluster at host:1",
     ):
-        connect("host:1", deadlines=Deadlines(connect_s=0.2, warn_s=0.1))
+        connect("host:1", deadlines=Deadlines(connect_s=0.2))
     silent.set()
-    assert "waiting for the Ray cluster at host:1 since" in caplog.text
 
 
 def test_a_signal_while_the_cluster_starts_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
