@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.recipe import PPO
-from workers.losses.registry import POLICY_LOSSES, keys_read
+from workers.losses.registry import POLICY_LOSSES, facts_of
 
 ACTOR = "actor_rollout_ref.actor."
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
@@ -25,13 +25,6 @@ OF_THE_LOSS = tuple(f"{ACTOR}{name}" for name in ("clip_ratio", "loss_agg_mode",
 """What keys begin with that a preset sets for its policy loss, besides its name."""
 GROUP_OF_EIGHT = "actor_rollout_ref.rollout.n=8"
 ONE_NAMED_REWARD = "algorithm.gdpo_reward_keys=[seq_reward]"
-COLUMNS_OF_LOSSES = {
-    "old_log_prob": "old_log_probs",
-    "advantages": "advantages",
-    "response_mask": "response_mask",
-    "chosen_tokens": "chosen_tokens",
-}
-"""Parameter of a policy loss -> the batch's column that it is filled from."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +65,10 @@ def policy_loss_cards() -> list[Card]:
     """The policy losses, by name."""
     cards = []
     for names, policy_loss in names_by_entry(POLICY_LOSSES).items():
-        asked = inspect.signature(policy_loss).parameters
-        columns = tuple(column for name, column in COLUMNS_OF_LOSSES.items() if name in asked)
-        read = keys_read(policy_loss) or ()
-        keys = tuple(f"{ACTOR}{name}" for name in (*read, "loss_agg_mode"))
+        facts = facts_of(policy_loss)
+        chosen = ("chosen_tokens",) if facts.choose_tokens else ()
+        columns = ("old_log_probs", "advantages", "response_mask", *chosen)
+        keys = tuple(f"{ACTOR}{name}" for name in (*(facts.keys_read or ()), "loss_agg_mode"))
         cards.append(Card(names, *said_of(policy_loss), columns, keys, _example_of_loss(names[0])))
     return cards
 

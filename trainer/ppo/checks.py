@@ -27,7 +27,7 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import FrozenFSDPConfig, FSDPConfig, critic_optim
 from workers.config.passes import tokens_per_pass
-from workers.losses.registry import get_policy_loss, token_chooser
+from workers.losses.registry import facts_of, get_policy_loss
 from workers.models.quantize import check_device
 from workers.rollout.sampling_settings import check_sampling
 from workers.training.schedules import check_optim
@@ -251,7 +251,7 @@ def _check_token_choice(config: PPOConfig) -> None:
     """Tokens are chosen within a mini-batch, so every pass has the same ones."""
     actor = config.actor_rollout_ref.actor
     loss_mode = actor.policy_loss.loss_mode
-    if actor.shuffle and token_chooser(get_policy_loss(loss_mode)) is not None:
+    if actor.shuffle and facts_of(get_policy_loss(loss_mode)).choose_tokens is not None:
         raise ConfigError(
             "actor_rollout_ref.actor.shuffle=true and "
             f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}: this loss compares the "

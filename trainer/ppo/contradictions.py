@@ -18,13 +18,7 @@ from trainer.ppo.advantages.registry import (
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
-from workers.losses.registry import (
-    POLICY_LOSSES,
-    has_ratio,
-    is_clip_of_weights,
-    keys_read,
-    sequence_ratio,
-)
+from workers.losses.registry import POLICY_LOSSES, LossFacts, facts_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +101,9 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     entry = POLICY_LOSSES.get(loss)  # of the user's own, by its path, nothing is known
 
-    ratio = None if entry is None else sequence_ratio(entry)
+    facts = LossFacts() if entry is None else facts_of(entry)
     is_by_token = aggregation in ("token-mean", "token-sum")
-    if ratio is not None and is_by_token and loss not in ratio.longer_count_more:
+    if facts.one_ratio_a_sequence and is_by_token and loss not in facts.longer_count_more:
         yield (
             "sequence-aggregation",
             f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and {ACTOR}."
@@ -128,7 +122,7 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
         )
 
     num_updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-    if entry is not None and not has_ratio(entry) and num_updates > 1:
+    if not facts.has_ratio and num_updates > 1:
         yield (
             "uncorrected-updates",
             f"a step makes {num_updates} updates (data.train_batch_size="
@@ -143,21 +137,20 @@ def _warnings_of_the_clip(config: PPOConfig) -> Iterator[tuple[str, str]]:
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
     entry = POLICY_LOSSES.get(loss)
-    if entry is None or "clip_ratio" not in (keys_read(entry) or ()):
+    facts = LossFacts() if entry is None else facts_of(entry)
+    if "clip_ratio" not in (facts.keys_read or ()):
         return
 
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    ratio = sequence_ratio(entry)
-    clips_sequences = ratio is not None and ratio.is_clipped
-    if clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
+    if facts.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
         yield (
             "clip-of-sequences",
             f"a clip range of {low} below and {high} above is one of token ratios: those of "
             f"sequences, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever leave it. "
             f"The paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
         )
-    if low > high and not is_clip_of_weights(entry):
+    if low > high and not facts.clips_weights:
         yield (
             "clip-upside-down",
             f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "

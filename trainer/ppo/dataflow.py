@@ -22,7 +22,7 @@ from verl_like.terminal import draw_table
 from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
-from workers.losses.registry import get_policy_loss, token_chooser
+from workers.losses.registry import facts_of, get_policy_loss
 
 REUSE_NOTICE = (
     "notice: old log-probs are not computed in a pass of their own: an update is one optimizer "
@@ -51,7 +51,7 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode or columns_of_correction(correction):
         return False
-    if token_chooser(get_policy_loss(actor.policy_loss.loss_mode)) is not None:
+    if facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens is not None:
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
         return False

@@ -30,7 +30,7 @@ from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.correct_rollout import correct_rollout
 from trainer.sample_ledger import TRAINED
 from workers.columns import drawn_from, read_columns, require, write_columns
-from workers.losses.registry import get_policy_loss, token_chooser
+from workers.losses.registry import facts_of, get_policy_loss
 from workers.rewards.weighted import SKIPPED
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def choose_tokens(
     Mini-batch k of K are the rows whose number leaves k when divided by K; `mini_batch_size` counts
     samples. `old_log_probs` names the column of the old policy's.
     """
-    choose = token_chooser(get_policy_loss(loss_mode))
+    choose = facts_of(get_policy_loss(loss_mode)).choose_tokens
     if choose is None:
         return batch
 

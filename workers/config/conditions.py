@@ -60,7 +60,8 @@ def loss_reads(name: str) -> Callable[[Any, Any], bool]:
 
     def holds(_: Any, run: Any) -> bool:
         loss = registry_of("policy loss").look_up(policy_loss_of(run))
-        keys = getattr(loss, "keys_read", None)
+        facts = getattr(loss, "facts", None)
+        keys = None if facts is None else facts.keys_read
         return keys is None or name in keys
 
     return holds

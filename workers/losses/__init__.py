@@ -2,10 +2,10 @@
 
 A policy loss is one file (`vanilla.py`, `gspo.py`, …), found by its name in
 `workers.losses.registry.POLICY_LOSSES`: a file that is put here is imported here, so adding a loss
-is adding a file. What they share stands beside them: `aggregate` (token losses to one number),
-`importance_ratio`, `value`, `entropy`, `kl`, `correction` and `rejection` (weights and rejection of
-tokens that another policy drew), `covariance` and `mismatch` (how far that policy is off),
-`verl_form` (a call in verl's older form).
+is adding a file. What they share stands beside them: `token_loss` (what makes a policy loss of a
+function of tokens), `aggregate` (token losses to one number), `importance_ratio`, `covariance`; so
+do `value`, `kl`, `correction` and `rejection` (weights and rejection of tokens that another policy
+drew) and `mismatch` (how far that policy is off).
 
 Tensors are [rows, response tokens]. **Sums over parts are exact.** A worker sees a micro-batch, a
 part of a global mini-batch: it passes the mini-batch's denominators, and then losses, gradients and

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
-from workers.losses.blocks import in_blocks
+from workers.losses.aggregate import with_slope
 from workers.losses.covariance import token_covariance
-from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
+from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_range, log_ratio
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_loss import token_loss
 
 
 @torch.no_grad()
@@ -39,19 +37,14 @@ def _choose_tokens(
 
 
 @POLICY_LOSSES.register("clip_cov")
-@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-@chooses_tokens(_choose_tokens)
-@in_blocks("log_prob")
+@token_loss(keys_read=CLIP_RANGE, choose_tokens=_choose_tokens)
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ClipSettings | None = None,
-    rollout_is_weights: Tensor | None = None,
-    chosen_tokens: Tensor | None = None,
-    **denominators: Unpack[Denominators],
+    inside: Tensor,
+    config: ClipSettings,
+    chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate, with zero for a few tokens of a high covariance of A and log p.
 
@@ -64,21 +57,13 @@ def compute_policy_loss_clip_cov(
 
     Source: arXiv 2505.22617
     """
-    config = config or DefaultClip()
-    inside = response_mask.bool()
-    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
 
-    if chosen_tokens is None:
-        chosen_tokens = _choose_tokens(old_log_prob, advantages, response_mask)
-    dropped = inside & chosen_tokens
-    worse = zero_outside(torch.maximum(free, clipped), ~dropped)
-    losses = with_slope(worse, zero_outside(free, ~(dropped | (clipped > free))), log_r)
+    worse = zero_outside(torch.maximum(free, clipped), ~chosen)
+    losses = with_slope(worse, zero_outside(free, ~(chosen | (clipped > free))), log_r)
 
-    per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": dropped}
-    return agg_policy_loss(
-        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
-    )
+    per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": chosen}
+    return losses, per_token

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.blocks import in_blocks
-from workers.losses.importance_ratio import ClipSettings, DefaultClip
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_loss import token_loss
 from workers.losses.trust_region import losses_in_trust_region
 
 
 @POLICY_LOSSES.register("dppo_tv")
-@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-@in_blocks("log_prob")
+@token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"))
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ClipSettings | None = None,
-    rollout_is_weights: Tensor | None = None,
-    **denominators: Unpack[Denominators],
+    inside: Tensor,
+    config: ClipSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
 
@@ -39,10 +32,4 @@ def compute_policy_loss_dppo_tv(
     Source: DPPO, arXiv 2602.04879
     """
     moved = log_prob.detach().exp() - old_log_prob.exp()
-
-    losses, per_token = losses_in_trust_region(
-        moved, old_log_prob, log_prob, advantages, response_mask, config or DefaultClip()
-    )
-    return agg_policy_loss(
-        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
-    )
+    return losses_in_trust_region(moved, old_log_prob, log_prob, advantages, inside, config)

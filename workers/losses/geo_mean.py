@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
-from workers.losses.blocks import in_blocks
-from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
-from workers.losses.registry import POLICY_LOSSES, one_ratio_a_sequence, reads
+from workers.losses.aggregate import with_slope
+from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, log_ratio, resolve_clip
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_loss import token_loss
 
 
 @POLICY_LOSSES.register("geo_mean")
-@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-@one_ratio_a_sequence(is_clipped=False)
-@in_blocks("log_prob")
+@token_loss(
+    "seq-mean-token-mean",
+    keys_read=CLIP_RANGE,
+    one_ratio_a_sequence=True,
+)
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: ClipSettings | None = None,
-    rollout_is_weights: Tensor | None = None,
-    **denominators: Unpack[Denominators],
+    inside: Tensor,
+    config: ClipSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times the geometric mean of the sequence's token ratios, each clipped on its bad side.
 
@@ -40,10 +37,7 @@ def compute_policy_loss_geo_mean(
 
     Source: GMPO, arXiv 2507.20673
     """
-    config = config or DefaultClip()
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
-    inside = response_mask.bool()
-    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
     sign = advantages.sign()
@@ -61,6 +55,4 @@ def compute_policy_loss_geo_mean(
         "actor/pg_clipfrac": is_clipped & rises,
         "actor/pg_clipfrac_lower": is_clipped & ~rises,
     }
-    return agg_policy_loss(
-        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
-    )
+    return losses, per_token

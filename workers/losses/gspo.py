@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean, zero_outside
-from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
-from workers.losses.blocks import in_blocks
+from workers.losses.aggregate import with_slope
 from workers.losses.importance_ratio import (
+    CLIP_RANGE,
     LARGEST_LOG_RATIO,
     ClipSettings,
-    DefaultClip,
     clip_range,
     log_ratio,
 )
-from workers.losses.registry import POLICY_LOSSES, one_ratio_a_sequence, reads
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_loss import token_loss
 
 
 @POLICY_LOSSES.register("gspo", "luspo")
-@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-@one_ratio_a_sequence(is_clipped=True, longer_count_more=("luspo",))
-@in_blocks("log_prob")
+@token_loss(
+    "seq-mean-token-mean",
+    keys_read=CLIP_RANGE,
+    one_ratio_a_sequence=True,
+    clips_sequences=True,
+    longer_count_more=("luspo",),
+)
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: ClipSettings | None = None,
-    rollout_is_weights: Tensor | None = None,
-    **denominators: Unpack[Denominators],
+    inside: Tensor,
+    config: ClipSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
 
@@ -46,29 +45,20 @@ def compute_policy_loss_gspo(
 
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """
-    config = config or DefaultClip()
-    inside = response_mask.bool()
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
     ratio = _sequence_ratio(log_prob, old_log_prob, inside)
 
-    advantages = zero_outside(advantages, inside)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
     is_clipped = clipped > free
-    losses = with_slope(
-        torch.maximum(free, clipped),
-        zero_outside(free, ~is_clipped),
-        log_prob,
-    )
+    losses = with_slope(torch.maximum(free, clipped), zero_outside(free, ~is_clipped), log_prob)
 
     per_token = {
         "actor/ppo_kl": -log_r,
         "actor/pg_clipfrac": is_clipped,
         "actor/pg_clipfrac_lower": torch.zeros_like(inside),
     }
-    return agg_policy_loss(
-        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
-    )
+    return losses, per_token
 
 
 def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import zero_outside
 
+CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+"""Keys of the actor's section that set the range."""
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import ClipSettings, log_ratio
-from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_loss import token_loss
 
 
 @torch.no_grad()
@@ -35,20 +32,14 @@ def _choose_tokens(
 
 
 @POLICY_LOSSES.register("kl_cov")
-@reads()
-@chooses_tokens(_choose_tokens)
-@in_blocks("log_prob")
+@token_loss(keys_read=(), choose_tokens=_choose_tokens)
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ClipSettings | None = None,
-    rollout_is_weights: Tensor | None = None,
-    chosen_tokens: Tensor | None = None,
-    ppo_kl_coef: float = 1.0,
-    **denominators: Unpack[Denominators],
+    inside: Tensor,
+    config: ClipSettings,
+    chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, with r = policy / old policy, plus |log r| for tokens of the highest covariance.
 
@@ -61,20 +52,7 @@ def compute_policy_loss_kl_cov(
 
     Source: arXiv 2505.22617
     """
-    inside = response_mask.bool()
-    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
+    losses = zero_outside(log_r.abs(), chosen) - advantages * log_r.exp()
 
-    if chosen_tokens is None:
-        chosen_tokens = _choose_tokens(old_log_prob, advantages, response_mask)
-    chosen = inside & chosen_tokens
-    penalty = zero_outside(ppo_kl_coef * log_r.abs(), chosen)
-
-    return agg_policy_loss(
-        -advantages * log_r.exp() + penalty,
-        {"actor/ppo_kl": -log_r, "actor/kl_cov_frac": chosen},
-        response_mask,
-        loss_agg_mode,
-        rollout_is_weights,
-        **denominators,
-    )
+    return losses, {"actor/ppo_kl": -log_r, "actor/kl_cov_frac": chosen}

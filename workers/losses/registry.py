@@ -7,12 +7,13 @@
 A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
 `loss_agg_mode`, the actor's settings `config`, `rollout_is_weights` and the denominators of the
 mini-batch. It returns its share of the mini-batch's loss and metrics that add up in the same way.
+Those of this folder are written as losses of tokens (`workers.losses.token_loss`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,99 +34,63 @@ GIVEN = (
 AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 
-def _check(policy_loss: Any, subject: str) -> None:
-    """Refuse what does not take what the actor gives a loss."""
-    chosen = ("chosen_tokens",) if token_chooser(policy_loss) is not None else ()
-    check_call(policy_loss, subject, Call(by_name=(*GIVEN, *chosen)))
+@dataclass(frozen=True)
+class LossFacts:
+    """What the checks of a configuration know of a policy loss; of a user's own only the first two.
+
+    A loss with `choose_tokens` has a parameter `chosen_tokens`; called without it, it chooses among
+    its own tokens.
+    """
+
+    keys_read: tuple[str, ...] | None = None
+    """Keys of the actor's section that concern a policy loss alone; None: it may read every one."""
+    choose_tokens: TokenChooser | None = None
+    """How the tokens that it treats apart are chosen from a whole mini-batch."""
+    has_ratio: bool = True
+    """Whether it corrects updates after the first; if not, the samples must be the policy's own."""
+    clips_weights: bool = False
+    """Whether a token outside the clip range keeps its gradient: it may then reach down to 0."""
+    one_ratio_a_sequence: bool = False
+    """Whether all tokens of a sequence have one ratio."""
+    clips_sequences: bool = False
+    """Whether the clip range bounds that ratio, not those of tokens."""
+    longer_count_more: tuple[str, ...] = ()
+    """Names of the loss under which a sequence is to count as many times as it has tokens."""
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
+def facts_of(policy_loss: PolicyLoss) -> LossFacts:
+    """What a loss says of itself."""
+    facts: LossFacts = getattr(policy_loss, "facts", LossFacts())
+    return facts
+
+
+def says(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+    """Say some of `LossFacts` of a loss."""
+
+    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
+        policy_loss.facts = replace(facts_of(policy_loss), **facts)  # type: ignore[attr-defined]
+        return policy_loss
+
+    return mark
 
 
 def reads(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     """Say which keys of the actor's section that concern a policy loss alone this one reads."""
-
-    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
-        policy_loss.keys_read = keys  # type: ignore[attr-defined]
-        return policy_loss
-
-    return mark
-
-
-def keys_read(policy_loss: PolicyLoss) -> tuple[str, ...] | None:
-    """What `reads` said; None where nobody said anything, and every key may be read."""
-    keys: tuple[str, ...] | None = getattr(policy_loss, "keys_read", None)
-    return keys
+    return says(keys_read=keys)
 
 
 def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Say that a loss treats some tokens apart, and how they are chosen from a whole mini-batch.
-
-    The loss then has a parameter `chosen_tokens`; called without it, it chooses among its own.
-    """
-
-    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
-        policy_loss.choose_tokens = choose  # type: ignore[attr-defined]
-        return policy_loss
-
-    return mark
+    """Say that a loss treats some tokens apart, and how they are chosen from a whole mini-batch."""
+    return says(choose_tokens=choose)
 
 
-def token_chooser(policy_loss: PolicyLoss) -> TokenChooser | None:
-    """What `chooses_tokens` said; None of a loss that treats all tokens alike."""
-    choose: TokenChooser | None = getattr(policy_loss, "choose_tokens", None)
-    return choose
+def _check(policy_loss: Any, subject: str) -> None:
+    """Refuse what does not take what the actor gives a loss."""
+    chosen = ("chosen_tokens",) if facts_of(policy_loss).choose_tokens else ()
+    check_call(policy_loss, subject, Call(by_name=(*GIVEN, *chosen)))
 
 
-def without_ratio(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
-    """Say that a loss has no ratio to the old policy: the samples must be the policy's own."""
-    policy_loss.has_ratio = False  # type: ignore[attr-defined]
-    return policy_loss
-
-
-def has_ratio(policy_loss: PolicyLoss) -> bool:
-    """Whether it corrects updates after the first: unless `without_ratio` was said of it."""
-    return getattr(policy_loss, "has_ratio", True)
-
-
-@dataclass(frozen=True)
-class SequenceRatio:
-    """What `one_ratio_a_sequence` says."""
-
-    is_clipped: bool
-    """Whether the clip range bounds this ratio, not those of tokens."""
-    longer_count_more: tuple[str, ...]
-    """Names of the loss under which a sequence is to count as many times as it has tokens."""
-
-
-def one_ratio_a_sequence(
-    is_clipped: bool, longer_count_more: tuple[str, ...] = ()
-) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Say that all tokens of a sequence have its one ratio (see `SequenceRatio`)."""
-
-    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
-        said = SequenceRatio(is_clipped, longer_count_more)
-        policy_loss.sequence_ratio = said  # type: ignore[attr-defined]
-        return policy_loss
-
-    return mark
-
-
-def sequence_ratio(policy_loss: PolicyLoss) -> SequenceRatio | None:
-    """What `one_ratio_a_sequence` said; None of a loss whose tokens have their own."""
-    said: SequenceRatio | None = getattr(policy_loss, "sequence_ratio", None)
-    return said
-
-
-def clips_weights(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
-    """Say that a token outside the clip range keeps its gradient: the range may reach down to 0."""
-    policy_loss.clips_weights = True  # type: ignore[attr-defined]
-    return policy_loss
-
-
-def is_clip_of_weights(policy_loss: PolicyLoss) -> bool:
-    """Whether `clips_weights` was said of it."""
-    return getattr(policy_loss, "clips_weights", False)
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
 
 
 def get_policy_loss(name: str) -> PolicyLoss:

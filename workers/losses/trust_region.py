@@ -14,18 +14,16 @@ def losses_in_trust_region(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
+    inside: Tensor,
     config: ClipSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses of the tokens, and their metrics before aggregation; `moved` is negative downwards.
+    """Losses of the tokens, and what metrics are means of; `moved` is negative downwards.
 
     -A log p times the ratio, cut at `clip_ratio_c`, without gradient. A positive advantage does not
     act on tokens that `moved` by more than the upper clip range, any other one not on those that
     fell by more than the lower.
     """
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
-    inside = response_mask.bool()
-    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
     ratio = log_r.exp()
 

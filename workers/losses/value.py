@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, agg_loss, share_of_tokens, with_slope
-from workers.losses.blocks import in_blocks
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
+from workers.losses.blocks import sum_over_blocks
 
 
-@in_blocks("vpreds")
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -32,24 +33,22 @@ def compute_value_loss(
 
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """
-    inside = response_mask.bool()
-    predicted = zero_outside(vpreds.detach(), inside)
-    returns = zero_outside(returns, inside)
-    values = zero_outside(values, inside)
 
-    near = torch.maximum(predicted, values - cliprange_value)
-    near = torch.minimum(near, values + cliprange_value)
-    error = predicted - returns
-    free_error, clipped_error = error.square(), (near - returns).square()
+    def losses_of(vpreds: Tensor, rows: slice, inside: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = zero_outside(vpreds.detach(), inside)
+        target, old = (zero_outside(column[rows], inside) for column in (returns, values))
+        near = torch.maximum(predicted, old - cliprange_value)
+        near = torch.minimum(near, old + cliprange_value)
+        error = predicted - target
+        free_error, clipped_error = error.square(), (near - target).square()
 
-    held = clipped_error > free_error
-    worse = torch.maximum(free_error, clipped_error)
-    losses = with_slope(worse, zero_outside(2.0 * error, ~held), vpreds)
-    loss = 0.5 * agg_loss(losses, inside, loss_agg_mode, **denominators)
-    return loss, share_of_tokens(held, inside, **denominators).to(loss.dtype)
+        held = clipped_error > free_error
+        worse = torch.maximum(free_error, clipped_error)
+        return 0.5 * with_slope(worse, zero_outside(2.0 * error, ~held), vpreds), held
+
+    return _value_loss(losses_of, vpreds, response_mask, loss_agg_mode, denominators)
 
 
-@in_blocks("vpreds")
 def compute_huber_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -68,11 +67,30 @@ def compute_huber_value_loss(
 
     Source: Huber, Annals of Mathematical Statistics 35, 1964
     """
-    inside = response_mask.bool()
-    error = zero_outside(vpreds - returns, inside)
-    losses = torch.nn.functional.huber_loss(
-        error, torch.zeros_like(error), reduction="none", delta=huber_delta
-    )
-    loss = agg_loss(losses, inside, loss_agg_mode, **denominators)
-    linear = error.detach().abs() > huber_delta
-    return loss, share_of_tokens(linear, inside, **denominators).to(loss.dtype)
+
+    def losses_of(vpreds: Tensor, rows: slice, inside: Tensor) -> tuple[Tensor, Tensor]:
+        error = zero_outside(vpreds - returns[rows], inside)
+        losses = huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
+        return losses, error.detach().abs() > huber_delta
+
+    return _value_loss(losses_of, vpreds, response_mask, loss_agg_mode, denominators)
+
+
+def _value_loss(
+    losses_of: Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]],
+    vpreds: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    denominators: Denominators,
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the share of the tokens that `losses_of` marks."""
+
+    def share(
+        vpreds: Tensor, rows: slice, counts: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        inside = response_mask[rows].bool()
+        losses, marked = losses_of(vpreds, rows, inside)
+        return agg_policy_loss(losses, {"marked": marked}, inside, loss_agg_mode, None, **counts)
+
+    loss, beside = sum_over_blocks(share, vpreds, response_mask, denominators)
+    return loss, beside["marked"]

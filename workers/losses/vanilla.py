@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
-from workers.losses.blocks import in_blocks
-from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.aggregate import with_slope
+from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_range, log_ratio
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_loss import token_loss
 
 
 @POLICY_LOSSES.register("vanilla")
-@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-@in_blocks("log_prob")
+@token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"))
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ClipSettings | None = None,
-    rollout_is_weights: Tensor | None = None,
-    **denominators: Unpack[Denominators],
+    inside: Tensor,
+    config: ClipSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, with r = policy / old policy, or what r clipped to its range gives if that is worse.
 
@@ -39,14 +33,12 @@ def compute_policy_loss_vanilla(
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """
-    config = config or DefaultClip()
     if config.clip_ratio_c <= 1.0:
         raise ConfigError(
             f"clip_ratio_c is {config.clip_ratio_c}; it bounds a ratio that starts at 1: take more."
         )
-    inside = response_mask.bool()
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    ratio, advantages = log_r.detach().exp(), zero_outside(advantages, inside)
+    ratio = log_r.detach().exp()
 
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
@@ -62,6 +54,4 @@ def compute_policy_loss_vanilla(
         "actor/pg_clipfrac": is_clipped,
         "actor/pg_clipfrac_lower": is_bounded,
     }
-    return agg_policy_loss(
-        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
-    )
+    return losses, per_token

@@ -21,7 +21,7 @@ from workers.losses.correction_gauge import CorrectionGauge
 from workers.losses.kl import kl_penalty
 from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import get_policy_loss, token_chooser
+from workers.losses.registry import facts_of, get_policy_loss
 from workers.memory import HeldModel
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
@@ -58,7 +58,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.bypasses: bool = config.algorithm.rollout_correction.bypass_mode
         self.correction = RolloutCorrection.of(config.algorithm.rollout_correction)
         self.policy_loss = get_policy_loss(policy_loss_of(config))
-        self.chooses_tokens = token_chooser(self.policy_loss) is not None
+        self.chooses_tokens = facts_of(self.policy_loss).choose_tokens is not None
         self.ptx_coef = config.ptx.coef
         self.budget = pass_budget(config, self.config.ppo_micro_batch_size_per_gpu)
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu

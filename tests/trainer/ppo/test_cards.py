@@ -17,7 +17,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.recipe import PPO
 from verl_like.batch.protocol import DataProto
-from workers.losses.registry import POLICY_LOSSES, keys_read
+from workers.losses.registry import POLICY_LOSSES, facts_of
 
 CARDS = [*estimator_cards(), *policy_loss_cards()]
 CURVES = load("docs/make_curves.py")
@@ -62,7 +62,7 @@ def test_a_card_is_whole(card: Card) -> None:
 
 
 def test_every_policy_loss_says_which_keys_it_reads() -> None:
-    assert [name for name, loss in POLICY_LOSSES.items() if keys_read(loss) is None] == []
+    assert [name for name, loss in POLICY_LOSSES.items() if facts_of(loss).keys_read is None] == []
 
 
 def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.Monke
     monkeypatch.setattr(POLICY_LOSSES, "_entries", {"unclipped": unclipped})
     (card,) = policy_loss_cards()
     assert (card.formula, card.watch) == ("The policy gradient by importance ratio.", "")
-    assert card.columns == ("old_log_probs",)
+    assert card.columns == ("old_log_probs", "advantages", "response_mask")
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])

@@ -19,7 +19,7 @@ from trainer.ppo.update_samples import (
 )
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
-from workers.losses.registry import POLICY_LOSSES, token_chooser
+from workers.losses.registry import POLICY_LOSSES, facts_of
 
 ROWS, WIDTH = 12, 6
 NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
@@ -154,7 +154,7 @@ def test_a_choice_without_old_log_probs_names_their_writer(batch: DataProto) -> 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_nothing_outside_the_mask_is_ever_chosen(name: str) -> None:
-    choose = token_chooser(POLICY_LOSSES[name])
+    choose = facts_of(POLICY_LOSSES[name]).choose_tokens
     assert choose is not None
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
     old, advantages = torch.full((2, 3), torch.nan), torch.full((2, 3), torch.nan)

@@ -14,7 +14,7 @@ from tests.workers.losses.twins import clipped_surrogate, vanilla
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.clip_cov import compute_policy_loss_clip_cov
 from workers.losses.kl_cov import compute_policy_loss_kl_cov
-from workers.losses.registry import PolicyLoss, token_chooser
+from workers.losses.registry import PolicyLoss, facts_of
 
 NAMES = ("old_log_prob", "log_prob", "advantages")
 Token = tuple[int, float, float, float, float]
@@ -54,7 +54,7 @@ def clip_cov_candidates(tokens: list[Token], lowest: float, highest: float) -> l
 
 
 def chosen_by(policy_loss: PolicyLoss, batch: Columns, **settings: float) -> Columns:
-    choose = token_chooser(policy_loss)
+    choose = facts_of(policy_loss).choose_tokens
     assert choose is not None, "it treats all tokens alike"
     inputs = inputs_of(batch)
     inputs.pop("log_prob")
@@ -134,14 +134,13 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(
     least = sorted(covariance for *_, covariance in tokens)[-count]
     losses = []
     for _, old, new, advantage, covariance in tokens:
-        penalty = 0.5 * abs(new - old) if covariance >= least else 0.0
+        penalty = abs(new - old) if covariance >= least else 0.0
         losses.append(-advantage * math.exp(new - old) + penalty)
     loss, metrics = compute_policy_loss_kl_cov(
         **inputs_of(batch),
         **chosen_by(compute_policy_loss_kl_cov, batch, kl_cov_ratio=share),
         loss_agg_mode=mode,
         config=CONFIG,
-        ppo_kl_coef=0.5,
     )
     assert loss.item() == pytest.approx(aggregate(by_row(tokens, losses), mode))
     assert metrics["actor/kl_cov_frac"].item() == pytest.approx(count / len(tokens))

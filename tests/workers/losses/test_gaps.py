@@ -18,11 +18,10 @@ from tests.workers.losses.plain_python import CONFIG, ROWS, WIDTH, Columns
 from verl_like.tensor_ops import masked_mean, masked_sum, masked_var, masked_whiten
 from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES, agg_loss
-from workers.losses.entropy import compute_entropy_loss
 from workers.losses.kl import KL_ESTIMATORS, kl_penalty
 from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import POLICY_LOSSES, token_chooser
+from workers.losses.registry import POLICY_LOSSES, facts_of
 from workers.losses.rejection import CRITERIA
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 
@@ -50,7 +49,7 @@ def of_policy_loss(name: str, mode: str) -> Formula:
 
 
 def of_chooser(name: str) -> Formula:
-    choose: Any = token_chooser(POLICY_LOSSES[name])
+    choose: Any = facts_of(POLICY_LOSSES[name]).choose_tokens
 
     def formula(columns: Columns) -> Numbers:
         names = ("old_log_prob", "advantages", "response_mask")
@@ -71,11 +70,7 @@ def of_value_loss(columns: Columns) -> Numbers:
 
 def of_other_losses(columns: Columns) -> Numbers:
     mask = columns["response_mask"]
-    logits = torch.stack([columns[name].detach() for name in ("values", "vpreds")], dim=-1)
-    return {
-        "lm": compute_lm_loss(columns["log_prob"], mask),
-        "entropy": compute_entropy_loss(logits, mask),
-    }
+    return {"lm": compute_lm_loss(columns["log_prob"], mask)}
 
 
 def of_correction(**settings: Any) -> Formula:
@@ -116,7 +111,7 @@ def of_mismatch(columns: Columns) -> Numbers:
     return {name: x for name, x in metrics.items() if "gap_from_token" not in name}
 
 
-CHOOSING = [name for name, loss in POLICY_LOSSES.items() if token_chooser(loss) is not None]
+CHOOSING = [name for name, loss in POLICY_LOSSES.items() if facts_of(loss).choose_tokens]
 FORMULAS: dict[str, Formula] = {
     **{
         f"{name} {mode}": of_policy_loss(name, mode)

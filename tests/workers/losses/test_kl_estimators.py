@@ -1,4 +1,4 @@
-"""Entropy and the KL estimators beside their formulas."""
+"""The KL estimators beside their formulas."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ import pytest
 import torch
 
 from verl_like.errors import ConfigError
-from workers.losses.entropy import compute_entropy_loss
 from workers.losses.kl import kl_penalty
-
-
-def test_the_entropy_of_even_logits_is_the_log_of_the_vocabulary() -> None:
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert compute_entropy_loss(torch.zeros(2, 3, 8), mask).item() == pytest.approx(math.log(8))
-    assert compute_entropy_loss(
-        torch.zeros(2, 3, 8), mask, "seq-mean-token-sum"
-    ).item() == pytest.approx(1.5 * math.log(8))
-
 
 KL_FORMULAS = {
     "kl": lambda x: x,

@@ -28,13 +28,11 @@ from workers.losses.importance_ratio import DefaultClip, resolve_clip
 from workers.losses.registry import (
     POLICY_LOSSES,
     PolicyLoss,
+    facts_of,
     get_policy_loss,
-    keys_read,
-    token_chooser,
 )
-from workers.losses.verl_form import compute_policy_loss
 
-CHOOSING = [name for name, found in POLICY_LOSSES.items() if token_chooser(found) is not None]
+CHOOSING = [name for name, found in POLICY_LOSSES.items() if facts_of(found).choose_tokens]
 """They treat some tokens of a mini-batch apart; their twins: `test_covariance_losses.py`."""
 BY_TOKEN = [name for name in POLICY_LOSSES if name not in CHOOSING]
 
@@ -248,17 +246,6 @@ def test_vanilla_reports_verls_metrics(batch: Columns) -> None:
     assert held_lower.any()
 
 
-def test_verls_older_form_returns_four_values(batch: Columns) -> None:
-    loss, clipfrac, ppo_kl, clipfrac_lower = compute_policy_loss(
-        **policy_inputs(batch), cliprange=0.2, cliprange_high=0.3, clip_ratio_c=1.5
-    )
-    expected, metrics = POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=CONFIG)
-    assert loss == expected
-    assert [clipfrac, ppo_kl, clipfrac_lower] == [
-        metrics[f"actor/{name}"] for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-    ]
-
-
 def test_a_call_without_settings_has_the_configurations_defaults() -> None:
     defaults = ActorConfig()
     assert vars(DefaultClip()) == {key: getattr(defaults, key) for key in vars(DefaultClip())}
@@ -323,7 +310,7 @@ def test_a_users_loss_is_found_by_the_name_of_its_decorator(
         return columns["log_prob"].sum(), {}
 
     assert get_policy_loss("my_loss") is my_loss
-    assert keys_read(my_loss) is None
+    assert facts_of(my_loss).keys_read is None
 
 
 def test_every_policy_loss_is_a_file_of_its_name() -> None:
@@ -352,4 +339,4 @@ def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) 
 
     config = Recorded()
     POLICY_LOSSES[name](**policy_inputs(batch), config=config)
-    assert config.seen == set(keys_read(POLICY_LOSSES[name]))
+    assert config.seen == set(facts_of(POLICY_LOSSES[name]).keys_read)
