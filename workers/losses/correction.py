@@ -24,7 +24,7 @@ from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.losses.blocks import row_blocks
 from workers.losses.correction_bounds import SECTION, Bounds, weight_bounds
-from workers.losses.correction_gauge import CorrectionGauge, Values
+from workers.losses.correction_gauge import CorrectionGauge, Part
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 from workers.losses.rejection import Criterion, criteria_of, lengths
 
@@ -150,26 +150,21 @@ class RolloutCorrection:
     def _weights(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
         assert self.level is not None, "there are weights"
         raw, weights = importance_weights(log_ratio, part.inside, self.level, self.bounds)
-
-        tokens, rows, raw_rows = part.tokens(weights), part.row_means(weights), part.row_means(raw)
-        if self.level == "token":
-            values = Values(tokens, rows, tokens, part.tokens(raw), raw_rows)
-        else:
-            values = Values(tokens, rows, raw_rows, raw_rows, raw_rows)
-        gauge.add("rollout_is", values)
+        gauge.spreads["rollout_is"].add(part, weights, raw, by_token=self.level == "token")
         if self.bounds.lower is not None:
-            num_zero = len(tokens) - torch.count_nonzero(tokens)
-            gauge.add_fraction("rollout_is_oob_ratio", num_zero, len(tokens))
+            num_zero = torch.count_nonzero(part.tokens(weights) == 0)
+            gauge.add_fraction("rollout_is_oob_ratio", num_zero, part.num_tokens)
         return weights
 
     def _kept(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
         """Where every criterion keeps a token, and the veto its row."""
         kept = part.inside
         for criterion in self.criteria:
+            name = f"rollout_rs_{criterion.name}"
             figures = criterion.figures(log_ratio, part.inside)
             keeps = criterion.keeps(figures)
-            _measure(criterion, figures, part, gauge)
-            _count_rejected(f"rollout_rs_{criterion.name}", part.inside & keeps, part, gauge)
+            gauge.spreads[name].add(part, figures, figures, criterion.judges_tokens)
+            gauge.add_rejected(name, part.inside & keeps, part)
             kept = kept & keeps
 
         if self.veto is not None:
@@ -181,42 +176,5 @@ class RolloutCorrection:
             kept = kept & ~vetoed.unsqueeze(-1)
 
         if self.rejects:
-            _count_rejected("rollout_rs", kept, part, gauge)
+            gauge.add_rejected("rollout_rs", kept, part)
         return kept
-
-
-class Part:
-    """Some rows of a batch: where their tokens are, and how many."""
-
-    def __init__(self, inside: Tensor) -> None:
-        self.inside = inside
-        self.lengths = inside.sum(dim=-1)
-        self.filled = self.lengths > 0
-        self.places = inside.flatten().nonzero().squeeze(-1)
-        self.num_tokens = len(self.places)
-        self.num_rows = int(self.filled.sum())
-
-    def tokens(self, values: Tensor) -> Tensor:
-        """A flat list of those inside."""
-        return values.expand_as(self.inside).flatten().index_select(0, self.places)
-
-    def row_means(self, values: Tensor) -> Tensor:
-        """Of every row that has tokens; `values` are zero outside."""
-        return (values.sum(dim=-1) / self.lengths)[self.filled]
-
-
-def _measure(criterion: Criterion, figures: Tensor, part: Part, gauge: CorrectionGauge) -> None:
-    tokens = part.tokens(figures)
-    if criterion.judges_tokens:
-        values = Values(tokens, part.row_means(figures), tokens, tokens, part.row_means(figures))
-    else:
-        rows = figures[part.filled, 0]
-        values = Values(tokens, rows, rows, rows, rows)
-    gauge.add(f"rollout_rs_{criterion.name}", values)
-
-
-def _count_rejected(name: str, kept: Tensor, part: Part, gauge: CorrectionGauge) -> None:
-    """The shares of tokens that are rejected, and of rows in which any is."""
-    of_rows = (part.inside & ~kept).sum(dim=-1)
-    gauge.add_fraction(f"{name}_masked_fraction", of_rows.sum(), part.num_tokens)
-    gauge.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)

@@ -1,45 +1,44 @@
 """The figures of the rollout correction: of its weights, of each criterion, of what was rejected.
 
-Names are verl's, under `rollout_corr/`. All that is kept are sums and maxima, so that parts of a
-batch, on several ranks or in several micro-batches, add up to the figures of the whole. Rows
-without tokens are in none of them. Filled by `correction.RolloutCorrection`.
+Names are verl's, under `rollout_corr/`. Rows without tokens are in none of them. Filled by
+`correction.RolloutCorrection`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from workers.losses.correction_bounds import Bounds
-
-SUMS = (
-    *("tokens", "token_sum", "clamped_sum", "clamped_square"),
-    *("judged", "judged_high", "judged_low"),
-    *("rows", "row_sum", "row_square", "row_high", "row_low"),
-)
-MAXIMA = ("extreme", "minus_extreme", "row", "minus_row", "row_deviation")
+from workers.losses.gauge import Gauge
 
 
-class Values(NamedTuple):
-    """One quantity in a part of a batch, in flat lists of numbers."""
+class Part:
+    """Some rows of a batch: where their tokens are, and how many."""
 
-    tokens: Tensor
-    """Of every token."""
-    rows: Tensor
-    """Of every sequence that has tokens."""
-    extremes: Tensor
-    """Those of which the largest and the smallest are shown."""
-    judged: Tensor
-    """Those compared with the bounds."""
-    judged_rows: Tensor
-    """The same of sequences."""
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+        self.lengths = inside.sum(dim=-1)
+        self.filled = self.lengths > 0
+        self.places = inside.flatten().nonzero().squeeze(-1)
+        self.num_tokens = len(self.places)
+        self.num_rows = int(self.filled.sum())
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """A flat list of those inside."""
+        return values.expand_as(self.inside).flatten().index_select(0, self.places)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Of every row that has tokens their mean; `values` are zero outside, or one a row."""
+        if values.shape[-1] == 1:
+            return values[self.filled, 0]
+        return (values.sum(dim=-1) / self.lengths)[self.filled]
 
 
-class Spread:
+class Spread(Gauge):
     """How one quantity lies over tokens, and over sequences."""
 
     def __init__(self, bounds: Bounds, ideal: float) -> None:
@@ -48,45 +47,59 @@ class Spread:
         For the standard deviation, values are clamped to the upper bound, and to the lower one or
         zero, whichever is less.
         """
+        super().__init__()
         self.bounds = bounds
         self.ideal = ideal
         self.floor = min(0.0, bounds.lower or 0.0)
-        self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        self.maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
 
-    def add(self, values: Values) -> None:
-        """Take in one part of a batch."""
-        if not len(values.tokens):
+    def add(self, part: Part, values: Tensor, raw: Tensor, by_token: bool) -> None:
+        """Take in one part of a batch; compared with the bounds are the values `raw`.
+
+        Unless `by_token`, the values of a row's tokens are one.
+        """
+        if not part.num_tokens:
             return
-        tokens, rows, extremes, judged, judged_rows = (numbers.detach().cpu() for numbers in values)
-        tokens, rows = tokens.double(), rows.double()
+        tokens, rows = part.tokens(values).cpu().double(), part.rows(values).cpu().double()
+        raw_rows = part.rows(raw).cpu()
+        judged = part.tokens(raw).cpu() if by_token else raw_rows
+        extremes = tokens if by_token else raw_rows.double()
         clamped = tokens.clamp(self.floor, self.bounds.upper)
-        own = (len(tokens), tokens.sum(), clamped.sum(), torch.dot(clamped, clamped))
-        compared = (len(judged), *self._outside(judged))
-        of_rows = (len(rows), rows.sum(), rows.square().sum(), *self._outside(judged_rows))
-        self.sums += torch.tensor([*own, *compared, *of_rows], dtype=torch.float64)
-
-        deviation = (rows - self.ideal).abs().max()
-        largest = (extremes.max(), -extremes.min(), rows.max(), -rows.min(), deviation)
-        self.maxima = torch.maximum(self.maxima, torch.stack([x.double() for x in largest]))
-
-    def _outside(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(how many lie above the bounds, how many below)."""
         lower = -torch.inf if self.bounds.lower is None else self.bounds.lower
-        return torch.count_nonzero(values > self.bounds.upper), torch.count_nonzero(values < lower)
+        self.note(
+            {
+                "tokens": len(tokens),
+                "token_sum": tokens.sum(),
+                "clamped_sum": clamped.sum(),
+                "clamped_square": torch.dot(clamped, clamped),
+                "judged": len(judged),
+                "judged_high": torch.count_nonzero(judged > self.bounds.upper),
+                "judged_low": torch.count_nonzero(judged < lower),
+                "rows": len(rows),
+                "row_sum": rows.sum(),
+                "row_square": rows.square().sum(),
+                "row_high": torch.count_nonzero(raw_rows > self.bounds.upper),
+                "row_low": torch.count_nonzero(raw_rows < lower),
+            },
+            {
+                "extreme": extremes.max(),
+                "minus_extreme": -extremes.min(),
+                "row": rows.max(),
+                "minus_row": -rows.min(),
+                "row_deviation": (rows - self.ideal).abs().max(),
+            },
+        )
 
-    def metrics(self, fraction: str = "fraction") -> dict[str, float]:
-        """The figures; none where there were no tokens. `fraction_high` is called as asked."""
-        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
-        if not total["tokens"]:
+    def metrics(self, is_weight: bool) -> dict[str, float]:
+        """The figures; none where there were no tokens."""
+        total, largest = self.sums, self.maxima
+        if not total:
             return {}
 
-        rows = total["rows"]
+        rows, fraction = total["rows"], "ratio_fraction" if is_weight else "fraction"
         mean_square = total["clamped_square"] / total["tokens"]
         clamped_mean = total["clamped_sum"] / total["tokens"]
         row_squares = total["row_square"] - total["row_sum"] ** 2 / rows
-        return {
+        found = {
             "mean": total["token_sum"] / total["tokens"],
             "std": math.sqrt(max(mean_square - clamped_mean**2, 0.0)),
             "max": largest["extreme"],
@@ -101,73 +114,50 @@ class Spread:
             "seq_fraction_high": total["row_high"] / rows,
             "seq_fraction_low": total["row_low"] / rows,
         }
-
-    @property
-    def sample_size(self) -> float:
-        """Effective over real number of tokens: the square of the weights' mean over that of their
-        squares.
-        """
-        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        if not total["clamped_square"]:
-            return 0.0
-        return float(total["clamped_sum"] ** 2 / total["clamped_square"] / total["tokens"])
+        if is_weight:  # effective over real number of tokens
+            square = total["clamped_square"]
+            effective = total["clamped_sum"] ** 2 / square if square else 0.0
+            found["eff_sample_size"] = effective / total["tokens"]
+        return found
 
 
-class CorrectionGauge:
-    """Collects the figures of a correction over any number of parts of a batch."""
+class CorrectionGauge(Gauge):
+    """Collects the figures of a correction; its sums are counts, of a part and of the whole."""
 
     def __init__(self, weights: Bounds | None, criteria: dict[str, Bounds]) -> None:
         """`weights` are the bounds of importance weights, if there are any; `criteria` by name."""
+        super().__init__()
         self.spreads: dict[str, Spread] = {}
         if weights is not None:
             lower = 1 / weights.upper if weights.lower is None else weights.lower
             self.spreads["rollout_is"] = Spread(Bounds(weights.upper, lower), ideal=1.0)
         for name, bounds in criteria.items():
             self.spreads[f"rollout_rs_{name}"] = Spread(bounds, ideal=0.0)
-        self.fractions: dict[str, Tensor] = {}
 
-    def add(self, name: str, values: Values) -> None:
-        """Take in the values of one quantity."""
-        self.spreads[name].add(values)
-
-    def add_fraction(self, name: str, part: Tensor, whole: int) -> None:
+    def add_fraction(self, name: str, part: float | Tensor, whole: int) -> None:
         """Take in how many of how many have a property."""
-        counts = torch.tensor([float(part), float(whole)], dtype=torch.float64)
-        self.fractions[name] = self.fractions.get(name, torch.zeros_like(counts)) + counts
+        self.note({name: part, f"{name} of": whole})
 
-    def all_reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Add up over ranks; collective. Every rank has made at least one pass."""
-        if group is None:
-            return
-        for values in (*(spread.sums for spread in self.spreads.values()), *self._counts()):
-            _reduce(values, dist.ReduceOp.SUM, group, device)
-        for spread in self.spreads.values():
-            _reduce(spread.maxima, dist.ReduceOp.MAX, group, device)
+    def add_rejected(self, name: str, kept: Tensor, part: Part) -> None:
+        """The shares of tokens that are rejected, and of rows in which any is."""
+        of_rows = (part.inside & ~kept).sum(dim=-1)
+        self.add_fraction(f"{name}_masked_fraction", of_rows.sum(), part.num_tokens)
+        self.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)
 
-    def _counts(self) -> list[Tensor]:
-        return [self.fractions[name] for name in sorted(self.fractions)]
+    def all_reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Add up over ranks; collective."""
+        for gauge in self.spreads.values():
+            gauge.all_reduce(group)
+        super().all_reduce(group)
 
     def metrics(self) -> dict[str, float]:
         """The figures under verl's names."""
         found = {}
         for name, spread in self.spreads.items():
-            is_weight = name == "rollout_is"
-            figures = spread.metrics("ratio_fraction" if is_weight else "fraction")
-            if is_weight and figures:
-                figures["eff_sample_size"] = spread.sample_size
-            found |= {f"rollout_corr/{name}_{figure}": value for figure, value in figures.items()}
-
-        for name, counts in self.fractions.items():
-            part, whole = counts.tolist()
+            for figure, value in spread.metrics(name == "rollout_is").items():
+                found[f"rollout_corr/{name}_{figure}"] = value
+        for name, part in self.sums.items():
+            whole = self.sums.get(f"{name} of")
             if whole:
                 found[f"rollout_corr/{name}"] = part / whole
         return found
-
-
-def _reduce(
-    values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Reduce a CPU tensor over the ranks, in place."""
-    moved = values.to(device)
-    dist.all_reduce(moved, op=op, group=group)
-    values.copy_(moved)

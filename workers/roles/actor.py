@@ -158,10 +158,10 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             self.average.update()
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
-            self.gauge.all_reduce(self.engine.group, self.engine.device)
+            self.gauge.all_reduce(self.engine.group)
             metrics |= self.gauge.metrics()
         if self.bypasses:
-            self.correction_gauge.all_reduce(self.engine.group, self.engine.device)
+            self.correction_gauge.all_reduce(self.engine.group)
             metrics |= self.correction_gauge.metrics()
         return metrics | mfu | memory_in_use(self.engine.device)
 
