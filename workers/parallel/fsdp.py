@@ -17,12 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from verl_like.errors import ConfigError, nearest
 from workers.parallel.sharding import Sharding
 
-DATA_AXES = ("replicate", "shard")
-MODEL_AXES = ("tensor", "sequence", "pipe")
-"""Axes that have a name and no implementation: a request is refused."""
 BUCKET_ELEMENTS = 16 * 2**20
 SMALL_ELEMENTS = 16 * 2**20
 """Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
@@ -30,19 +26,7 @@ SMALL_ELEMENTS = 16 * 2**20
 
 def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """The mesh of one role from its axes' sizes: "shard", under "replicate" if that is above 1."""
-    known = (*DATA_AXES, *MODEL_AXES)
-    for axis, size in axes.items():
-        if axis not in known:
-            raise ConfigError(
-                f"a mesh has no axis {axis!r}; there are {', '.join(known)}.{nearest(axis, known)}"
-            )
-        if axis in MODEL_AXES and size != 1:
-            raise ConfigError(
-                f"mesh axis {axis}={size}: this engine splits models along no {axis} axis; leave "
-                "it at 1. A model too large for one device is sharded over the ranks "
-                "(strategy=fsdp)."
-            )
-    names = DATA_AXES if axes.get("replicate", 1) > 1 else ("shard",)
+    names = ("replicate", "shard") if axes["replicate"] > 1 else ("shard",)
     return init_device_mesh(device.type, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 

@@ -16,14 +16,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from workers.models.attention import soft_cap
-from workers.training.varlen import VarlenKernel, capped_attention
+
+if TYPE_CHECKING:
+    from workers.training.varlen import VarlenKernel
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
@@ -179,6 +181,21 @@ def _attend(
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
 
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention whose scores are bounded by tanh, as matrix products; scores are float32.
+
+    States are [rows, heads, tokens, size]. torch's fused attention has no such bound.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    capped = softcap * torch.tanh(scores / softcap)
+    probs = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return probs.to(value.dtype) @ value
+
+
 def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
     """[tokens, heads, size] of the rectangle's rows -> [rows, heads, width, size]."""
     own = states if rectangle.gather is None else states.index_select(0, rectangle.gather)
@@ -238,25 +255,16 @@ def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> Iterator[Non
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:
-    """A line on what computes the attention of a training engine's rows, and what that costs."""
+    """A line on what computes the attention of a training engine's rows."""
     config = module.config.get_text_config()
-    built_with, model_type = config._attn_implementation, config.model_type
-    reason = f" ({why_not})" if why_not else ""
+    built_with, has_cap = config._attn_implementation, soft_cap(module.config) is not None
     if not packs:
-        return f"attention of {model_type}: {built_with} on padded rows{reason}."
-    if takes_layout(module):
-        has_cap = soft_cap(module.config) is not None
-        if kernel is not None and (kernel.has_softcap or not has_cap):
-            return (
-                f"attention of {model_type}: packed rows by {kernel.name}, by their bounds{reason}."
-            )
+        how = f"{built_with} on padded rows"
+    elif not takes_layout(module):
+        how = f"packed rows by {built_with}, whose memory and time grow with the square of a pass"
+    elif kernel is not None and (kernel.has_softcap or not has_cap):
+        how = f"packed rows by {kernel.name}, by their bounds"
+    else:
         by = "matrix products with soft-capping" if has_cap else "sdpa"
-        return (
-            f"attention of {model_type}: packed rows by {by}, in rectangles of rows of like length"
-            f"{reason}; up to a fifth of a rectangle is padding, each is a call of its own, and a "
-            "sliding window costs a mask of the square of its width."
-        )
-    return (
-        f"attention of {model_type}: packed rows by {built_with}{reason}; memory and time grow "
-        "with the square of all tokens of a pass, so passes by tokens have 2,048 at most, or a row."
-    )
+        how = f"packed rows by {by}, in rectangles of rows of like length"
+    return f"attention of {config.model_type}: {how}{f' ({why_not})' if why_not else ''}."

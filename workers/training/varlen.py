@@ -11,36 +11,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from workers.models.attention import warn_once, why_no_flash, why_no_kernel
+from workers.training.attention import RowLayout, packed_attention
 
+Attend = Callable[..., Tensor]
+"""(query, key, value, bounds, bounds, longest, longest; scale, left, cap) -> output.
 
-class RowsAttended(NamedTuple):
-    """What a kernel is told of the rows, and of how they attend."""
-
-    bounds: Tensor
-    """Where rows begin, and where the last one ends."""
-    longest: int
-    """Tokens of the longest row."""
-    scale: float
-    left: int
-    """Tokens seen to the left of a token; -1: all of its row."""
-    cap: float
-    """Soft cap of scores; 0: none."""
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, RowsAttended], Tensor]
-"""(query, key, value, rows) -> output.
-
-States are [tokens, heads, size]; there may be fewer heads of keys than of queries.
+States are [tokens, heads, size]; there may be fewer heads of keys than of queries. `bounds` are
+where rows begin and the last one ends, `longest` the tokens of the longest; a token sees `left` to
+its left, or all of its row (-1); scores are capped at `cap`, or not (0).
 """
 LARGEST_HEAD = 256
 """Sizes that FlashAttention takes: up to here, in steps of 8."""
@@ -83,8 +70,8 @@ class VarlenKernel:
         size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
         states = (_padded(part.to(self.dtype), size) for part in (query, key, value))
         left = -1 if window is None or window >= longest else window - 1
-        rows = RowsAttended(bounds, longest, scale, left, softcap or 0.0)
-        output = self.attend(*states, rows)
+        rows = bounds, bounds, longest, longest
+        output = self.attend(*states, *rows, scale=scale, left=left, cap=softcap or 0.0)
         return output[..., : value.shape[-1]].to(value.dtype)
 
 
@@ -96,43 +83,32 @@ def _padded(states: Tensor, size: int) -> Tensor:
 
 def through_flash_attn(function: Callable[..., Any]) -> Attend:
     """By flash-attn's `flash_attn_varlen_func`."""
-    return partial(_by_flash_attn, function)
 
+    def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
+        capped = {"softcap": cap} if cap else {}
+        output: Tensor = function(
+            *rows, causal=True, softmax_scale=scale, window_size=(left, 0), **capped
+        )
+        return output
 
-def _by_flash_attn(
-    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: RowsAttended
-) -> Tensor:
-    settings: dict[str, Any] = {"softmax_scale": rows.scale, "window_size": (rows.left, 0)}
-    if rows.cap:
-        settings["softcap"] = rows.cap
-    where = rows.bounds, rows.bounds, rows.longest, rows.longest
-    output: Tensor = function(query, key, value, *where, causal=True, **settings)
-    return output
+    return attend
 
 
 def through_torch(function: Callable[..., Any]) -> Attend:
     """By torch's `varlen_attn`, whose first versions take as many heads of keys as of queries."""
     is_grouped = "enable_gqa" in inspect.signature(function).parameters
-    return partial(_by_torch, function, is_grouped)
 
+    def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
+        query, key, value, *where = rows
+        grouped = {"enable_gqa": True} if is_grouped else {}
+        if not is_grouped:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+        states = query, key, value
+        output: Tensor = function(*states, *where, scale=scale, window_size=(left, 0), **grouped)
+        return output
 
-def _by_torch(
-    function: Callable[..., Any],
-    is_grouped: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: RowsAttended,
-) -> Tensor:
-    settings: dict[str, Any] = {"scale": rows.scale, "window_size": (rows.left, 0)}
-    if is_grouped:
-        settings["enable_gqa"] = True
-    else:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    where = rows.bounds, rows.bounds, rows.longest, rows.longest
-    output: Tensor = function(query, key, value, *where, **settings)
-    return output
+    return attend
 
 
 def find_kernel(
@@ -199,58 +175,22 @@ def _caps(kernel: VarlenKernel, device: torch.device) -> bool:
 def largest_error(
     kernel: VarlenKernel, device: torch.device, softcap: float | None = None
 ) -> float:
-    """On a few short rows under a window: the most that outputs and gradients are off."""
-    lengths, heads = [3, 1, 40], (4, 2, 2)
+    """How far outputs and gradients of short rows under a window are off those by rectangles."""
+    layout, heads = RowLayout([3, 1, 40], device), (4, 2, 2)
     generator = torch.Generator().manual_seed(0)
     states = [
-        torch.randn(sum(lengths), count, 64, generator=generator).to(device, kernel.dtype)
+        torch.randn(1, count, 44, 64, generator=generator).to(device, kernel.dtype)
         for count in heads
     ]
-    bounds = torch.tensor([0, 3, 4, 44], dtype=torch.int32, device=device)
     found = []
-    for attend in (partial(kernel, bounds=bounds, longest=40), partial(dense, lengths=lengths)):
-        own = [part.clone().requires_grad_() for part in states]
-        output = attend(*own, window=7, softcap=softcap)
-        gradients = torch.autograd.grad(output.float().square().sum(), own)
+    for own in (kernel, None):
+        q, k, v = leaves = [part.clone().requires_grad_() for part in states]
+        output, _ = packed_attention(
+            None, q, k, v, None, row_layout=layout, sliding_window=7, softcap=softcap, kernel=own
+        )
+        gradients = torch.autograd.grad(output.float().square().sum(), leaves)
         found.append([output.detach(), *gradients])
-    differences = [(a - b).float().abs().max() for a, b in zip(*found, strict=True)]
-    scales = [part.float().abs().max() for part in found[1]]
-    return max(float(off / scale) for off, scale in zip(differences, scales, strict=True))
-
-
-def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Sequence[int],
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The same by plain attention under a mask, row by row."""
-    outputs, parts = [], (part.split(list(lengths)) for part in (query, key, value))
-    for row in zip(*parts, strict=True):
-        places = torch.arange(len(row[0]), device=query.device)
-        distance = places[:, None] - places
-        mask = (distance >= 0) & (distance < (window or len(places)))
-        states = [part.transpose(0, 1)[None] for part in row]
-        if softcap is None:
-            output = scaled_dot_product_attention(*states, attn_mask=mask, enable_gqa=True)
-        else:
-            output = capped_attention(*states, mask, query.shape[-1] ** -0.5, softcap)
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
-) -> Tensor:
-    """Attention whose scores are bounded by tanh, as matrix products; scores are float32.
-
-    States are [rows, heads, tokens, size]. torch's fused attention has no such bound.
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    scores = (query @ key.transpose(2, 3)).float() * scale
-    capped = softcap * torch.tanh(scores / softcap)
-    probs = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1)
-    return probs.to(value.dtype) @ value
+    errors = []
+    for ours, theirs in zip(*found, strict=True):
+        errors.append((ours - theirs).float().abs().max() / theirs.float().abs().max())
+    return float(torch.stack(errors).max())

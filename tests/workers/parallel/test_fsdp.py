@@ -187,14 +187,6 @@ def test_axes_of_the_mesh_follow_from_the_ranks() -> None:
         data_axes(2, Sharding("single", 1, False, False))
 
 
-@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipe"])
-def test_an_axis_that_is_not_built_is_refused_by_name(axis: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"mesh axis {axis}=2: this engine splits models along no {axis} axis"
-    ):
-        build_mesh(torch.device("cpu"), {"replicate": 1, "shard": 1, axis: 2})
-
-
 OPTIMIZERS = [
     "AdamW",
     "torch.optim.Adam",
