@@ -87,15 +87,17 @@ print([held / tokens, tokens])
 """Columns of 1,024 samples are united, put in another order, split and joined in one process."""
 ENTROPY = """
 import resource, torch
-from verl_like.tensor_ops import entropy_from_logits
+from verl_like.tensor_ops import logprobs_and_entropy_from_logits
 torch.set_num_threads(1)
-entropy_from_logits(torch.randn(8, 32768, requires_grad=True)).sum().backward()
+labels = torch.zeros(2048, dtype=torch.int64)
+of = lambda x: logprobs_and_entropy_from_logits(x, labels[: len(x)])[1].sum().backward()
+of(torch.randn(8, 32768, requires_grad=True))
 logits = torch.randn(2048, 32768, requires_grad=True)
 gradient = torch.ones_like(logits)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 del gradient
-entropy_from_logits(logits).sum().backward()
+of(logits)
 print([peak() - before])
 """
 

@@ -18,6 +18,7 @@ from trainer.ppo.advantages.registry import (
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
+from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import POLICY_LOSSES, LossFacts, facts_of
 
 logger = logging.getLogger(__name__)
@@ -141,8 +142,7 @@ def _warnings_of_the_clip(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if "clip_ratio" not in (facts.keys_read or ()):
         return
 
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    low, high = clip_widths(actor)
     if facts.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
         yield (
             "clip-of-sequences",

@@ -6,7 +6,6 @@ from verl_like.tensor_ops.balance import (
     get_seqlen_balanced_partitions,
 )
 from verl_like.tensor_ops.logprobs import (
-    entropy_from_logits,
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
     sum_pi_squared_from_logits,
@@ -15,19 +14,10 @@ from verl_like.tensor_ops.masked import (
     last_places,
     masked_mean,
     masked_sum,
-    masked_var,
-    masked_whiten,
     zero_outside,
-)
-from verl_like.tensor_ops.padding import (
-    compute_position_ids,
-    pad_2d_list_to_length,
-    pad_sequence_to_length,
 )
 
 __all__ = [
-    "compute_position_ids",
-    "entropy_from_logits",
     "get_group_balanced_partitions",
     "get_reverse_idx",
     "get_seqlen_balanced_partitions",
@@ -36,10 +26,6 @@ __all__ = [
     "last_places",
     "masked_mean",
     "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "pad_2d_list_to_length",
-    "pad_sequence_to_length",
     "sum_pi_squared_from_logits",
     "zero_outside",
 ]

@@ -27,21 +27,20 @@ class _TokenStats(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        labels: Tensor | None,
+        labels: Tensor,
         want_entropy: bool,
         temperature: float,
         inplace_backward: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_norm = torch.empty(logits.shape[0], dtype=wide, device=logits.device)
-        logprob = torch.empty_like(log_norm) if labels is not None else None
+        logprob = torch.empty_like(log_norm)
         entropy = torch.empty_like(log_norm) if want_entropy else None
 
         for rows in _row_chunks(logits):
             scaled = _scaled(logits[rows], wide, temperature)
             log_norm[rows] = scaled.logsumexp(dim=-1)
-            if logprob is not None and labels is not None:
-                logprob[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - log_norm[rows]
+            logprob[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - log_norm[rows]
             if entropy is not None:
                 probs = (scaled - log_norm[rows, None]).exp_()
                 entropy[rows] = torch.special.entr(probs).sum(dim=-1)
@@ -132,16 +131,3 @@ def sum_pi_squared_from_logits(logits: Tensor, *, temperature: float = 1.0) -> T
         probs = _scaled(flat[rows], wide, temperature).softmax(dim=-1)
         result[rows] = probs.square_().sum(dim=-1)
     return result.view(logits.shape[:-1])
-
-
-def entropy_from_logits(
-    logits: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
-) -> Tensor:
-    """Entropy of the softmax of logits [..., vocabulary] / temperature.
-
-    Memory is bounded as in `logprobs_and_entropy_from_logits`.
-    """
-    flat = logits.reshape(-1, logits.shape[-1])
-    _, entropy = _token_stats(flat, None, True, temperature, inplace_backward)
-    result: Tensor = entropy.view(logits.shape[:-1])
-    return result

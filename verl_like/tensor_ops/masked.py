@@ -1,4 +1,4 @@
-"""Sum, mean, variance and whitening of the values inside a mask.
+"""Sum and mean of the values inside a mask.
 
 A mask may be of any dtype: non-zero is inside. What lies outside is never read into a result, NaN
 included, and an empty mask gives zero.
@@ -55,27 +55,6 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
     """Mean of the values inside the mask; zero where the mask is empty."""
     inside = mask.bool().expand_as(values)
     return masked_sum(values, inside, axis) / torch.count_nonzero(inside, dim=axis).clamp(min=1)
-
-
-def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values inside the mask; zero for fewer than two of them."""
-    inside = mask.bool().expand_as(values)
-    centered = zero_outside(values - masked_mean(values, inside), inside)
-    return centered.square().sum() / (torch.count_nonzero(inside) - int(unbiased)).clamp(min=1)
-
-
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values inside the mask scaled to variance 1 and mean 0; zero outside the mask.
-
-    With `shift_mean=False` they keep their mean.
-    """
-    inside = mask.bool().expand_as(values)
-    mean = masked_mean(values, inside)
-    centered = zero_outside(values - mean, inside)
-    num_others = (torch.count_nonzero(inside) - 1).clamp(min=1)
-    var = torch.linalg.vector_norm(centered).square() / num_others
-    whitened = centered * torch.rsqrt(var + 1e-8)
-    return whitened if shift_mean else zero_outside(whitened + mean, inside)
 
 
 def last_places(mask: Tensor) -> Tensor:

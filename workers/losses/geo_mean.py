@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import with_slope
-from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, log_ratio, resolve_clip
+from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_widths, log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
@@ -37,7 +37,7 @@ def compute_policy_loss_geo_mean(
 
     Source: GMPO, arXiv 2507.20673
     """
-    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
+    low, high = clip_widths(config)
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
     sign = advantages.sign()

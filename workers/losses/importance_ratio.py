@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl_like.errors import ConfigError
 from verl_like.tensor_ops import zero_outside
 
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -58,20 +57,13 @@ class _LogRatio(torch.autograd.Function):
         return zero_outside(gradient, inside & (log_r.abs() < LARGEST_LOG_RATIO)), None, None
 
 
+def clip_widths(config: ClipSettings) -> tuple[float, float]:
+    """How far a ratio may be below and above 1: `clip_ratio`, unless one is set for itself."""
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+
+
 def clip_range(config: ClipSettings) -> tuple[float, float]:
     """(least, largest) ratio by the actor's clip settings."""
-    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
+    low, high = clip_widths(config)
     return 1.0 - low, 1.0 + high
-
-
-def resolve_clip(
-    clip_ratio: float | None, low: float | None = None, high: float | None = None
-) -> tuple[float, float]:
-    """(lower, upper) clip range: `clip_ratio` is both, unless one is set for itself."""
-    lower = clip_ratio if low is None else low
-    upper = clip_ratio if high is None else high
-    if lower is None or upper is None:
-        raise ConfigError(
-            "a policy loss needs clip_ratio, or both clip_ratio_low and clip_ratio_high."
-        )
-    return lower, upper

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import with_slope
-from workers.losses.importance_ratio import ClipSettings, log_ratio, resolve_clip
+from workers.losses.importance_ratio import ClipSettings, clip_widths, log_ratio
 
 
 def losses_in_trust_region(
@@ -23,7 +23,7 @@ def losses_in_trust_region(
     act on tokens that `moved` by more than the upper clip range, any other one not on those that
     fell by more than the lower.
     """
-    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
+    low, high = clip_widths(config)
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
     ratio = log_r.exp()
 

@@ -51,12 +51,11 @@ def resolve_attention(
     elif cap is not None:
         chosen, reason = "eager", f"sdpa has no soft-capping, which {model_cls.__name__} needs"
 
-    if wanted == "flash_attention_2" and why_no_kernel(device, dtype):
-        reason = reason or why_no_flash(device, dtype)
-        warn_once(f"attention: {chosen} in place of flash_attention_2: {reason}.")
-    elif wanted == "sdpa" and chosen != "sdpa":
-        warn_once(f"attention: {chosen} in place of sdpa: {reason}.")
-    elif chosen != "sdpa":
+    if wanted == "flash_attention_2":
+        reason = why_no_kernel(device, dtype) and (reason or why_no_flash(device, dtype))
+    if reason and wanted != "auto":
+        warn_once(f"attention: {chosen} in place of {wanted}: {reason}.")
+    elif reason:
         say_once(f"attention: {chosen}: {reason}.")
     return chosen
 

@@ -68,6 +68,10 @@ class ScalarHeadModel(nn.Module):
         """The base model, without its language-model head."""
         return getattr(self, self.base_model_prefix)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head, as transformers' models call theirs."""
+        return self.score
+
     def forward(self, **inputs: Any) -> Tensor:
         """One scalar per position: [rows, width, 1]."""
         scores: Tensor = self.score(self.body(**inputs).last_hidden_state)

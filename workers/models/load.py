@@ -25,7 +25,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
-from workers.models.checkpoint_format import Group, checkpoint_format
+from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
@@ -75,7 +75,8 @@ def load_weights(
     materialize(module, device)
     source = Folder(model_folder(config.path), module.base_model_prefix)
     may_start_at_zero = isinstance(module, ScalarHeadModel) and head == "scalar"
-    missing, unfit = [], []
+    missing: dict[str, Tensor] = {}
+    unfit = []
     with torch.no_grad():
         for name, weight in named_state(module):
             origin = name.replace(".base_layer.", ".")
@@ -84,26 +85,25 @@ def load_weights(
             elif may_start_at_zero and name == SCORE and not source.has_scalar_head(weight.shape):
                 weight.zero_()
             elif (stored := source.find(origin)) is None:
-                missing.append(name)
+                missing[origin] = weight
             elif wrong := _other_shape(origin, stored, weight.shape):
                 unfit.append(wrong)
             else:
                 _copy(weight, stored, shard)
 
-    if isinstance(module, ScalarHeadModel):
-        _check_head(module, config, source)
-    if head == "score" and SCORE in missing:
-        raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
-    _refuse_unfit(config, unfit)
-    taken: set[str] = set()
-    if missing:
-        taken, missing = _load_converted(module, config, source, missing, shard)
-    if missing and is_bare_config(config.path):
-        _fill(module, random_weights(config), missing, shard)
-    elif missing:
-        _load_through_transformers(module, config, missing, shard)
-    else:
-        refuse_extra(module, config, source.unknown_to(module, taken))
+        if isinstance(module, ScalarHeadModel):
+            _check_head(module, config, source)
+        if head == "score" and SCORE in missing:
+            raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
+        _refuse_unfit(config, unfit)
+        pieces = _load_converted(missing, config, source, shard) if missing else set[str]()
+        if not missing:
+            refuse_extra(module, config, source.unknown_to(module, pieces))
+            return
+        is_bare = is_bare_config(config.path)
+        values = random_weights(config) if is_bare else _by_transformers(module, config, missing)
+        for name, weight in missing.items():
+            _copy(weight, values[name], shard)
 
 
 def check_score_head(key: str, path: str) -> None:
@@ -169,7 +169,10 @@ class Folder:
         index = path / "model.safetensors.index.json"
         self.files: dict[str, str] = {}
         if index.is_file():
-            self.files = _files_of_index(index)
+            try:
+                self.files = read_json_object(index)["weight_map"]
+            except (OSError, ValueError, KeyError) as error:
+                raise ConfigError(f"model.path: {index} cannot be read: {error}") from error
         elif (path / "model.safetensors").is_file():
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
 
@@ -214,46 +217,26 @@ class Folder:
         return self.opened[file]
 
 
-def _files_of_index(index: Path) -> dict[str, str]:
-    """Tensor name -> its file."""
-    try:
-        files: dict[str, str] = read_json_object(index)["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path: {index} cannot be read: {error}") from error
-    return files
-
-
 def _load_converted(
-    module: Any, config: ModelConfig, source: Folder, missing: list[str], shard: int
-) -> tuple[set[str], list[str]]:
-    """Fill weights that the folder has in other pieces, a few at a time.
+    missing: dict[str, Tensor], config: ModelConfig, source: Folder, shard: int
+) -> set[str]:
+    """Take out of `missing` and fill what the folder has in other pieces, a few weights at a time.
 
-    Returns the names of the pieces, and the weights for which they are not there either.
+    Returns the names of the pieces.
     """
-    checkpoint = checkpoint_format(str(source.path))
-    targets = {name.replace(".base_layer.", "."): tensor for name, tensor in named_state(module)}
-    taken: set[str] = set()
-    left, filled = [], set[str]()
-    for name in missing:
-        origin = name.replace(".base_layer.", ".")
-        group = checkpoint.groups.get(origin)
-        if group is None or not all(source.find(piece) for piece in group.stored):
-            left.append(name)
-        elif origin not in filled:
-            shapes = group.stored.items()
-            found = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
-            _refuse_unfit(config, [wrong for wrong in found if wrong])
-            _fill_group(targets, group, source, shard)
-            filled |= set(group.names)
-            taken |= set(group.stored)
-    return taken, left
-
-
-def _fill_group(targets: dict[str, Tensor], group: Group, source: Folder, shard: int) -> None:
-    """The weights of one group; what was read for them goes before the next group is read."""
-    with torch.no_grad():
-        for name, value in group.read(lambda piece: source.find(piece)[:]).items():
-            _copy(targets[name], value, shard)
+    groups, taken = checkpoint_format(str(source.path)).groups, set[str]()
+    for name in [*missing]:
+        group = groups.get(name)
+        if name not in missing or group is None or not all(map(source.find, group.stored)):
+            continue
+        shapes = group.stored.items()
+        wrong = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
+        _refuse_unfit(config, [*filter(None, wrong)])
+        for own, value in group.read(lambda piece: source.find(piece)[:]).items():
+            if own in missing:
+                _copy(missing.pop(own), value, shard)
+        taken |= set(group.stored)
+    return taken
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
@@ -297,20 +280,18 @@ def _copy(parameter: Tensor, stored: Any, shard: int) -> None:
         local.copy_(stored[start : start + len(local)])
 
 
-def _load_through_transformers(
-    module: Any, config: ModelConfig, missing: list[str], shard: int
-) -> None:
-    """For folders that only transformers can read: the whole model in host memory, then slices."""
+def _by_transformers(module: Any, config: ModelConfig, missing: Iterable[str]) -> dict[str, Tensor]:
+    """The weights of a folder that only transformers can read, whole in host memory."""
     from transformers import AutoModelForCausalLM
 
     logger.warning(
         "model.path=%s: no safetensors of %s; transformers reads the folder, which takes the "
         "whole model's memory on each rank while it loads.",
         config.path,
-        ", ".join(missing[:3]),
+        ", ".join([*missing][:3]),
     )
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        whole, report = AutoModelForCausalLM.from_pretrained(
             model_folder(config.path),
             dtype=torch.float32,
             local_files_only=True,
@@ -322,20 +303,11 @@ def _load_through_transformers(
             f"model.path={config.path!r} does not load as a causal LM: {error}"
         ) from error
 
-    whole, report = loaded
-    origins = {name.replace(".base_layer.", ".") for name in missing}
-    absent = sorted(origins & set(report["missing_keys"]))
+    absent = sorted({*missing} & set(report["missing_keys"]))
     if absent:
         raise ConfigError(
             f"model.path={config.path!r} lacks {len(absent)} weights: {', '.join(absent[:20])}."
         )
     refuse_extra(module, config, report["unexpected_keys"])
-    _fill(module, whole.state_dict(), missing, shard)
-
-
-def _fill(module: Any, values: dict[str, Tensor], missing: list[str], shard: int) -> None:
-    """The `missing` weights from a whole model's."""
-    with torch.no_grad():
-        for name, weight in named_state(module):
-            if name in missing:
-                _copy(weight, values[name.replace(".base_layer.", ".")], shard)
+    values: dict[str, Tensor] = whole.state_dict()
+    return values

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_lengths
 
@@ -95,38 +95,20 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     reads = engine.reads(taken)
     lengths = needed_lengths(reads).double()
 
-    body, head = body_of(engine.module), _head(engine.module)
+    body, head = body_of(engine.module), engine.module.get_output_embeddings()
     config = body.config.get_text_config()
+    is_looked_up = {id(own.weight) for own in body.modules() if isinstance(own, nn.Embedding)}
     per_token = 0.0
-    for name, weight in _multiplied_weights(body):
-        per_token += _factor(weight, trains) * weight.numel() * _share(name, config)
-    per_read = _factor(head, trains) * head.numel()
+    for name, weight in body.named_parameters():
+        if weight.dim() > 1 and id(weight) not in is_looked_up:
+            per_token += _factor(weight, trains) * weight.numel() * _share(name, config)
+    per_read = _factor(head.weight, trains) * head.weight.numel()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_pair = (12 if trains else 4) * config.num_hidden_layers * heads * width
 
     pairs = lengths.square().sum()
     return float(per_token * lengths.sum() + per_read * reads.values.sum() + per_pair * pairs)
-
-
-def _multiplied_weights(body: Any) -> list[tuple[str, nn.Parameter]]:
-    """The weights that multiply every token: matrices, but not embeddings, which are looked up."""
-    tables: set[int] = set()
-    for layer in body.modules():
-        if isinstance(layer, nn.Embedding):
-            tables |= {id(table) for table in layer.parameters()}
-
-    found = []
-    for name, weight in body.named_parameters():
-        if weight.dim() > 1 and id(weight) not in tables:
-            found.append((name, weight))
-    return found
-
-
-def _head(module: Any) -> nn.Parameter:
-    layer = module.score if isinstance(module, ScalarHeadModel) else module.get_output_embeddings()
-    weight: nn.Parameter = layer.weight
-    return weight
 
 
 def _factor(weight: nn.Parameter, trains: bool) -> int:
@@ -136,10 +118,8 @@ def _factor(weight: nn.Parameter, trains: bool) -> int:
 
 def _share(name: str, config: Any) -> float:
     """The part of a weight that a token meets: of experts those it is sent to."""
-    if ".experts." not in name:
-        return 1.0
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        count = getattr(config, key, None)
-        if count:
-            return float(config.num_experts_per_tok / count)
+    if ".experts." in name:
+        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if count := getattr(config, key, None):
+                return float(config.num_experts_per_tok / count)
     return 1.0

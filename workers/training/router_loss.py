@@ -9,7 +9,7 @@ neither the cut nor the number of ranks changes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,19 +46,16 @@ class BalancedEngine(TrainEngine):
         if not hasattr(self.module, "router_aux_loss_coef"):
             raise ConfigError(no_routers(self.module.config.model_type))
         self.num_chosen: int = self.module.num_experts_per_tok
-        for router, index in find_routers(self.module):
-            router.register_forward_hook(self._listener(index))
+        body = body_of(self.module)
+        body.register_forward_pre_hook(_ask_routers, with_kwargs=True)
+        body.register_forward_hook(self._note_routers)
 
-    def _listener(self, index: int) -> Callable[..., None]:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            logits = output[index] if isinstance(output, tuple) else output
-            self.router_logits.append(logits.flatten(0, -2).float())
-
-        return note
+    def _note_routers(self, _: nn.Module, __: Any, output: Any) -> None:
+        if output.router_logits is not None:  # the head in chunks runs without the body
+            self.router_logits = [logits.flatten(0, -2).float() for logits in output.router_logits]
 
     def outputs(self, columns: RowColumns, *args: Any, **wanted: Any) -> RowColumns:
         """One forward pass, whose router logits are kept, those of real tokens alone."""
-        self.router_logits.clear()
         found = super().outputs(columns, *args, **wanted)
         if self.is_real is not None:
             self.router_logits = [logits[self.is_real] for logits in self.router_logits]
@@ -132,6 +129,11 @@ class BalancedEngine(TrainEngine):
         return counts
 
 
+def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Asked of the whole model, it would also compute a loss of its own, in gigabytes."""
+    return args, {**kwargs, "output_router_logits": True}
+
+
 def load_balancing_loss(logits: list[Tensor], shares: Tensor, num_tokens: int) -> Tensor:
     """The share of these tokens in the loss of a mini-batch of `num_tokens`.
 
@@ -145,22 +147,6 @@ def load_balancing_loss(logits: list[Tensor], shares: Tensor, num_tokens: int) -
         mass = layer.softmax(dim=-1).sum(dim=0) / num_tokens
         total = total + len(share) * (share * mass).sum()
     return total / len(logits)
-
-
-def find_routers(module: Any) -> list[tuple[nn.Module, int]]:
-    """The routers of a model, in the order of its layers, and where each one's output has logits.
-
-    They are those whose logits transformers records.
-    """
-    recorded = getattr(body_of(module), "_can_record_outputs", None) or {}
-    recorders = recorded.get("router_logits", [])
-    found = []
-    for child_name, child in module.named_modules():
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            named = recorder.layer_name is None or recorder.layer_name in child_name
-            if named and isinstance(child, recorder.target_class):
-                found.append((child, recorder.index))
-    return found
 
 
 def check_routers(path: str) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch.autograd import gradcheck
 
 from verl_like.tensor_ops import (
-    entropy_from_logits,
     logprobs,
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
@@ -56,7 +55,6 @@ def test_separate_forms_agree_with_the_fused_one_on_any_leading_shape():
     logprob, entropy = logprobs_and_entropy_from_logits(logits, labels)
     assert logprob.shape == entropy.shape == (2, 3)
     assert torch.equal(logprobs_from_logits(logits, labels), logprob)
-    assert torch.equal(entropy_from_logits(logits), entropy)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -78,7 +76,6 @@ def test_gradients_pass_autograds_own_check():
         torch.randint(11, (5,)),
     )
     assert gradcheck(lambda x: logprobs_from_logits(x, labels), logits)
-    assert gradcheck(entropy_from_logits, logits)
     assert gradcheck(lambda x: logprobs_and_entropy_from_logits(x, labels, temperature=1.3), logits)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.workers.losses.plain_correction import LEVELS, corrected, threshold_of
 from tests.workers.losses.plain_python import CONFIG, ROWS, WIDTH, Columns
-from verl_like.tensor_ops import masked_mean, masked_sum, masked_var, masked_whiten
+from verl_like.tensor_ops import masked_mean, masked_sum
 from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES, agg_loss
 from workers.losses.kl import KL_ESTIMATORS, kl_penalty
@@ -98,8 +98,6 @@ def of_masked_operations(columns: Columns) -> Numbers:
     return {
         "sum": masked_sum(values, mask, axis=-1),
         "mean": masked_mean(values, mask),
-        "var": masked_var(values, mask),
-        "whiten": masked_whiten(values, mask),
     }
 
 

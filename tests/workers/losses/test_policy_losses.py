@@ -24,7 +24,7 @@ from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.losses.importance_ratio import DefaultClip, resolve_clip
+from workers.losses.importance_ratio import DefaultClip, clip_widths
 from workers.losses.registry import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -252,11 +252,9 @@ def test_a_call_without_settings_has_the_configurations_defaults() -> None:
 
 
 def test_clip_ratio_alone_sets_both_sides() -> None:
-    assert resolve_clip(0.1) == (0.1, 0.1)
-    assert resolve_clip(0.1, high=0.3) == (0.1, 0.3)
-    assert resolve_clip(None, 0.2, 0.0) == (0.2, 0.0)
-    with pytest.raises(ConfigError, match="clip_ratio"):
-        resolve_clip(None, low=0.2)
+    assert clip_widths(DefaultClip(0.1)) == (0.1, 0.1)
+    assert clip_widths(DefaultClip(0.1, clip_ratio_high=0.3)) == (0.1, 0.3)
+    assert clip_widths(DefaultClip(0.1, 0.2, 0.0)) == (0.2, 0.0)
 
 
 def test_a_dual_clip_of_one_or_less_is_refused(batch: Columns) -> None:
