@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
@@ -30,7 +29,7 @@ from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
 from workers.models.random_init import random_weights
-from workers.models.state import named_state
+from workers.models.state import named_state, own_part, own_rows
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -65,13 +64,8 @@ def load_model(
     return module
 
 
-def load_weights(
-    module: Any, config: ModelConfig, head: Head, device: torch.device, shard: int = 0
-) -> None:
-    """Give every parameter its memory on `device`, and every weight its values.
-
-    `shard` is this rank's place on the mesh's shard axis.
-    """
+def load_weights(module: Any, config: ModelConfig, head: Head, device: torch.device) -> None:
+    """Give every parameter its memory on `device`, and every weight its values."""
     materialize(module, device)
     source = Folder(model_folder(config.path), module.base_model_prefix)
     may_start_at_zero = isinstance(module, ScalarHeadModel) and head == "scalar"
@@ -81,7 +75,7 @@ def load_weights(
         for name, weight in named_state(module):
             origin = name.replace(".base_layer.", ".")
             if is_adapter(name):
-                _copy(weight, initial_value(name, weight.shape), shard)
+                _copy(weight, initial_value(name, weight.shape))
             elif may_start_at_zero and name == SCORE and not source.has_scalar_head(weight.shape):
                 weight.zero_()
             elif (stored := source.find(origin)) is None:
@@ -89,21 +83,21 @@ def load_weights(
             elif wrong := _other_shape(origin, stored, weight.shape):
                 unfit.append(wrong)
             else:
-                _copy(weight, stored, shard)
+                _copy(weight, stored)
 
         if isinstance(module, ScalarHeadModel):
             _check_head(module, config, source)
         if head == "score" and SCORE in missing:
             raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
         _refuse_unfit(config, unfit)
-        pieces = _load_converted(missing, config, source, shard) if missing else set[str]()
+        pieces = _load_converted(missing, config, source) if missing else set[str]()
         if not missing:
             refuse_extra(module, config, source.unknown_to(module, pieces))
             return
         is_bare = is_bare_config(config.path)
         values = random_weights(config) if is_bare else _by_transformers(module, config, missing)
         for name, weight in missing.items():
-            _copy(weight, values[name], shard)
+            _copy(weight, values[name])
 
 
 def check_score_head(key: str, path: str) -> None:
@@ -217,9 +211,7 @@ class Folder:
         return self.opened[file]
 
 
-def _load_converted(
-    missing: dict[str, Tensor], config: ModelConfig, source: Folder, shard: int
-) -> set[str]:
+def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Folder) -> set[str]:
     """Take out of `missing` and fill what the folder has in other pieces, a few weights at a time.
 
     Returns the names of the pieces.
@@ -234,7 +226,7 @@ def _load_converted(
         _refuse_unfit(config, [*filter(None, wrong)])
         for own, value in group.read(lambda piece: source.find(piece)[:]).items():
             if own in missing:
-                _copy(missing.pop(own), value, shard)
+                _copy(missing.pop(own), value)
         taken |= set(group.stored)
     return taken
 
@@ -268,16 +260,11 @@ def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
         )
 
 
-def _copy(parameter: Tensor, stored: Any, shard: int) -> None:
-    """This rank's rows of a stored tensor (or slice of a file) into its part of the parameter."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(stored[:] if parameter.dim() else stored[...])
-        return
-    local = parameter.to_local()
-    per_shard = -(-parameter.shape[0] // parameter.device_mesh["shard"].size())
-    start = min(shard * per_shard, parameter.shape[0])
-    if len(local):
-        local.copy_(stored[start : start + len(local)])
+def _copy(weight: Tensor, stored: Any) -> None:
+    """This rank's rows of a stored tensor, or slice of a file, into its part of the weight."""
+    own = own_part(weight)
+    if own.numel():
+        own.copy_(own_rows(weight, stored))
 
 
 def _by_transformers(module: Any, config: ModelConfig, missing: Iterable[str]) -> dict[str, Tensor]:

@@ -8,9 +8,11 @@ saves or compares weights goes through `named_state`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -38,3 +40,24 @@ def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set and buffer.is_floating_point():
                 child._buffers[name] = buffer.to(dtype)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a weight, to be read or written."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def own_rows(weight: Tensor, whole: Any) -> Tensor:
+    """The rows of a whole tensor, or of a file's, that this rank holds of the weight.
+
+    FSDP2 cuts them so that the last ranks may have fewer or none.
+    """
+    if not isinstance(weight, DTensor):
+        rows: Tensor = whole[...]
+        return rows
+    mesh, count = weight.device_mesh, len(weight)
+    per_shard = -(-count // mesh["shard"].size())
+    start = min(mesh.get_local_rank("shard") * per_shard, count)
+    rows = whole[start : start + len(own_part(weight))]
+    return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from workers.training.refresh import own_part
+from workers.models.state import own_part
 
 
 class WeightAverage:

@@ -144,13 +144,7 @@ class TrainEngine:
         if self.is_sharded:
             self.is_one_unit = shard(self.module, self.mesh, precision.cast, self.sharding.strategy)
         self.cast = None if self.is_sharded else precision.cast  # FSDP casts what it gathers
-        load_weights(
-            self.module,
-            self.model_config,
-            self.head,
-            self.device,
-            self.mesh.get_local_rank("shard"),
-        )
+        load_weights(self.module, self.model_config, self.head, self.device)
 
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)

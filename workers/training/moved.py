@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from workers.models.state import own_part
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,9 @@ MOST_ELEMENTS = 10**6
 
 def sample_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Some elements of every parameter of this rank, copied."""
-    stride = -(-sum(_own(parameter).numel() for parameter in parameters) // MOST_ELEMENTS)
-    return [_own(parameter)[:: max(1, stride)].clone() for parameter in parameters]
+    own = [own_part(parameter).reshape(-1) for parameter in parameters]
+    stride = max(1, -(-sum(map(len, own)) // MOST_ELEMENTS))
+    return [elements[::stride].clone() for elements in own]
 
 
 def count_moved(
@@ -48,9 +50,3 @@ def moved_share(num_moved: int, num_sampled: int, lr: float) -> float:
             num_sampled,
         )
     return num_moved / max(1, num_sampled)
-
-
-def _own(parameter: Tensor) -> Tensor:
-    """This rank's elements, in one row."""
-    tensor = parameter.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from workers.models.state import named_state, persistent_buffers
+from workers.models.state import named_state, own_part, own_rows, persistent_buffers
 from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
@@ -119,19 +118,3 @@ class FollowingEngine(TrainEngine):
         """This rank's shards of what a later run goes on with, by name."""
         state = {name: weight.detach() for name, weight in named_state(self.module)}
         return state | self.averages
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, to be written."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def own_rows(weight: Tensor, whole: Tensor) -> Tensor:
-    """The rows of a whole tensor that this rank holds of the weight, as FSDP2 cuts them."""
-    if not isinstance(weight, DTensor):
-        return whole
-    mesh = weight.device_mesh
-    per_shard = -(-weight.shape[0] // mesh["shard"].size())
-    start = min(mesh.get_local_rank("shard") * per_shard, weight.shape[0])
-    return whole[start : start + len(own_part(weight))]
