@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -86,6 +88,22 @@ def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
     if not reason and importlib.util.find_spec("flash_attn") is None:
         reason = f"flash-attn is not installed ({INSTALL_FLASH})"
     return reason
+
+
+@contextmanager
+def attending_by(module: Any, name: str, attention: Any, mask: Any) -> Iterator[None]:
+    """Within, the module attends by these functions, which transformers' interface then knows."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    config = module.config.get_text_config()
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 @cache

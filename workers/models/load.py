@@ -24,7 +24,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
-from workers.models.checkpoint_format import checkpoint_format
+from workers.models.checkpoint_format import Group, checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
@@ -224,11 +224,16 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
         shapes = group.stored.items()
         wrong = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
         _refuse_unfit(config, [*filter(None, wrong)])
-        for own, value in group.read(lambda piece: source.find(piece)[:]).items():
-            if own in missing:
-                _copy(missing.pop(own), value)
+        _fill_group(missing, group, source)
         taken |= set(group.stored)
     return taken
+
+
+def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> None:
+    """What was read for one group is gone before the next is read."""
+    for own, value in group.read(lambda piece: source.find(piece)[:]).items():
+        if own in missing:
+            _copy(missing.pop(own), value)
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:

@@ -11,8 +11,6 @@ number a token and head, never the square of the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from workers.models.attention import attending_by
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
@@ -189,7 +188,10 @@ def _saved(module: Any) -> int | None:
         return tensor
 
     try:
-        with _counted_attention(module), saved_tensors_hooks(keep, lambda tensor: tensor):
+        with (
+            attending_by(module, COUNTED, _attention, _no_mask),
+            saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
             module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return None  # a model whose pass depends on its numbers, as a router's does
@@ -218,19 +220,3 @@ def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **
 
 def _no_mask(**_: Any) -> None:
     """A fused kernel needs none."""
-
-
-@contextmanager
-def _counted_attention(module: Any) -> Iterator[None]:
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(COUNTED, _attention)
-    AttentionMaskInterface.register(COUNTED, _no_mask)
-    config = module.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = COUNTED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before

@@ -13,7 +13,7 @@ all that is real in its row. So time follows the real tokens, on every device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.models.attention import soft_cap
+from workers.models.attention import attending_by, soft_cap
 
 if TYPE_CHECKING:
     from workers.training.varlen import VarlenKernel
@@ -233,25 +233,15 @@ def takes_layout(module: Any) -> bool:
     return built_with == "sdpa" or (built_with == "eager" and soft_cap(module.config) is not None)
 
 
-@contextmanager
-def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> Iterator[None]:
+def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> AbstractContextManager[None]:
     """Within, a module that `takes_layout` attends by `packed_attention`, with this kernel.
 
     A backward pass belongs inside, too.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(PACKED, partial(packed_attention, kernel=kernel))
-    AttentionMaskInterface.register(PACKED, _local_mask)
-    config = module.config.get_text_config()
-    before = config._attn_implementation
-    if takes_layout(module):
-        config._attn_implementation = PACKED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    if not takes_layout(module):
+        return nullcontext()
+    attention = partial(packed_attention, kernel=kernel)
+    return attending_by(module, PACKED, attention, _local_mask)
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:

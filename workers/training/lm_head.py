@@ -23,13 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import Ragged
+from verl_like.tensor_ops import (
+    logprobs_and_entropy_from_logits,
+    logprobs_from_logits,
+    sum_pi_squared_from_logits,
+)
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
 from workers.models.proof import Proof
 from workers.models.stand_in import VOCABULARY
 from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
-from workers.training.token_columns import columns_of_logits
 
 CHUNK_BYTES = 256 * 2**20
 """Bytes that a chunk's logits take in float32."""
@@ -60,6 +64,26 @@ def token_columns(
     if num_rows < len(labels):
         return _in_chunks(module, feed, labels, compute, num_rows)
     return compute(read(module, feed), labels)
+
+
+def columns_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    want_entropy: bool = False,
+    want_sum_pi_squared: bool = False,
+) -> Columns:
+    """The labels' log-probs, and what else is wanted; the backward pass writes over `logits`."""
+    found: Columns = {}
+    if want_sum_pi_squared:
+        found["sum_pi_squared"] = sum_pi_squared_from_logits(logits, temperature=temperature)
+    how: Any = {"temperature": temperature, "inplace_backward": True}
+    if want_entropy:
+        both = logprobs_and_entropy_from_logits(logits, labels, **how)
+        found["log_probs"], found["entropys"] = both
+    else:
+        found["log_probs"] = logprobs_from_logits(logits, labels, **how)
+    return found
 
 
 def positions_at_once(config: Any, num_positions: int, may_chunk: bool = True) -> int:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import sdpa_mask
+
+from workers.models.attention import attending_by
 
 NAME = "grouped_sdpa"
 """Of `grouped_attention` in transformers' interface."""
@@ -71,10 +72,5 @@ def grouped_decoding(module: Any) -> Iterator[None]:
         yield
         return
 
-    AttentionInterface.register(NAME, grouped_attention)
-    AttentionMaskInterface.register(NAME, grouped_mask)
-    config._attn_implementation = NAME
-    try:
+    with attending_by(module, NAME, grouped_attention, grouped_mask):
         yield
-    finally:
-        config._attn_implementation = "sdpa"
