@@ -187,11 +187,9 @@ def _saved(module: Any) -> int | None:
             found[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
+    counted = attending_by(module, COUNTED, _attention, _no_mask)
     try:
-        with (
-            attending_by(module, COUNTED, _attention, _no_mask),
-            saved_tensors_hooks(keep, lambda tensor: tensor),
-        ):
+        with counted, saved_tensors_hooks(keep, lambda tensor: tensor):
             module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return None  # a model whose pass depends on its numbers, as a router's does

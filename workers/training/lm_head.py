@@ -75,14 +75,14 @@ def columns_of_logits(
 ) -> Columns:
     """The labels' log-probs, and what else is wanted; the backward pass writes over `logits`."""
     found: Columns = {}
-    if want_sum_pi_squared:
-        found["sum_pi_squared"] = sum_pi_squared_from_logits(logits, temperature=temperature)
     how: Any = {"temperature": temperature, "inplace_backward": True}
     if want_entropy:
         both = logprobs_and_entropy_from_logits(logits, labels, **how)
         found["log_probs"], found["entropys"] = both
     else:
         found["log_probs"] = logprobs_from_logits(logits, labels, **how)
+    if want_sum_pi_squared:
+        found["sum_pi_squared"] = sum_pi_squared_from_logits(logits, temperature=temperature)
     return found
 
 
