@@ -75,13 +75,13 @@ class Rows:
     """The real rows of one rank's piece, on the CPU, and their place in the whole batch."""
 
     columns: RowColumns
-    start: int
+    places: Tensor
+    """Each row's place in the whole batch, or another one, which says its mini-batch."""
     total: int
+    """Rows of the whole batch."""
     names: list[str]
     given: Column
     """The response mask (or else the first column) as it came, pad rows included."""
-    places: Tensor | None = None
-    """What says each row's mini-batch; None is its place in the whole batch."""
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], world_size: int = 1) -> Rows:
@@ -100,7 +100,7 @@ class Rows:
         called = sample_names(data, start)[:real]
         columns = without_padding({name: c[:real].cpu() for name, c in given.items()}, called)
         mask = given.get("response_mask", given[names[0]])
-        return cls(columns, start, total, called, mask)
+        return cls(columns, torch.arange(start, start + real), total, called, mask)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -118,14 +118,13 @@ class Rows:
                 result[list(numbers)] = piece.float().cpu()
             return result
 
-        rows = list(self.columns["response_mask"].rows())
-        rows = [row.new_zeros(len(row), dtype=torch.float32) for row in rows]
+        mask = self.columns["response_mask"]
+        own: Ragged = mask.with_values(torch.zeros(len(mask.values)))
+        rows = own.rows()  # in its memory
         for piece, numbers in zip(pieces, order, strict=False):
             assert isinstance(piece, Ragged), "all passes give one kind of column"
             for number, row in zip(numbers, piece.cpu().rows(), strict=False):
-                rows[number] = row.float()
-        values = torch.cat(rows) if rows else torch.zeros(0)
-        own = self.columns["response_mask"].with_values(values)
+                rows[number].copy_(row)
         if not isinstance(self.given, Ragged):
             return torch.cat([own.padded(), torch.zeros(num_padded, *own.shape[1:])])
         padding = self.given[len(self) :]
@@ -236,10 +235,7 @@ def mini_batch(
 
     Collective over `group`, whose ranks add up their counts on `device`.
     """
-    places = rows.places
-    if places is None:
-        places = torch.arange(rows.start, rows.start + len(rows))
-    mine = (places % count == index).nonzero().squeeze(1)
+    mine = (rows.places % count == index).nonzero().squeeze(1)
     columns = {name: column.index_select(0, mine) for name, column in rows.columns.items()}
 
     in_loss = columns["response_mask"]

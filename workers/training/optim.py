@@ -40,20 +40,15 @@ OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 class MatrixDecayAdamW(torch.optim.AdamW):
     """AdamW whose weight decay leaves norms, biases and other vectors as they are."""
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        fused: bool = False,
-    ) -> None:
-        params = list(params)
-        matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay}
-        vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
-        groups = [group for group in (matrices, vectors) if group["params"]]
-        super().__init__(groups, lr, betas, eps, fused=fused)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One group of the matrices, and one of the vectors."""
+        matrices, vectors = [], []
+        for parameter in param_group["params"]:
+            (matrices if parameter.dim() >= 2 else vectors).append(parameter)
+        if matrices:
+            super().add_param_group({**param_group, "params": matrices})
+        if vectors:
+            super().add_param_group({**param_group, "params": vectors, "weight_decay": 0.0})
 
 
 BFLOAT16_WEIGHTS = (

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import body_of
+from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.proof import NO_MODEL, Proof, attention_of, relative_error
 from workers.models.quantize import is_quantized
 from workers.models.rotary import factor_border
 from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.training.attention import packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
-from workers.training.packing import Feed, needed_lengths, packed_feed, padded_feed, picked, read
+from workers.training.packing import Feed, needed_lengths, packed_feed, padded_feed, read
 from workers.training.varlen import VarlenKernel
 
 logger = logging.getLogger(__name__)
@@ -216,8 +216,8 @@ def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | No
     reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
     try:
         with packed_rows(module, kernel):
-            packed = _hidden_states(module, packed_feed(columns, reads, device))
-        padded = _hidden_states(module, padded_feed(columns, reads, device))
+            packed = _before_scalar_head(module, packed_feed(columns, reads, device))
+        padded = _before_scalar_head(module, padded_feed(columns, reads, device))
     except MODEL_ERRORS as error:
         return f"it refuses a packed row: {error}"
 
@@ -230,14 +230,14 @@ def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | No
 
 
 @torch.no_grad()
-def _hidden_states(module: Any, feed: Feed) -> Tensor:
-    """Of the body at every position: a scalar head over it may be all zeros."""
+def _before_scalar_head(module: Any, feed: Feed) -> Tensor:
+    """Logits at every position; under a scalar head, which may be all zeros, the hidden states."""
+    if not isinstance(module, ScalarHeadModel):
+        return read(module, feed)
     states: list[Tensor] = []
-    hook = body_of(module).register_forward_hook(
-        lambda _, __, output: states.append(output.last_hidden_state)
-    )
+    hook = module.score.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     try:
         read(module, feed)
     finally:
         hook.remove()
-    return picked(states[0], feed)
+    return states[0][0] if feed.packed else states[0][feed.reads]

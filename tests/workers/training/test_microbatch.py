@@ -38,7 +38,7 @@ def test_pad_rows_are_dropped_and_come_back_as_zeros() -> None:
     last = split_rows(numbered(7), 3)[2]
     rows = Rows.take(last, NAMES, 3)
     assert rows.columns["responses"].padded()[:, 0].tolist() == [6]
-    assert (rows.start, rows.total) == (6, 7)
+    assert (rows.places.tolist(), rows.total) == ([6], 7)
     assert rows.restore([torch.ones(1, 4)], [[0]]).sum(dim=1).tolist() == [4.0, 0.0, 0.0]
 
 
