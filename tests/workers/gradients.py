@@ -10,6 +10,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from workers.parallel.fsdp import full_tensor
 from workers.training.engine import INPUTS
+from workers.training.lm_head import Wanted
 from workers.training.microbatch import Budget, Rows, mini_batch
 
 Gradients = dict[str, torch.Tensor]
@@ -36,7 +37,7 @@ def gradients(
     rows = Rows.take(data, (*INPUTS, *names), engine.world_size)
     batch = mini_batch(rows, 0, 1, engine.group)
     with engine.running(engine.optimizer):
-        engine.accumulate(batch, budget, worker.loss, 1.0, True)
+        engine.accumulate(batch, budget, worker.loss, Wanted(entropy=True))
     full = {}
     for name, parameter in engine.module.named_parameters():
         if name.startswith(of):

@@ -28,6 +28,7 @@ from workers.models.precision import rollout_dtype
 from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
+from workers.training.lm_head import Wanted
 from workers.training.mfu import utilization
 from workers.training.microbatch import Columns, MiniBatch, pass_budget
 from workers.training.router_loss import BalancedEngine
@@ -102,13 +103,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
-            outputs = self.engine.forward_rows(
-                data,
-                self.log_prob_budget,
-                temperature=self.temperature,
-                want_entropy=True,
-                want_sum_pi_squared=wants_squares,
-            )
+            wanted = Wanted(self.temperature, entropy=True, sum_pi_squared=wants_squares)
+            outputs = self.engine.forward_rows(data, self.log_prob_budget, wanted)
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return Result(DataProto.from_dict(columns), mfu)
 
@@ -149,8 +145,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 budget=self.budget,
                 epochs=epochs,
                 loss_fn=self.loss,
-                temperature=self.temperature,
-                want_entropy=self.config.entropy_coeff != 0,
+                wanted=Wanted(self.temperature, entropy=self.config.entropy_coeff != 0),
                 shuffle_seed=shuffle_seed(self.config),
                 beside=[] if ptx is None else [(ptx, self.ptx_loss)],
             )

@@ -20,6 +20,7 @@ from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import SavesInBackground
+from workers.training.lm_head import Wanted
 from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
 from workers.weights.channel import SyncReport
@@ -80,7 +81,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):
-            outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)
+            outputs = self.engine.forward_rows(data, self.budget, Wanted(self.temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -12,23 +12,29 @@ all that is real in its row. So time follows the real tokens, on every device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from workers.models.attention import attending_by, soft_cap
 
-if TYPE_CHECKING:
-    from workers.training.varlen import VarlenKernel
-
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
+Attend = Callable[..., Tensor]
+"""(query, key, value, bounds, bounds, longest, longest; scale, left, cap) -> output.
+
+States are [tokens, heads, size]; there may be fewer heads of keys than of queries. `bounds` are
+where rows begin and the last one ends, `longest` the tokens of the longest; a token sees `left` to
+its left, or all of its row (-1); scores are capped at `cap`, or not (0).
+"""
+LARGEST_HEAD = 256
+"""Sizes that FlashAttention takes: up to here, in steps of 8."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,50 @@ def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
     gather.masked_scatter_(real, torch.arange(num_tokens))
     scatter = real.flatten().nonzero().squeeze(1)
     return Rectangle(num_tokens, len(own), width, gather.flatten().to(device), scatter.to(device))
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """A library's function for rows of any lengths, of one 16-bit type."""
+
+    name: str
+    attend: Attend
+    dtype: torch.dtype
+    has_softcap: bool = False
+
+    def takes(self, query: Tensor, softcap: float | None) -> bool:
+        """Whether heads are small enough, and scores capped only where it can do that."""
+        return query.shape[-1] <= LARGEST_HEAD and (self.has_softcap or softcap is None)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        longest: int,
+        *,
+        scaling: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of each row, [tokens, heads, size of a value].
+
+        A token sees itself and the `window` - 1 before it.
+        """
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+        states = (_padded(part.to(self.dtype), size) for part in (query, key, value))
+        left = -1 if window is None or window >= longest else window - 1
+        rows = bounds, bounds, longest, longest
+        output = self.attend(*states, *rows, scale=scale, left=left, cap=softcap or 0.0)
+        return output[..., : value.shape[-1]].to(value.dtype)
+
+
+def _padded(states: Tensor, size: int) -> Tensor:
+    """Heads of this size; `pad` would copy what has it already."""
+    missing = size - states.shape[-1]
+    return pad(states, (0, missing)) if missing else states
 
 
 def packed_attention(

@@ -54,7 +54,7 @@ from workers.parallel.fsdp import (
 )
 from workers.parallel.sharding import data_axes, settle
 from workers.training.attention import describe, packed_rows
-from workers.training.lm_head import token_columns
+from workers.training.lm_head import DEFAULT, Wanted, token_columns
 from workers.training.microbatch import (
     Budget,
     Columns,
@@ -163,15 +163,7 @@ class TrainEngine:
         """Whether rows run end to end, without padding."""
         return self.row_passes.kind == "packed"
 
-    def forward_rows(
-        self,
-        data: DataProto,
-        budget: Budget,
-        *,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
-        want_sum_pi_squared: bool = False,
-    ) -> RowColumns:
+    def forward_rows(self, data: DataProto, budget: Budget, wanted: Wanted = DEFAULT) -> RowColumns:
         """For every row `log_probs` (and `entropys`, `sum_pi_squared`), or `values`.
 
         Each is [rows, R], zero outside the response mask, and ragged where that is.
@@ -182,7 +174,7 @@ class TrainEngine:
         self.module.eval()
         with torch.no_grad(), self.running(), computing_in(self.module, self.cast):
             for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
-                found = self.outputs(columns, temperature, want_entropy, want_sum_pi_squared)
+                found = self.outputs(columns, wanted)
                 for name, column in found.items():
                     pieces.setdefault(name, []).append(column[:real])
         return {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
@@ -196,8 +188,7 @@ class TrainEngine:
         budget: Budget,
         epochs: int,
         loss_fn: LossFn,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
+        wanted: Wanted = DEFAULT,
         shuffle_seed: int | None = None,
         beside: Sequence[tuple[DataProto, LossFn]] = (),
     ) -> dict[str, float]:
@@ -219,9 +210,7 @@ class TrainEngine:
         with self.running(self.optimizer):
             for batch, more in steps_over(orders, count, others, self.group, self.device):
                 try:
-                    metrics = self.accumulate(
-                        batch, budget, loss_fn, temperature, want_entropy, more
-                    )
+                    metrics = self.accumulate(batch, budget, loss_fn, wanted, more)
                 except BaseException:
                     # a part of a mini-batch must not reach the next update
                     self.optimizer.zero_grad(set_to_none=True)
@@ -246,15 +235,14 @@ class TrainEngine:
         batch: MiniBatch,
         budget: Budget,
         loss_fn: LossFn,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
+        wanted: Wanted = DEFAULT,
         beside: Sequence[tuple[MiniBatch, LossFn]] = (),
     ) -> dict[str, float]:
         """Add the gradients of one mini-batch, and of others with a loss of their own `beside` it.
 
         Gives their metrics, added over micro-batches and ranks.
         """
-        totals = self._run_passes(batch, budget, loss_fn, temperature, want_entropy)
+        totals = self._run_passes(batch, budget, loss_fn, wanted)
         for other, its_loss in beside:
             totals |= self._run_passes(other, budget, its_loss)
         if not self.is_sharded:
@@ -263,12 +251,7 @@ class TrainEngine:
         return dict(zip(totals, summed.tolist(), strict=True))
 
     def _run_passes(
-        self,
-        batch: MiniBatch,
-        budget: Budget,
-        loss_fn: LossFn,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
+        self, batch: MiniBatch, budget: Budget, loss_fn: LossFn, wanted: Wanted = DEFAULT
     ) -> dict[str, Tensor]:
         """Forward and backward passes over a mini-batch; this rank's shares of its metrics."""
         totals: dict[str, Tensor] = {}
@@ -277,7 +260,7 @@ class TrainEngine:
             if self.is_sharded:
                 begin_pass(self.module, self.is_one_unit, last, self.sharding.strategy)
             with computing_in(self.module, self.cast):
-                outputs = self.outputs(columns, temperature, want_entropy)
+                outputs = self.outputs(columns, wanted)
                 # losses are formulas of rectangles
                 said = {name: rectangle_of(column) for name, column in outputs.items()}
                 asked = {name: self._for_loss(column) for name, column in columns.items()}
@@ -292,13 +275,7 @@ class TrainEngine:
                 totals[name] = totals[name] + share if name in totals else share
         return totals
 
-    def outputs(
-        self,
-        columns: RowColumns,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
-        want_sum_pi_squared: bool = False,
-    ) -> RowColumns:
+    def outputs(self, columns: RowColumns, wanted: Wanted = DEFAULT) -> RowColumns:
         """One forward pass: [rows, R] columns for the response positions.
 
         They are zero where the response mask is.
@@ -311,9 +288,7 @@ class TrainEngine:
                 self.module,
                 feed,
                 columns["responses"].values[inside].to(self.device),
-                temperature=temperature,
-                want_entropy=want_entropy,
-                want_sum_pi_squared=want_sum_pi_squared,
+                wanted,
                 may_chunk=self.model_config.use_fused_kernels,
             )
         else:

@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,46 +43,40 @@ LARGEST_ERROR = 1e-5
 """Relative error up to which chunks and whole logits agree in float32."""
 
 
+class Wanted(NamedTuple):
+    """What is asked of every response token beside its log-prob, and what divides the logits."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    sum_pi_squared: bool = False
+
+
+DEFAULT = Wanted()
+
+
 def token_columns(
-    module: Any,
-    feed: Feed,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    want_entropy: bool = False,
-    want_sum_pi_squared: bool = False,
-    may_chunk: bool = True,
+    module: Any, feed: Feed, labels: Tensor, wanted: Wanted, *, may_chunk: bool = True
 ) -> Columns:
     """`log_probs` of the labels, and what else is wanted, at the positions that `feed` reads."""
-    compute = functools.partial(
-        columns_of_logits,
-        temperature=temperature,
-        want_entropy=want_entropy,
-        want_sum_pi_squared=want_sum_pi_squared,
-    )
+    compute = functools.partial(columns_of_logits, wanted=wanted)
     num_rows = positions_at_once(module.config, len(labels), may_chunk)
     if num_rows < len(labels):
         return _in_chunks(module, feed, labels, compute, num_rows)
     return compute(read(module, feed), labels)
 
 
-def columns_of_logits(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float,
-    want_entropy: bool = False,
-    want_sum_pi_squared: bool = False,
-) -> Columns:
+def columns_of_logits(logits: Tensor, labels: Tensor, wanted: Wanted) -> Columns:
     """The labels' log-probs, and what else is wanted; the backward pass writes over `logits`."""
     found: Columns = {}
-    how: Any = {"temperature": temperature, "inplace_backward": True}
-    if want_entropy:
+    how: Any = {"temperature": wanted.temperature, "inplace_backward": True}
+    if wanted.entropy:
         both = logprobs_and_entropy_from_logits(logits, labels, **how)
         found["log_probs"], found["entropys"] = both
     else:
         found["log_probs"] = logprobs_from_logits(logits, labels, **how)
-    if want_sum_pi_squared:
-        found["sum_pi_squared"] = sum_pi_squared_from_logits(logits, temperature=temperature)
+    if wanted.sum_pi_squared:
+        squares = sum_pi_squared_from_logits(logits, temperature=wanted.temperature)
+        found["sum_pi_squared"] = squares
     return found
 
 
@@ -334,7 +328,7 @@ def _error_of_chunks(model: Any) -> float:
     labels = tokens.view(2, 12).roll(-1, dims=1)[feed.reads]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
-    compute = functools.partial(columns_of_logits, temperature=0.7, want_entropy=True)
+    compute = functools.partial(columns_of_logits, wanted=Wanted(0.7, entropy=True))
     numbers: list[list[Tensor]] = []
     with torch.enable_grad():
         for whole in (True, False):

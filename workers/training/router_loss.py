@@ -22,6 +22,7 @@ from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 from workers.models.precision import computing_in
 from workers.training.engine import LossFn, TrainEngine
+from workers.training.lm_head import DEFAULT, Wanted
 from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce, passes
 from workers.training.packing import Feed
 
@@ -72,8 +73,7 @@ class BalancedEngine(TrainEngine):
         batch: MiniBatch,
         budget: Budget,
         loss_fn: LossFn,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
+        wanted: Wanted = DEFAULT,
         beside: Sequence[tuple[MiniBatch, LossFn]] = (),
     ) -> dict[str, float]:
         """The same with the load-balancing loss, which is the metric `router_aux_loss`."""
@@ -81,7 +81,7 @@ class BalancedEngine(TrainEngine):
         shares = counts / max(num_tokens, 1)
 
         balanced = partial(self._balanced, loss_fn, shares, num_tokens)
-        return super().accumulate(batch, budget, balanced, temperature, want_entropy, beside)
+        return super().accumulate(batch, budget, balanced, wanted, beside)
 
     def _balanced(
         self,

@@ -28,10 +28,9 @@ from workers.models.proof import NO_MODEL, Proof, attention_of, relative_error
 from workers.models.quantize import is_quantized
 from workers.models.rotary import factor_border
 from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
-from workers.training.attention import packed_rows, takes_layout
+from workers.training.attention import VarlenKernel, packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import Feed, needed_lengths, packed_feed, padded_feed, read
-from workers.training.varlen import VarlenKernel
 
 logger = logging.getLogger(__name__)
 

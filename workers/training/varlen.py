@@ -12,73 +12,19 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from workers.models.attention import warn_once, why_no_flash, why_no_kernel
-from workers.training.attention import RowLayout, packed_attention
+from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
 
-Attend = Callable[..., Tensor]
-"""(query, key, value, bounds, bounds, longest, longest; scale, left, cap) -> output.
-
-States are [tokens, heads, size]; there may be fewer heads of keys than of queries. `bounds` are
-where rows begin and the last one ends, `longest` the tokens of the longest; a token sees `left` to
-its left, or all of its row (-1); scores are capped at `cap`, or not (0).
-"""
-LARGEST_HEAD = 256
-"""Sizes that FlashAttention takes: up to here, in steps of 8."""
 LARGEST_ERROR = 0.05
 """Of outputs and gradients in 16 bits, over the largest of them."""
 KERNEL_ERRORS = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)
 """What a library raises where it is not built for this machine, or has another signature."""
-
-
-@dataclass(frozen=True)
-class VarlenKernel:
-    """A library's function for rows of any lengths, of one 16-bit type."""
-
-    name: str
-    attend: Attend
-    dtype: torch.dtype
-    has_softcap: bool = False
-
-    def takes(self, query: Tensor, softcap: float | None) -> bool:
-        """Whether heads are small enough, and scores capped only where it can do that."""
-        return query.shape[-1] <= LARGEST_HEAD and (self.has_softcap or softcap is None)
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor,
-        longest: int,
-        *,
-        scaling: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Causal attention of each row, [tokens, heads, size of a value].
-
-        A token sees itself and the `window` - 1 before it.
-        """
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-        states = (_padded(part.to(self.dtype), size) for part in (query, key, value))
-        left = -1 if window is None or window >= longest else window - 1
-        rows = bounds, bounds, longest, longest
-        output = self.attend(*states, *rows, scale=scale, left=left, cap=softcap or 0.0)
-        return output[..., : value.shape[-1]].to(value.dtype)
-
-
-def _padded(states: Tensor, size: int) -> Tensor:
-    """Heads of this size; `pad` would copy what has it already."""
-    missing = size - states.shape[-1]
-    return pad(states, (0, missing)) if missing else states
 
 
 def through_flash_attn(function: Callable[..., Any]) -> Attend:

@@ -12,7 +12,7 @@ import torch
 from tests.workers.models.architectures import tiny_model_config
 from trainer.cli import main as cli
 from workers.training import varlen
-from workers.training.varlen import VarlenKernel
+from workers.training.attention import VarlenKernel
 
 
 def said(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

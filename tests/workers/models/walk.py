@@ -34,6 +34,7 @@ from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.hf_export import export_huggingface
+from workers.training.lm_head import Wanted
 from workers.training.microbatch import Budget, Rows, mini_batch
 
 PROMPT, RESPONSE = 60, 100
@@ -139,7 +140,7 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
 def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
     """Worst relative error of log-probs, entropys and the gradient; how rows are fed."""
     data, (pairs, plain) = make_rows(), alone
-    found = engine.forward_rows(data, Budget(rows=4), want_entropy=True)
+    found = engine.forward_rows(data, Budget(rows=4), Wanted(entropy=True))
     inside = data.batch["response_mask"] != 0
     own = _gradient(engine, data)
 

@@ -16,9 +16,9 @@ import torch
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
-from workers.training.attention import RowLayout, packed_attention
+from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import Budget
-from workers.training.varlen import VarlenKernel, _flash_attn, _torch_varlen
+from workers.training.varlen import _flash_attn, _torch_varlen
 
 pytestmark = [
     pytest.mark.gpu,

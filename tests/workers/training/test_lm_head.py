@@ -20,7 +20,7 @@ from workers.models import proof
 from workers.models.proof import Proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
-from workers.training.lm_head import rows_per_chunk, why_not_chunked
+from workers.training.lm_head import Wanted, rows_per_chunk, why_not_chunked
 from workers.training.microbatch import Budget
 
 ROWS_OF_A_CHUNK = 3
@@ -100,7 +100,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
     actor = actor_of(folders(head))
     engine = actor.engine
     assert why_not_chunked(engine.module.config) == ""
-    found = engine.forward_rows(data, Budget(rows=BATCH), temperature=0.7, want_entropy=True)
+    found = engine.forward_rows(data, Budget(rows=BATCH), Wanted(0.7, entropy=True))
     expected = expected_columns(folders(head), data, temperature=0.7)
     for name, column in expected.items():
         torch.testing.assert_close(found[name].double(), column, atol=2e-5, rtol=0)

@@ -21,6 +21,7 @@ from workers.models.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine
+from workers.training.lm_head import Wanted
 from workers.training.microbatch import Budget, Rows, mini_batch
 from workers.training.row_proof import prove_class
 
@@ -165,11 +166,11 @@ def by_the_engine(
     engine: TrainEngine, data: DataProto
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Columns and gradients, in passes of several rows."""
-    found = engine.forward_rows(data, NEIGHBOURS, want_entropy=True)
+    found = engine.forward_rows(data, NEIGHBOURS, Wanted(entropy=True))
     to_training(engine.module)
     batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
     with engine.running(engine.optimizer):
-        engine.accumulate(batch, NEIGHBOURS, sum_of_both, 1.0, True)
+        engine.accumulate(batch, NEIGHBOURS, sum_of_both, Wanted(entropy=True))
     grads = {n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None}
     return found, grads
 

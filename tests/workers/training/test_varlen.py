@@ -23,8 +23,8 @@ from tests.workers.varlen_kernels import (
 from workers.models import attention as model_attention
 from workers.roles.actor import ActorWorker
 from workers.training import engine, varlen
-from workers.training.attention import RowLayout, describe, packed_attention
-from workers.training.varlen import VarlenKernel, find_kernel, through_flash_attn, through_torch
+from workers.training.attention import RowLayout, VarlenKernel, describe, packed_attention
+from workers.training.varlen import find_kernel, through_flash_attn, through_torch
 
 CPU, BFLOAT16, FLOAT32 = torch.device("cpu"), torch.bfloat16, torch.float32
 FLASH = VarlenKernel("flash-attn", through_flash_attn(flash_attn_varlen_func), FLOAT32, True)
