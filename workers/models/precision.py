@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
-from verl_like.errors import ConfigError, nearest
-from workers.config.model import DTYPES
+from verl_like.errors import ConfigError
 
 if TYPE_CHECKING:
     from workers.config import ActorRolloutRefConfig, ModelConfig
@@ -34,12 +34,8 @@ class Precision:
         return None if self.compute == self.weights else self.compute
 
 
-def dtype_of(name: str, key: str = "model.dtype") -> torch.dtype:
-    """The type of that name; `key` is where the name was set."""
-    if name not in DTYPES:
-        raise ConfigError(
-            f"{key}={name!r} is unknown; valid: {', '.join(DTYPES)}.{nearest(name, DTYPES)}"
-        )
+def dtype_of(name: str) -> torch.dtype:
+    """The type of that name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -53,7 +49,7 @@ def precision_of(config: ModelConfig, device_type: str) -> Precision:
     """`model.dtype` and `model.compute_dtype`, whose null is bfloat16 on CUDA."""
     weights = dtype_of(config.dtype)
     if config.compute_dtype is not None:
-        compute = dtype_of(config.compute_dtype, "model.compute_dtype")
+        compute = dtype_of(config.compute_dtype)
     else:
         compute = torch.bfloat16 if device_type == "cuda" else weights
     if compute.itemsize > weights.itemsize:
@@ -74,7 +70,7 @@ def frozen(config: ModelConfig, device_type: str) -> ModelConfig:
 def rollout_dtype(policy: ActorRolloutRefConfig, device_type: str) -> torch.dtype:
     """`rollout.dtype`, whose null is the type that the trainer computes in."""
     if policy.rollout.dtype is not None:
-        return dtype_of(policy.rollout.dtype, "rollout.dtype")
+        return dtype_of(policy.rollout.dtype)
     return precision_of(policy.model, device_type).compute
 
 
@@ -93,18 +89,7 @@ def computing_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
         yield
         return
 
-    owners = []
-    for child in module.modules():
-        for name, weight in child._parameters.items():
-            if weight is not None and weight.is_floating_point():
-                owners.append((child, name, weight))
-    casts: dict[int, Tensor] = {}  # tied weights are cast once
-    try:
-        for child, name, weight in owners:
-            if id(weight) not in casts:
-                casts[id(weight)] = weight.to(dtype)
-            child._parameters[name] = casts[id(weight)]  # type: ignore[assignment]
+    own = module.named_parameters()
+    casts = {name: weight.to(dtype) for name, weight in own if weight.is_floating_point()}
+    with _reparametrize_module(module, casts, tie_weights=True):
         yield
-    finally:
-        for child, name, weight in owners:
-            child._parameters[name] = weight

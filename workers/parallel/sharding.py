@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_like.errors import ConfigError, nearest
+from verl_like.errors import ConfigError
 
 if TYPE_CHECKING:
     from workers.config import FrozenFSDPConfig, FSDPConfig
@@ -46,12 +46,6 @@ def settle(
     strategy: str, config: FSDPConfig | FrozenFSDPConfig, section: str = "fsdp_config"
 ) -> Sharding:
     """The settings of `fsdp_config` that a strategy names; what the user set there must agree."""
-    if strategy not in STRATEGIES:
-        hint = nearest(strategy, STRATEGIES)
-        raise ConfigError(
-            f"strategy={strategy!r} is unknown; valid: {', '.join(STRATEGIES)}.{hint}"
-        )
-
     base, offloads = STRATEGIES[strategy]
     whole = base in ("single", "ddp")
     if whole and config.fsdp_size not in (-1, 1):

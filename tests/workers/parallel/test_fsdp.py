@@ -166,7 +166,6 @@ def test_a_folder_whose_weights_do_not_fit_its_config_names_them(
         ("ddp", FSDPConfig(fsdp_size=4), "set strategy=fsdp"),
         ("fsdp_offload", FSDPConfig(param_offload=False), "contradict each other"),
         ("shard_grad_op+offload", FSDPConfig(optimizer_offload=False), "contradict each other"),
-        ("fdsp", FSDPConfig(), "Did you mean 'fsdp'"),
     ],
 )
 def test_a_strategy_that_its_fsdp_config_contradicts_is_refused(
