@@ -25,14 +25,13 @@ from trainer.config.compose import (
     left_out_of,
     load_config,
     register,
-    schema_node,
 )
 from trainer.config.offload import device_type_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
 from trainer.config.show import annotated_yaml
-from trainer.multirun import Sweep
+from trainer.multirun import run_jobs
 from verl_like.errors import ConfigError
 from verl_like.process.environment import OWN_PROCESS
 from verl_like.terminal import end_with_the_reader
@@ -45,7 +44,7 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
     `given` are settings below the user's; of those that nothing reads are no error.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
-        register(recipe, schema_node(recipe))
+        register(recipe, recipe.schema)
         hydra.main(str(recipe.config_dir), recipe.config_name, version_base="1.3")(print)()
         return
     settings = [argument for argument in arguments if is_setting(argument)]
@@ -63,17 +62,10 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
     except ConfigError as err:
         sys.exit(f"error: {err}")
 
-    if not options.multirun:
+    if options.multirun:
+        run_jobs(jobs, lambda job: _load(recipe, job, given), _run)
+    else:
         _run(_load(recipe, settings, given))
-        return
-    sweep = Sweep()
-    for number, job in enumerate(jobs):
-        with sweep.job(job) as noted:
-            config = _load(recipe, job, given)
-            noted.folder = Path(config.trainer.default_local_dir) / str(number)
-            config.trainer.default_local_dir = str(noted.folder)
-            _run(config)
-    sweep.close()
 
 
 def is_setting(argument: str) -> bool:

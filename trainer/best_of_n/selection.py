@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sample]:
-    """Those of different texts and of scores from `least` on, `most` of them."""
+    """The samples of different texts and of scores from `least` on, at most `most` of them."""
     first_of_text = {sample.text: sample for sample in reversed(samples)}
     good = [each for each in samples if each.score >= least and first_of_text[each.text] is each]
     return good[:most]

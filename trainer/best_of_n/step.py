@@ -73,11 +73,6 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         """Whether the selected rows are where they go."""
         return _file_of(config).is_file()
 
-    @property
-    def file(self) -> Path:
-        """Where the selected rows go."""
-        return _file_of(self.config)
-
     def part(self, step: int) -> Path:
         """Where those of one step are until then."""
         return self.folder / "selected" / f"{step}.jsonl"
@@ -103,15 +98,16 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     def fit(self) -> None:
         """Every step, then the file of them all."""
         super().fit()
+        file = _file_of(self.config)
         parts = [self.part(step) for step in range(1, self.global_step + 1)]
         rows = [row for part in parts for row in read_rows(part)]
         if not rows:
             raise BatchError(
-                f"no sample was selected for {self.file}: lower selection.min_score, draw more "
+                f"no sample was selected for {file}: lower selection.min_score, draw more "
                 "samples (actor_rollout_ref.rollout.n), or look at their scores in rollouts/."
             )
-        write_rows(self.file, rows)
-        print(f"{len(rows)} rows: {self.file}", flush=True)
+        write_rows(file, rows)
+        print(f"{len(rows)} rows: {file}", flush=True)
 
     def step(self) -> Metrics:
         """Samples of the next prompts, their scores, and the choice among them."""
@@ -151,6 +147,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
 
 def _file_of(config: BestOfNConfig) -> Path:
+    """Where the selected rows go."""
     folder = Path(config.trainer.default_local_dir)
     return Path(config.selection.file or folder / "selected.jsonl")
 

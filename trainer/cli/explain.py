@@ -89,7 +89,7 @@ def explain(
 def makers_sections(
     config: PPOConfig, max_columns: int | None, measured: str
 ) -> dict[str, list[str]]:
-    """Of a detached run: its makers and trainers, and how fast it will be where that is known."""
+    """The makers and trainers of a detached run, and how fast it will be where that is known."""
     if not isinstance(config, DetachedConfig):
         return {}
     if not measured:

@@ -173,7 +173,7 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     _refuse([_named_by(key, recipe) + text for key, text in refusals.items() if text], recipe)
 
     try:
-        tree = OmegaConf.merge(schema_node(recipe), composed)
+        tree = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
     except OmegaConfBaseException as err:
         raise ConfigError(wrong_value(err.full_key or "", err, recipe)) from err
     assert isinstance(tree, DictConfig), "a schema is a mapping of keys"
@@ -204,8 +204,8 @@ def _own_files(recipe: Recipe[Any]) -> dict[str, Path]:
 def register(recipe: Recipe[Any], schema: Any) -> None:
     """Let Hydra find the schema and the placement presets that the recipe's YAML names.
 
-    Those of one recipe at a time: presets of recipes share their names, and Hydra copies all that
-    is stored each time that it composes.
+    The store has one recipe at a time: presets of recipes share their names, and Hydra copies all
+    that is stored each time that it composes.
     """
     store = ConfigStore.instance()
     for name in [name for name in store.repo if name.endswith("_schema.yaml")]:
@@ -218,13 +218,6 @@ def register(recipe: Recipe[Any], schema: Any) -> None:
             "role_mapping": {role: pool for pool, roles in pools.items() for role in roles},
         }
         store.store(group="placement", name=preset, package="_global_", node=node)
-
-
-@lru_cache(maxsize=64)
-def schema_node(recipe: Recipe[Any]) -> DictConfig:
-    """What OmegaConf makes of the schema; `merge` copies it."""
-    node: DictConfig = OmegaConf.structured(recipe.schema)
-    return node
 
 
 def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:

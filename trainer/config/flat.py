@@ -43,7 +43,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """The same for configurations of equal values, whatever they were made from.
+    """A number that configurations of equal values share, whatever they were made from.
 
     What the run is called and where its folder is do not count. Twelve hexadecimal digits;
     `config.yaml` of the run folder begins with them.

@@ -39,7 +39,7 @@ class Key:
 
     @cached_property
     def item_schema(self) -> type | None:
-        """Of a list of sections, such as `rewards`, or of sections by name, that of each item."""
+        """The schema of an item in a list of sections, such as `rewards`, or in named sections."""
         is_collection = typing.get_origin(self.kind) in (list, dict)
         item = typing.get_args(self.kind)[-1] if is_collection else None
         return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None

@@ -22,7 +22,7 @@ NUMBER = re.compile(r"-\.?\d")
 ENDS = {";", "&&", "||", "|", "&", ">", ">>", "<", "2>", "2>&1"}
 """Words after which a command is over."""
 CONTINUATION = re.compile(r"\\[ \t]*(?:#[^\n]*)?\n")
-"""Also with a comment behind the backslash, as papers print commands."""
+"""A backslash at the end of a line, or before a comment, as papers print commands."""
 LINE_NUMBER = re.compile(r"^[ \t]*(\d+)[ \t]+(?=--)", re.M)
 ASSIGNMENT = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 REFERENCE = re.compile(

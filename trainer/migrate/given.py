@@ -66,7 +66,7 @@ class GivenFlags:
             ) from None
 
     def count(self, name: str, default: int | None = None) -> int:
-        """The same as a whole number."""
+        """Its value as a whole number."""
         return int(self.number(name, default))
 
     def ours(self, name: str) -> str:
@@ -85,7 +85,7 @@ class GivenFlags:
             self.done.rename(self._with_value(name), settings)
 
     def becomes_or_is(self, name: str, default: Any, settings: Mapping[str, Any]) -> None:
-        """The same; where the flag is not there, its default becomes these settings."""
+        """The flag, or its default where it is not there, becomes these settings."""
         self.becomes(name, settings)
         if not self.has(name):
             self.done.default(self.spelled(name), default, settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl_like.config_key import When, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
@@ -15,15 +14,12 @@ from workers.config.model import (
 )
 from workers.config.policy import LOSS_AGG_MODES
 
-
-def _has_divisor(critic: Any, run: Any) -> bool:
-    mode = critic.loss_agg_mode or run.actor_rollout_ref.actor.loss_agg_mode
-    return bool(mode == "seq-mean-token-sum-norm")
-
-
 HAS_DIVISOR = When(
     "the critic's aggregation is seq-mean-token-sum-norm",
-    _has_divisor,
+    lambda critic, run: (
+        (critic.loss_agg_mode or run.actor_rollout_ref.actor.loss_agg_mode)
+        == "seq-mean-token-sum-norm"
+    ),
     "the critic's losses are not aggregated by seq-mean-token-sum-norm",
 )
 VALUE_IS_CLIPPED = unless("value_loss", "huber", "critic.value_loss=huber clips nothing")

@@ -76,7 +76,7 @@ class LearningRateConfig:
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
     """Update calls of linear warm-up from 0 to `lr`."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """The same as a share of all update calls."""
+    """The warm-up as a share of all update calls, in place of `lr_warmup_steps`."""
 
 
 @dataclass(kw_only=True)

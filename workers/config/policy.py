@@ -37,10 +37,6 @@ KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """Estimators of a KL; with a trailing +, the value has k2's gradient."""
 
 
-def _has_several_passes(actor: Any, run: Any) -> bool:
-    return bool(max(actor.ppo_epochs, run.critic.ppo_epochs or 1) > 1)
-
-
 LOSS_IS_NAMED = When(
     "no `bypass_mode` of loss_type reinforce",
     lambda policy_loss, run: policy_loss_of(run) == policy_loss.loss_mode,
@@ -49,7 +45,7 @@ LOSS_IS_NAMED = When(
 WEIGHS_ROLLOUT = unless("rollout_is")
 SEVERAL_PASSES = When(
     "`ppo_epochs` > 1, the actor's or the critic's",
-    _has_several_passes,
+    lambda actor, run: max(actor.ppo_epochs, run.critic.ppo_epochs or 1) > 1,
     "an update passes over the batch once (ppo_epochs=1), so there is no later pass to reshuffle",
 )
 ONE_CLIP_RATIO = When(

@@ -32,7 +32,7 @@ class RowDataConfig:
     val_files: Any = key(
         "", allows="a file, or a list", read_when=VALIDATION_IS_ON, may_change_on_resume=True
     )
-    """The same for validation; empty: no validation."""
+    """Files of rows to validate on; empty: no validation."""
     train_batch_size: int = key(64, above=0)
     """Rows per optimizer step, over all ranks; the last step may have fewer."""
     max_length: int | None = key(None, above=1, hint="or null for as many as the model takes")
