@@ -15,7 +15,7 @@ It gives importance weights, and the mask without the tokens that it rejects.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,18 +28,8 @@ from workers.losses.correction_gauge import CorrectionGauge, Part
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 from workers.losses.rejection import Criterion, criteria_of, lengths
 
-LEVELS = ("token", "sequence", "geometric")
-"""What `rollout_is` may name."""
-
-
-class CorrectionSettings(Protocol):
-    """What is read of `algorithm.rollout_correction`."""
-
-    rollout_is: str | None
-    rollout_is_threshold: str
-    rollout_rs: str | None
-    rollout_rs_threshold: str | None
-    rollout_token_veto_threshold: float | None
+if TYPE_CHECKING:
+    from workers.config import RolloutCorrectionConfig
 
 
 @torch.no_grad()
@@ -59,8 +49,6 @@ def importance_weights(
         log_ratio = log_ratio.sum(dim=-1, keepdim=True)
     elif level == "geometric":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True) / lengths(inside)
-    elif level != "token":
-        raise ConfigError(f"{SECTION}.rollout_is={level}: choose one of {', '.join(LEVELS)}.")
     clamped = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
     raw = zero_outside(clamped.exp(), inside)
 
@@ -87,15 +75,15 @@ class RolloutCorrection:
     """`algorithm.rollout_correction`, read once and checked."""
 
     level: str | None
-    """Which weights there are, if any: one of `LEVELS`."""
+    """Which weights there are, if any: of a token, of a sequence, or geometric."""
     bounds: Bounds
-    """Of the weights."""
+    """Outside of these weights are truncated, or zero."""
     criteria: tuple[Criterion, ...]
     veto: float | None
     """The least ratio of a token; a sequence with a smaller one is rejected."""
 
     @classmethod
-    def of(cls, settings: CorrectionSettings) -> RolloutCorrection:
+    def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
         """The correction that the section describes; what it cannot be is an error."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
         veto, least, is_what = settings.rollout_token_veto_threshold, 1.0, "that of equal policies"

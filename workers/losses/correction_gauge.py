@@ -32,7 +32,7 @@ class Part:
         return values.expand_as(self.inside).flatten().index_select(0, self.places)
 
     def rows(self, values: Tensor) -> Tensor:
-        """Of every row that has tokens their mean; `values` are zero outside, or one a row."""
+        """The mean of every row that has tokens; `values` are zero outside, or one a row."""
         if values.shape[-1] == 1:
             return values[self.filled, 0]
         return (values.sum(dim=-1) / self.lengths)[self.filled]

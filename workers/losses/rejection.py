@@ -36,7 +36,7 @@ class Criterion:
 
     name: str
     bounds: Bounds
-    """Of k1, the logarithms of the ratios in the configuration."""
+    """For k1 these are logarithms of the ratios in the configuration."""
 
     @property
     def judges_tokens(self) -> bool:

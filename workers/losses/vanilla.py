@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.errors import ConfigError
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import with_slope
 from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_range, log_ratio
@@ -33,10 +32,6 @@ def compute_policy_loss_vanilla(
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """
-    if config.clip_ratio_c <= 1.0:
-        raise ConfigError(
-            f"clip_ratio_c is {config.clip_ratio_c}; it bounds a ratio that starts at 1: take more."
-        )
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
 

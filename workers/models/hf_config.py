@@ -21,7 +21,7 @@ def read_hf_config(folder: str | Path) -> Any:
 
 @lru_cache(maxsize=16)
 def _parsed(folder: str, _text: bytes | None) -> Any:
-    """Again when the file says something else."""
+    # the text is a parameter so that a changed file is parsed again
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -94,7 +94,7 @@ Roles of one run have mostly the same ones, and a pass to count with takes half 
 
 
 def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShapes:
-    """Of the model that `config.path` describes, which computes in that type."""
+    """The shapes of the model that `config.path` describes, computing in that type."""
     described = model_folder(config.path, weights=False) / "config.json"
     text = described.read_text(encoding="utf-8") if described.is_file() else ""
     known = (repr(config), text, head, compute)

@@ -92,14 +92,14 @@ class Int8Weight(Tensor):
         return f"Int8Weight({list(self.shape)}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        """As torch takes such tensors apart when it moves a module."""
+        """Torch takes a tensor apart by this when it moves a module."""
         return ["numbers", "scales"], self.dtype
 
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, Tensor], dtype: torch.dtype, *_: Any
     ) -> Int8Weight:
-        """And puts them together."""
+        """Torch puts a tensor together by this."""
         return cls(parts["numbers"], parts["scales"], dtype)
 
     @classmethod

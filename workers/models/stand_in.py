@@ -181,7 +181,7 @@ def _keep_first_of_stacks(fields: dict[str, Any]) -> None:
 
 
 def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
-    """As many as it takes to have every kind, and two at least."""
+    """Keep the first layers, as many as it takes to have every kind, two at least."""
     count = fields[count_name]
     lists = {k: v for k, v in fields.items() if isinstance(v, list) and len(v) == count > 1}
     kinds = [repr([value[layer] for value in lists.values()]) for layer in range(count)]

@@ -69,7 +69,7 @@ class RowLayout:
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
-        """Of neighbouring rows, in their order."""
+        """Rectangles of neighbouring rows, in the order of the rows."""
         runs = _runs(self.lengths)
         return [_rectangle(self.lengths[first:last], self.device) for first, last in runs]
 

@@ -81,7 +81,7 @@ def columns_of_logits(logits: Tensor, labels: Tensor, wanted: Wanted) -> Columns
 
 
 def positions_at_once(config: Any, num_positions: int, may_chunk: bool = True) -> int:
-    """Of how many positions a pass that reads so many holds logits at the same time."""
+    """How many positions have logits at the same time, in a pass that reads so many."""
     num_rows = rows_per_chunk(config)
     if may_chunk and num_positions > num_rows and not why_not_chunked(config):
         return num_rows

@@ -62,7 +62,7 @@ def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> 
 
 
 def budget_of_actor(config: WorkersConfig) -> Budget:
-    """As the actor's passes are cut; by tokens where a recipe samples a policy that none trains."""
+    """The budget of the actor's passes; by tokens where nobody trains the policy."""
     actor = getattr(config.actor_rollout_ref, "actor", None)
     if actor is None:
         width = config.data.max_prompt_length + config.data.max_response_length

@@ -44,7 +44,7 @@ class PairedRows(TrainEngine):
         return {name: _paired(chosen[name], rejected[name]) for name in chosen}
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """As of rows, of which a pair is two."""
+        """For every token of both sides, whether it gets a head."""
         return super().reads(rows_of_pairs(columns))
 
     def _cut(self, columns: RowColumns, budget: Budget) -> list[list[int]]:

@@ -38,7 +38,7 @@ class FollowingEngine(TrainEngine):
         super().__init__(*args, **settings)
         self.decay = decay
         self.version: int | None = None
-        """Of the weights; None until every rank has agreed to them."""
+        """The weights' version; None until every rank has agreed to them."""
         self.averages: dict[str, Tensor] = {}
         """Name -> what is averaged, where it is not the weight itself."""
 

@@ -76,7 +76,7 @@ class BalancedEngine(TrainEngine):
         wanted: Wanted = DEFAULT,
         beside: Sequence[tuple[MiniBatch, LossFn]] = (),
     ) -> dict[str, float]:
-        """The same with the load-balancing loss, which is the metric `router_aux_loss`."""
+        """Add the gradients of the load-balancing loss, too; it is the metric `router_aux_loss`."""
         counts, num_tokens = self.count_choices(batch, budget)
         shares = counts / max(num_tokens, 1)
 

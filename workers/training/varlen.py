@@ -22,7 +22,7 @@ from workers.models.attention import warn_once, why_no_flash, why_no_kernel
 from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
 
 LARGEST_ERROR = 0.05
-"""Of outputs and gradients in 16 bits, over the largest of them."""
+"""How far outputs and gradients in 16 bits may be off, over the largest of them."""
 KERNEL_ERRORS = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)
 """What a library raises where it is not built for this machine, or has another signature."""
 

@@ -233,11 +233,6 @@ def test_settings_that_mean_nothing_are_refused_with_their_key(
     assert words in str(caught.value)
 
 
-def test_an_unknown_level_of_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rollout_is=row: choose one of token, sequence"):
-        corrected(RATIOS, RATIOS, MASK, rollout_is="row")
-
-
 def test_one_number_for_a_ratio_is_also_the_inverse_of_the_lower_end() -> None:
     correction = RolloutCorrection.of(
         RolloutCorrectionConfig(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold="2")

@@ -257,11 +257,6 @@ def test_clip_ratio_alone_sets_both_sides() -> None:
     assert clip_widths(DefaultClip(0.1, 0.2, 0.0)) == (0.2, 0.0)
 
 
-def test_a_dual_clip_of_one_or_less_is_refused(batch: Columns) -> None:
-    with pytest.raises(ConfigError, match=r"clip_ratio_c is 1\.0"):
-        POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=ActorConfig(clip_ratio_c=1.0))
-
-
 def test_an_extreme_ratio_stays_finite(batch: Columns) -> None:
     far = policy_inputs(batch | {"log_prob": batch["log_prob"] + 1e4})
     for policy_loss in POLICY_LOSSES.values():

@@ -17,6 +17,7 @@ from workers.losses.registry import POLICY_LOSSES, get_policy_loss
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import INPUTS
+from workers.training.lm_head import Wanted
 from workers.training.microbatch import Budget, Rows, mini_batch
 
 META = torch.device("meta")
@@ -47,7 +48,7 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     rows = Rows.take(batch_with_more(), (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
         totals: dict[str, torch.Tensor] = worker.engine._run_passes(
-            mini_batch(rows, 0, 1, None), Budget(rows=3), worker.loss, 1.0, True
+            mini_batch(rows, 0, 1, None), Budget(rows=3), worker.loss, Wanted(entropy=True)
         )
     return totals
 
