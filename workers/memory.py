@@ -239,6 +239,8 @@ def rollout_memory(
         weights /= rollout.tensor_model_parallel_size
         if device_type == "cuda" and device_bytes is not None:
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
+    if rollout.server_urls:
+        weights = cache = 0  # on the servers' devices
     is_whole = ranks_of_actor == 1 or (ranks_of_actor and policy.actor.strategy == "ddp")
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:

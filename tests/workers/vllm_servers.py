@@ -164,7 +164,9 @@ class StandIn(WorkerExtension):
 
 
 @contextmanager
-def stand_in_server(folder: Path, limits: EngineLimits) -> Iterator[tuple[str, StandIn]]:
+def stand_in_server(
+    folder: Path, limits: EngineLimits, host: str = "127.0.0.1"
+) -> Iterator[tuple[str, StandIn]]:
     """Its address, and its one rank."""
     rank = StandIn(folder, limits)
 
@@ -208,11 +210,11 @@ def stand_in_server(folder: Path, limits: EngineLimits) -> Iterator[tuple[str, S
         def handle_error(self, *_: Any) -> None:
             """A connection that breaks off on purpose."""
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server((host, 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", rank
+        yield f"http://{host}:{server.server_port}", rank
     finally:
         rank.held.clear()
         server.shutdown()

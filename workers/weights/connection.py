@@ -63,22 +63,26 @@ class Address:
         return SignedStore(store, self.secret, f"sync {self.number}")
 
 
-def open_weight_store() -> tuple[dist.TCPStore, str]:
-    """A store on a free port, and its place `host:port`; on one machine that is loopback."""
-    host = LOOPBACK if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else _own_host()
+def open_weight_store(toward: str = "") -> tuple[dist.TCPStore, str]:
+    """A store on a free port, and its place `host:port`, which the host `toward` can reach.
+
+    By default that is whoever is in this run: on one machine loopback.
+    """
+    host = LOOPBACK
+    if toward or os.environ.get("GLOO_SOCKET_IFNAME") != "lo":
+        host = _own_host(toward or os.environ.get("MASTER_ADDR", ""))
     store = open_store(host)
     store.set_timeout(JOIN_TIMEOUT)
     return store, f"{host}:{store.port}"
 
 
-def _own_host() -> str:
-    """The address from which this node reaches rank 0's: a sender may be on another node."""
+def _own_host(toward: str) -> str:
+    """The address from which this node reaches that host: a sender may be on another node."""
     with suppress(OSError):  # no name of that kind, or no route
-        master = os.environ.get("MASTER_ADDR", "")
-        family, kind, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as toward:
-            toward.connect(place)  # nothing is sent: the system only chooses the route
-            return str(toward.getsockname()[0])
+        family, kind, _, _, place = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as connected:
+            connected.connect(place)  # nothing is sent: the system only chooses the route
+            return str(connected.getsockname()[0])
     return socket.gethostbyname(socket.gethostname())
 
 
@@ -121,7 +125,9 @@ class Connections:
     a failed one has used is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, toward: str = "") -> None:
+        """`toward` is the receivers' host, where they are none of this run's processes."""
+        self._toward = toward
         self._by_receivers: dict[str, Connection] = {}
         self._stores: list[tuple[str, dist.TCPStore]] = []
         self._own_store: tuple[dist.TCPStore, str] | None = None
@@ -132,7 +138,7 @@ class Connections:
     def new_address(self) -> Address:
         """A part of this process's one store that nobody else was given, with its own secret."""
         with self._opening:
-            self._own_store = self._own_store or open_weight_store()
+            self._own_store = self._own_store or open_weight_store(self._toward)
             self._num_addresses += 1
             return Address(self._own_store[1], self._num_addresses, new_secret())
 
@@ -277,9 +283,14 @@ def form_groups(
 
 
 def _gloo_device(host: str) -> Any:
-    """On loopback where the store is, elsewhere what GLOO_SOCKET_IFNAME or the host's name say."""
+    """On loopback where the store is, elsewhere what GLOO_SOCKET_IFNAME or the host's name say.
+
+    That a run is on one machine does not say so of the server that gets its weights.
+    """
     gloo = dist.ProcessGroupGloo
-    return gloo.create_device(hostname=host) if host == LOOPBACK else gloo.create_default_device()
+    if host == LOOPBACK or os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+        return gloo.create_device(hostname=_own_host(host))
+    return gloo.create_default_device()
 
 
 def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import torch
@@ -63,7 +64,7 @@ class VllmServerEngine(VllmEngine):
     ) -> None:
         self.url, self.way_out = url.rstrip("/"), serve_command(settings, limits)
         self._name = uuid.uuid4().hex
-        self._links = Connections()
+        self._links = Connections(toward=str(urlsplit(url).hostname))
         self._arrived: queue.SimpleQueue[tuple[int, list[int] | Exception]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(limits.max_num_seqs, "vllm server")
         super().__init__(settings, limits, decode=decode)

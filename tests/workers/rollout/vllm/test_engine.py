@@ -22,6 +22,7 @@ from tests.workers.rollout_engines import (
     requests_of,
     settings,
 )
+from tests.workers.vllm_servers import vllm_server
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm import setup as vllm_setup
@@ -88,20 +89,17 @@ def test_the_doctors_check_generates_and_syncs(tmp_path: Path) -> None:
     assert "took 21 weights, drew token" in check_vllm(str(tmp_path))
 
 
-@pytest.mark.vllm
-def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
+def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    """The metrics of a run on vLLM."""
     from trainer import load_config, run
 
-    tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
     run(
         load_config(
             [
                 f"actor_rollout_ref.model.path={tiny}/model",
                 f"data.train_files={tiny}/train.parquet",
-                f"trainer.default_local_dir={tmp_path}/run",
+                f"trainer.default_local_dir={folder}",
                 "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.kv_cache_gb=1",
-                "placement=colocate",
                 "trainer.backend=local",
                 "data.train_batch_size=8",
                 "data.max_prompt_length=16",
@@ -109,12 +107,37 @@ def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
                 "actor_rollout_ref.actor.ppo_mini_batch_size=4",
                 "trainer.total_training_steps=2",
                 "trainer.logger=[]",
+                *more,
             ]
         )
     )
-    found = lines(tmp_path / "run")
+    return lines(folder)
+
+
+@pytest.mark.vllm
+def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
+    tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
+    cache = "actor_rollout_ref.rollout.kv_cache_gb=1"
+    found = two_steps(tiny, tmp_path / "run", "placement=colocate", cache)
     assert len(found) == 2
     assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in found)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_ppo_step_on_a_server_is_that_of_the_engine_in_process(
+    make_tiny: ModuleType, tmp_path: Path
+) -> None:
+    tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
+    cache = "actor_rollout_ref.rollout.kv_cache_gb=1"
+    own = two_steps(tiny, tmp_path / "own", "placement=colocate", cache)
+    with vllm_server(tiny / "model", EngineLimits(16, 8)) as url:
+        servers = f"actor_rollout_ref.rollout.server_urls=[{url}]"
+        served = two_steps(tiny, tmp_path / "served", "placement=colocate", servers)
+    for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss"):
+        expected = pytest.approx([line[name] for line in own], abs=1e-4)
+        assert [line[name] for line in served] == expected
+    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in served)
 
 
 @pytest.mark.vllm

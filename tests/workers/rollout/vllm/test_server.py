@@ -22,6 +22,7 @@ from workers.rollout.sample import Sample
 from workers.rollout.vllm.engine import VllmSettings
 from workers.rollout.vllm.server import VllmServerEngine
 from workers.weights.checksum import checksum_of
+from workers.weights.connection import _own_host
 
 LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=4)
 
@@ -105,6 +106,22 @@ def test_weights_arrive_while_the_server_is_paused_and_later_tokens_have_their_v
     rank.held.clear()
     sample = engine.take()[number]
     assert sample.versions.tolist() == [3] * 2 + [4] * (RESPONSE - 2)
+
+
+def test_weights_reach_a_server_on_another_machine_than_the_run(
+    folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told an address of this machine that others can reach."""
+    host = _own_host("192.0.2.1")
+    if host.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the run's backends set it on one machine
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with stand_in_server(folder, LIMITS, host) as (url, rank):
+        engine = engine_of(folder, url)
+        assert engine._links.new_address().place.startswith(f"{host}:")
+        load(engine, model, 3)
+        assert rank.weights.keys() == dict(model.named_parameters()).keys()
 
 
 def test_weights_that_change_on_their_way_never_count(
