@@ -31,7 +31,7 @@ from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
 from trainer.loop import Metrics
-from trainer.ppo.sample_source import Samples, SampleSource
+from trainer.ppo.sample import Samples, SampleSource
 from trainer.ppo.step import PPOTrainer
 from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto

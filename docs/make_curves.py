@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from trainer.ppo.cards import (
+from cards import (
     estimator_cards,
     left_to_the_user,
     policy_loss_cards,
     preset_leaves,
 )
+
 from trainer.ppo.recipe import PPO
 
 DOCS = Path(__file__).resolve().parent

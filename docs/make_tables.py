@@ -2,7 +2,7 @@
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in the pages that `TABLES` names; a
 test checks that they are current. An algorithm's row and card are what its file says of itself
-(`trainer.ppo.cards`), its curve is what `docs/make_curves.py` has measured.
+(`docs/cards.py`), its curve is what `docs/make_curves.py` has measured.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.explain import field_docs
-from trainer.config.keys import Key, config_keys, leaf_keys, read
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
-from trainer.detached.recipe import DETACHED
-from trainer.migrate import verl
-from trainer.migrate.table import doc_rows
-from trainer.ppo.cards import (
+from cards import (
     Card,
     estimator_cards,
     left_to_the_user,
@@ -32,8 +25,15 @@ from trainer.ppo.cards import (
     preset_leaves,
     preset_sources,
     preset_text,
-    said_of,
 )
+
+from trainer.cli.explain import field_docs, said_of
+from trainer.config.keys import Key, config_keys, leaf_keys, read
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
+from trainer.detached.recipe import DETACHED
+from trainer.migrate import verl
+from trainer.migrate.table import doc_rows
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO, PreferenceConfig

@@ -80,11 +80,16 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def load(path: str) -> ModuleType:
-    """A file of the repository that is no part of a package, as a module."""
+    """A file of the repository that is no part of a package, as a module.
+
+    It imports files beside it, as where it is run by hand.
+    """
     name = path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str((ROOT / path).parent))
+        spec.loader.exec_module(module)
     return module
 
 

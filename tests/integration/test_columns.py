@@ -17,7 +17,7 @@ from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import step
 from trainer.ppo.step import PPOTrainer
-from trainer.ppo.update_samples import samples_of_update
+from trainer.ppo.update import samples_of_update
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from workers.columns import COLUMNS

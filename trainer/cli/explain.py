@@ -23,7 +23,7 @@ import inspect
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trainer.config.keys import config_keys, leaf_keys, read
@@ -36,7 +36,7 @@ from trainer.detached.plan import plan_lines, prediction_lines
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import memory_of_this_gpu
-from trainer.ppo.cards import estimator_cards, policy_loss_cards
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
 from trainer.ppo.memory import fit_passes, plan_text
@@ -46,6 +46,7 @@ from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import fit, terminal_width
+from workers.losses.registry import POLICY_LOSSES
 
 SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")
 WIDTH_OF_A_FILE = 160
@@ -119,14 +120,25 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
 def watch_lines(config: PPOConfig) -> list[str]:
     """The metrics that show whether estimator and policy loss do well; none of the user's own."""
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    lines = []
-    chosen = [(loss_mode, policy_loss_cards())]
+    chosen: dict[str, Callable[..., Any] | None] = {}
     if why_unused(config, "algorithm.adv_estimator") is None:
-        chosen.insert(0, (config.algorithm.adv_estimator, estimator_cards()))
-    for name, cards in chosen:
-        watch = [card.watch for card in cards if name in card.names]
-        lines += [f"{name}: {' '.join(text.split())}" for text in watch]
-    return lines
+        name = config.algorithm.adv_estimator
+        chosen[name] = ADVANTAGE_ESTIMATORS.get(name)
+    chosen[loss_mode] = POLICY_LOSSES.get(loss_mode)
+    watched = {name: said_of(entry)[1] for name, entry in chosen.items() if entry is not None}
+    return [f"{name}: {' '.join(text.split())}" for name, text in watched.items()]
+
+
+def said_of(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
+    """(formula, what to watch, source) by its docstring; "" where it does not say."""
+    formula, said = [], {"Watch": "", "Source": ""}
+    for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
+        label, colon, text = paragraph.partition(": ")
+        if colon and label in said:
+            said[label] = text
+        else:
+            formula.append(paragraph)
+    return "\n\n".join(formula), said["Watch"], said["Source"]
 
 
 def change_lines(config: PPOConfig) -> list[str]:

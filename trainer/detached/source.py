@@ -19,8 +19,7 @@ import numpy as np
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.maker import Maker
 from trainer.detached.pieces import Experience, Piece
-from trainer.ppo.dynamic_sampling import over_draws
-from trainer.ppo.sample_source import Draw, Samples, SampleSource
+from trainer.ppo.sample import Draw, Samples, SampleSource, over_draws
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones

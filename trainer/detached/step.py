@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.sample import number_rows
 from trainer.ppo.step import PPOTrainer
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.timeline import Timeline
@@ -205,7 +206,7 @@ class DetachedTrainer(PPOTrainer):
         """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
         if self.topology.routed_ranks == [ANY_RANK]:
             return super().balance(batch)
-        return self.number_rows(batch), {}
+        return number_rows(batch, self.config), {}
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """What a batch that comes again has already is not made anew."""
@@ -235,8 +236,10 @@ class DetachedTrainer(PPOTrainer):
         self.source.buffer.publish(self.weight_version)
         return metrics
 
-    def count_samples(self, became: Callable[[], dict[str, int]]) -> None:
-        """Nothing: the ledger of makers has every sample."""
+    @property
+    def keeps_ledger(self) -> bool:
+        """Not beside the ledger of makers, which has every sample."""
+        return False
 
     def policy_is_current(self, batch: DataProto) -> bool:
         """Not within a round: the policy has moved since its weights were published."""

@@ -11,7 +11,7 @@ from functools import partial
 
 from trainer.evaluation.recipe import EvaluationConfig
 from trainer.loop import Metrics
-from trainer.ppo.validation import name_metrics, sample_all
+from trainer.ppo.validate import name_metrics, sample_all
 from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 

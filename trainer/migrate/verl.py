@@ -2,7 +2,7 @@
 
     done = translate("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...")
 
-What becomes of a key stands in `trainer.ppo.verl.keys`, which `verl-like ppo` reads, too.
+What becomes of a key says `trainer.ppo.verl`, which `verl-like ppo` reads, too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from trainer.config.keys import leaf_keys
 from trainer.migrate.command import filled, read_words, variables_of
 from trainer.migrate.translation import Translation
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl import keys as tables
-from trainer.ppo.verl.overrides import fate_of
+from trainer.ppo.verl import SAME_VALUES, fate_of, tables
 
 ACTOR, ENGINE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.name"
 SPLIT = "main_ppo_split"
@@ -88,7 +87,7 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
     elif fate.key.startswith("actor_rollout_ref.rollout.engine_kwargs.") and "vllm" not in key:
         done.absent.append(f"{key}={value}: the engine is vLLM")
     else:
-        ours = tables.SAME_VALUES.get(fate.key, {}).get(value, value)
+        ours = SAME_VALUES.get(fate.key, {}).get(value, value)
         if fate.key == key and ours == value:
             done.settings[key] = value
         else:
@@ -98,12 +97,13 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
 def doc_rows() -> list[list[str]]:
     """(there, here) of verl's keys that are no keys here by the same name, for the docs."""
     fields = {key.rules.verl: key.name for key in leaf_keys(PPOConfig) if key.rules.verl}
-    here = {name: f"`{ours}`" for name, ours in (fields | tables.RENAMED).items()}
-    here |= {name: f"changes nothing: {why}" for name, why in tables.CHANGES_NOTHING.items()}
-    for name, (values, way_out) in tables.CHANGES_NOTHING_AT.items():
-        listed = ", ".join(f"`{value}`" for value in values)
-        here[name] = f"changes nothing at {listed}; else: {way_out}"
-    for name, (of_actor, _) in tables.AS_THE_ACTORS.items():
-        here[name] = f"changes nothing at the actor's value; else: set `{of_actor}`"
-    here |= {name: f"not here: {way_out}" for name, way_out in tables.NOT_HERE.items()}
+    table = tables()
+    here = {name: f"`{ours}`" for name, ours in {**fields, **table.renamed}.items()}
+    here |= {name: f"changes nothing: {why}" for name, why in table.changes_nothing.items()}
+    for name, row in table.changes_nothing_at.items():
+        listed = ", ".join(f"`{value}`" for value in row["at"])
+        here[name] = f"changes nothing at {listed}; else: {row['else']}"
+    for name, like in table.as_the_actors.items():
+        here[name] = f"changes nothing at the actor's value; else: set `{like['actor']}`"
+    here |= {name: f"not here: {way_out}" for name, way_out in table.not_here.items()}
     return sorted([f"`{name}`", text] for name, text in here.items())

@@ -14,10 +14,26 @@ from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
 
 ENTROPY_GROWN = 3.0
 """Times the first entropy: the policy forgets what it knew."""
-PROBS_DIFF = 0.05
-"""Mean difference of a token's probability between rollout and trainer."""
-REFERENCE_KL = 10.0
-"""Nats per token away from the reference, by which a policy writes another language."""
+FAR_FROM_REFERENCE = (
+    "the policy is far from its reference. Look at the samples in rollouts/ for a reward that is "
+    "gamed, and at the KL's coefficient."
+)
+LARGEST: dict[str, tuple[float, str]] = {
+    "actor/ppo_kl": (
+        KL_JUMP,
+        f"one step moves the policy by more than {KL_JUMP:g}. Look at actor.optim.lr, "
+        "actor.ppo_epochs, and at training/rollout_probs_diff_mean.",
+    ),
+    "actor/kl_loss": (10.0, FAR_FROM_REFERENCE),  # by so many nats it writes another language
+    "actor/reward_kl_penalty": (10.0, FAR_FROM_REFERENCE),
+    "training/rollout_probs_diff_mean": (
+        0.05,
+        "rollout and trainer give the same token other probabilities. Look at rollout.dtype and "
+        "rollout.quantization, how old the samples are (detached.max_staleness), and "
+        "algorithm.rollout_correction.",
+    ),
+}
+"""Metric -> the largest size that is no alarm, and what a larger one says."""
 
 
 def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
@@ -47,35 +63,12 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
         )
 
 
-def kl(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
-    """A policy that one step moves far, or that is far from its reference."""
-    moved = metrics.get("actor/ppo_kl", 0.0)
-    if not abs(moved) <= KL_JUMP:
-        yield (
-            "actor/ppo_kl",
-            f"actor/ppo_kl is {moved:.3g}: one step moves the policy by more than {KL_JUMP:g}. "
-            "Look at actor.optim.lr, actor.ppo_epochs, and at training/rollout_probs_diff_mean.",
-        )
-    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
-        away = metrics.get(name, 0.0)
-        if not abs(away) <= REFERENCE_KL:
-            yield (
-                name,
-                f"{name} is {away:.3g}: the policy is far from its reference. Look at the samples "
-                "in rollouts/ for a reward that is gamed, and at the KL's coefficient.",
-            )
+def distances(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
+    """A policy that one step moves far, or that is far from its reference or from the rollout's."""
+    for name, (largest, story) in LARGEST.items():
+        value = metrics.get(name, 0.0)
+        if not abs(value) <= largest:
+            yield name, f"{name} is {value:.3g}: {story}"
 
 
-def drift(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
-    """A rollout whose probabilities are not the trainer's."""
-    apart = metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if not apart <= PROBS_DIFF:
-        yield (
-            "drift",
-            f"training/rollout_probs_diff_mean is {apart:.3g}: rollout and trainer give the same "
-            "token other probabilities. Look at rollout.dtype and rollout.quantization, how old "
-            "the samples are (detached.max_staleness), and algorithm.rollout_correction.",
-        )
-
-
-ALARM_RULES = (skipped, entropy, kl, drift)
+ALARM_RULES = (skipped, entropy, distances)

@@ -1,36 +1,48 @@
-"""PPO's rules between fields: sizes that must divide, parts that must exist, clashing settings.
+"""PPO's rules between keys: sizes that must divide, parts that must exist, keys that cannot act.
 
-The rules of one field stand at the field, and `trainer.config.checks` reads them there.
+The rules of one key stand at its field, and `trainer.config.checks` reads them there. What trains,
+but not what its keys say, is a warning (`trainer.ppo.contradictions`).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.checks import check_ranks
 from trainer.config.offload import device_type_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import GDPO_KEY, compares_with_greedy, get_estimator
+from trainer.ppo.compute_advantage import (
+    GDPO_KEY,
+    columns_read,
+    compares_with_greedy,
+    get_estimator,
+)
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
-from trainer.ppo.contradictions import log_warnings, refuse_contradictions
-from trainer.ppo.correct_rollout import check_correction
-from trainer.ppo.distillation import check_distillation
-from trainer.ppo.dynamic_sampling import METRIC_KEY
-from trainer.ppo.rewards import get_kl_controller
+from trainer.ppo.contradictions import log_warnings
 from trainer.ppo.roles import models_of, quantizations_of
-from trainer.ppo.update_samples import longest_row
+from trainer.ppo.sample import METRIC_KEY
+from trainer.ppo.update import longest_row
 from trainer.rollouts.reward_checks import check_rewards
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.config import FrozenFSDPConfig, FSDPConfig, critic_optim
+from workers.config import critic_optim
+from workers.config.conditions import has_teacher, teacher_is_alone
 from workers.config.passes import tokens_per_pass
+from workers.losses.correction import RolloutCorrection
+from workers.losses.correction_bounds import SECTION
 from workers.losses.registry import facts_of, get_policy_loss
 from workers.models.quantize import check_device
 from workers.rollout.sampling_settings import check_sampling
 from workers.training.schedules import check_optim
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 
 
 def validate(config: PPOConfig) -> None:
@@ -41,190 +53,250 @@ def validate(config: PPOConfig) -> None:
 
 def refuse(config: PPOConfig) -> None:
     """Refuse, with the numbers and the way out, settings that cannot work together."""
-    _check_buckets_to_drop(config)
-    get_kl_controller(config.algorithm.kl_ctrl)
     check_rewards(config)
-    _check_normalised_rewards(config)
-    _check_data(config)
-    _check_mini_batches(config)
-    _check_token_budgets(config)
-    _check_ptx(config)
-    check_distillation(config)
-    _check_groups(config)
-    check_correction(config)
-    _check_estimator(config)
-    _check_named_rewards(config)
-    _check_lengths_count(config)
-    _check_token_choice(config)
-    _check_quantization(config)
-    _check_sharding(config)
-    _check_optims(config)
-    _check_reference(config)
-    refuse_contradictions(config)
+    RolloutCorrection.of(config.algorithm.rollout_correction)
+    for refusal in refusals(config):
+        raise ConfigError(refusal)
+    check_quantized_device(config)
+    for role, model in models_of(config, without_users=True).items():
+        check_ranks(config, role, model.sharding)
+    check_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
+    check_optim(critic_optim(config), "critic.optim")
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
 
-def _check_buckets_to_drop(config: PPOConfig) -> None:
-    """A rollout in the actor's own processes is handed the weights: there are no buckets."""
-    if config.chaos.drop_bucket == 0:
-        return
-    pools = expand_roles(config.role_mapping)
-    receivers = [role for role in pools if role.startswith("rollout")]
-    if "actor" not in pools or not any(pools[role] != pools["actor"] for role in receivers):
-        raise ConfigError(
-            f"chaos.drop_bucket={config.chaos.drop_bucket:g}: in this run no weights travel "
-            "between processes. They do where a rollout has another pool than the actor: "
-            "placement=standalone, or `verl-like detached`."
-        )
+def refusals(config: PPOConfig) -> Iterator[str]:
+    """What cannot work, teach anything or ever act, in words."""
+    yield from _of_data(config)
+    yield from _of_mini_batches(config)
+    yield from _of_passes(config)
+    yield from _of_teacher(config)
+    yield from _of_samples(config)
+    yield from _of_correction(config)
+    yield from _of_rewards(config)
+    yield from _of_loss(config)
+    yield from _of_weights(config)
+    yield from _of_reference(config)
 
 
-def _check_normalised_rewards(config: PPOConfig) -> None:
-    """Scores that are compared with each other are normalised together."""
-    for number, reward in enumerate(config.rewards):
-        estimator = config.algorithm.adv_estimator
-        if reward.normalize and compares_with_greedy(estimator):
-            raise ConfigError(
-                f"rewards[{number}].normalize=true and algorithm.adv_estimator={estimator}: the "
-                "scores of samples and of greedy answers are compared, and would be normalised "
-                "apart. Drop one."
-            )
-
-
-def _check_data(config: PPOConfig) -> None:
+def _of_data(config: PPOConfig) -> Iterator[str]:
     custom = config.data.custom_cls
     if custom.path and not custom.name:
-        raise ConfigError(f"data.custom_cls.path={custom.path} needs data.custom_cls.name.")
+        yield f"data.custom_cls.path={custom.path} needs data.custom_cls.name."
+
+    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if "critic" in config.role_mapping and total is not None and warmup >= total:
+        yield (
+            f"trainer.critic_warmup={warmup} steps of trainer.total_training_steps={total}: the "
+            "actor never learns. Lower the first, or raise the second."
+        )
+
+    prompts = config.data.total_prompts
+    if prompts is not None and (total is not None or config.algorithm.filter_groups.enable):
+        yield (
+            f"data.total_prompts={prompts} says how long the run is; with "
+            "trainer.total_training_steps it would be said twice, and with "
+            "algorithm.filter_groups.enable a step draws as many prompts as it takes. Drop one."
+        )
 
 
-def _check_mini_batches(config: PPOConfig) -> None:
-    """A step's prompts are cut into whole mini-batches."""
-    total = config.data.train_batch_size
-    policy, critic = config.actor_rollout_ref, config.critic
-    mini_batches = {
-        "actor_rollout_ref.actor.ppo_mini_batch_size": policy.actor.ppo_mini_batch_size,
-        "critic.ppo_mini_batch_size": critic.ppo_mini_batch_size,
+def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
+    """The prompts of a step, and those left for a last one, are cut into whole mini-batches."""
+    total, prompts = config.data.train_batch_size, config.data.total_prompts
+    sizes = {
+        f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
     }
-    for key, size in mini_batches.items():
-        if size is None or (size > 0 and total % size == 0):
+    for key, size in sizes.items():
+        if size is None:
             continue
-        near = " and ".join(map(str, _nearest_divisors(total, size)))
-        raise ConfigError(
-            f"{key}={size} prompts does not divide data.train_batch_size={total} prompts; "
-            f"the nearest values that do are {near}."
-        )
-    _check_last_step(config, mini_batches)
-
-
-def _check_last_step(config: PPOConfig, mini_batches: dict[str, int | None]) -> None:
-    """The prompts that `data.total_prompts` leaves for a last step are whole mini-batches."""
-    data, given = config.data, f"data.total_prompts={config.data.total_prompts}"
-    if data.total_prompts is None:
-        return
-    if config.trainer.total_training_steps is not None or config.algorithm.filter_groups.enable:
-        raise ConfigError(
-            f"{given} says how long the run is; with trainer.total_training_steps it would be said "
-            "twice, and with algorithm.filter_groups.enable a step draws as many prompts as it "
-            "takes. Drop one."
-        )
-
-    left = data.total_prompts % data.train_batch_size
-    for key, size in mini_batches.items():
-        if size is not None and left % size:
-            raise ConfigError(
-                f"{given} leaves {left} prompts for the last step "
-                f"(data.train_batch_size={data.train_batch_size}), which are no whole mini-batches "
-                f"of {key}={size}; {data.total_prompts - left % size} prompts would be, or a size "
-                f"that divides {left}."
+        if size <= 0 or total % size:
+            divisors = [number for number in range(1, total + 1) if total % number == 0]
+            nearest = sorted(divisors, key=lambda divisor: abs(divisor - size))[:2]
+            yield (
+                f"{key}={size} prompts does not divide data.train_batch_size={total} prompts; "
+                f"the nearest values that do are {' and '.join(map(str, sorted(nearest)))}."
+            )
+        left = (prompts or 0) % total
+        if prompts is not None and left % size:
+            yield (
+                f"data.total_prompts={prompts} leaves {left} prompts for the last step "
+                f"(data.train_batch_size={total}), which are no whole mini-batches of "
+                f"{key}={size}; {prompts - left % size} prompts would be, or a size that divides "
+                f"{left}."
             )
 
 
-def _nearest_divisors(total: int, size: int) -> list[int]:
-    divisors = [number for number in range(1, total + 1) if total % number == 0]
-    by_distance = sorted(divisors, key=lambda divisor: abs(divisor - size))
-    return sorted(by_distance[:2])
-
-
-def _check_token_budgets(config: PPOConfig) -> None:
-    """A micro-batch holds at least one sample of full length."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    if not policy.actor.use_dynamic_bsz:
+def _of_passes(config: PPOConfig) -> Iterator[str]:
+    """A pass of tokens has room for a row of full length."""
+    actor, data = config.actor_rollout_ref.actor, config.data
+    if not actor.use_dynamic_bsz:
         return
-
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = data.max_prompt_length + data.max_response_length
     budgets = {
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu,
-        "critic.ppo_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "critic.ppo_max_token_len_per_gpu": config.critic.ppo_max_token_len_per_gpu,
     }
     for key, tokens in budgets.items():
         if tokens is not None and tokens < longest:
-            raise ConfigError(
+            yield (
                 f"{key}={tokens} tokens is less than one sample of data.max_prompt_length + "
                 f"data.max_response_length = {longest} tokens; raise it to that."
             )
-
-
-def _check_ptx(config: PPOConfig) -> None:
-    """A row of PTX fits into a pass."""
-    actor, longest = config.actor_rollout_ref.actor, longest_row(config)
-    if config.ptx.train_files and actor.use_dynamic_bsz:
-        budget = tokens_per_pass(config)
-        if longest > budget:
-            raise ConfigError(
-                f"ptx.max_length={longest} tokens does not fit into a pass of "
-                f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget} tokens; lower the "
-                "one, or raise the other."
-            )
-
-
-def _check_groups(config: PPOConfig) -> None:
-    """An estimator that compares a prompt's samples has more than one of them."""
-    name, num_samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
-    if num_samples < 2 and estimator is not None and needs_groups(estimator):
-        raise ConfigError(
-            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
-            f"actor_rollout_ref.rollout.n={num_samples} makes one: its advantage would be its raw "
-            "score. Set actor_rollout_ref.rollout.n to 2 or more, or take reinforce_plus_plus."
+    longest, budget = longest_row(config), tokens_per_pass(config)
+    if config.ptx.train_files and longest > budget:
+        yield (
+            f"ptx.max_length={longest} tokens does not fit into a pass of "
+            f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens; lower the one, or raise the other."
         )
 
 
-def _check_estimator(config: PPOConfig) -> None:
-    """What is done to rewards reaches the estimator, and its discounts are shares."""
+def _of_teacher(config: PPOConfig) -> Iterator[str]:
+    """What a teacher is compared with is there, and what acts on rewards is learned from."""
     algorithm = config.algorithm
-    reads = inspect.signature(get_estimator(algorithm.adv_estimator)).parameters
-    needed = {
-        "use_kl_in_reward=true": (algorithm.use_kl_in_reward, ["token_level_rewards"]),
-        "running_norm=[rewards]": ("rewards" in algorithm.running_norm, ["token_level_rewards"]),
-        f"score_clip={algorithm.score_clip}": (
-            algorithm.score_clip is not None,
-            ["token_level_rewards", "token_level_scores"],
-        ),
+    if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
+        yield (
+            "distillation compares the teacher with the trainer's own log-probs before the update, "
+            "and algorithm.rollout_correction.bypass_mode=true computes none. Leave it out."
+        )
+    if not teacher_is_alone(config):
+        return
+    act_on_rewards = {
+        "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
+        "algorithm.filter_groups.enable=true": algorithm.filter_groups.enable,
+        "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
+        f"algorithm.running_norm={algorithm.running_norm}": bool(algorithm.running_norm),
+        f"algorithm.score_clip={algorithm.score_clip}": algorithm.score_clip is not None,
+        "reward_model.overlong_buffer.enable=true": config.reward_model.overlong_buffer.enable,
     }
-    for setting, (is_set, columns) in needed.items():
-        if is_set and not any(column in reads for column in columns):
-            raise ConfigError(
-                f"algorithm.{setting} changes {columns[0]}, which algorithm.adv_estimator="
-                f"{algorithm.adv_estimator} does not read. Drop it; a KL can stand in the loss: "
-                "actor_rollout_ref.actor.use_kl_loss=true."
+    for setting, is_set in act_on_rewards.items():
+        if is_set:
+            yield (
+                f"{setting} acts on rewards, and distillation.use_task_rewards=false leaves the "
+                "advantages to the teacher alone. Drop the one, or set "
+                "distillation.use_task_rewards=true."
             )
 
 
-def _check_named_rewards(config: PPOConfig) -> None:
-    """GDPO has rewards to compare, and a weight for each if it has any."""
+def _of_samples(config: PPOConfig) -> Iterator[str]:
+    """Samples that are compared with each other are several, and differ."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    name = algorithm.adv_estimator
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
+    compares_samples = estimator is not None and needs_groups(estimator)
+    if rollout.n < 2 and compares_samples:
+        yield (
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
+            f"{ROLLOUT}.n={rollout.n} makes one: its advantage would be its raw score. Set "
+            f"{ROLLOUT}.n to 2 or more, or take reinforce_plus_plus."
+        )
+    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
+        yield (
+            f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
+            f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "
+            f"{ROLLOUT}.do_sample=true."
+        )
+    if algorithm.filter_groups.enable and rollout.n < 2:
+        yield (
+            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample of a "
+            "prompt has no other to be equal with, so nothing is filtered. Set "
+            f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
+        )
+    for number, reward in enumerate(config.rewards):
+        if reward.normalize and compares_with_greedy(name):
+            yield (
+                f"rewards[{number}].normalize=true and algorithm.adv_estimator={name}: the scores "
+                "of samples and of greedy answers are compared, and would be normalised apart. "
+                "Drop one."
+            )
+
+
+def _of_correction(config: PPOConfig) -> Iterator[str]:
+    """A bypass has no old log-probs, and a loss that it can correct."""
     algorithm = config.algorithm
-    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if "named_rewards" not in inspect.signature(get_estimator(algorithm.adv_estimator)).parameters:
+    correction = algorithm.rollout_correction
+    if not correction.bypass_mode:
         return
+    if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):
+        key = "use_kl_in_reward=true" if algorithm.use_kl_in_reward else "adv_estimator"
+        yield (
+            f"algorithm.{key} reads the trainer's own log-probs before the update, and "
+            f"{SECTION}.bypass_mode=true computes none. Take {ACTOR}.use_kl_loss for a KL to the "
+            "reference, or bypass_mode=false."
+        )
+    if correction.rollout_is_batch_normalize:
+        yield (
+            f"{SECTION}.rollout_is_batch_normalize divides by a mean over the whole batch, and "
+            "under bypass_mode weights are found micro-batch by micro-batch. Set one of them to "
+            "false."
+        )
+
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    is_plain = get_policy_loss(loss) is get_policy_loss("reinforce")
+    clips = correction.loss_type != "reinforce"
+    if not clips and loss != "vanilla" and not is_plain:
+        yield (
+            f"{SECTION}.loss_type=reinforce puts REINFORCE in the place of {LOSS_MODE}={loss}. Set "
+            "loss_type=ppo_clip to keep that loss, or loss_mode=reinforce."
+        )
+    if clips and is_plain:
+        yield (
+            f"{LOSS_MODE}={loss} has no ratio that could correct for the rollout, as "
+            f"{SECTION}.loss_type=ppo_clip needs; set loss_type=reinforce."
+        )
+    if clips and correction.rollout_is is not None:
+        yield (
+            f"{SECTION}.rollout_is={correction.rollout_is}: under bypass_mode with "
+            "loss_type=ppo_clip the ratio of the loss is to the rollout already, and a weight "
+            "would count it twice. Set rollout_is=null or loss_type=reinforce."
+        )
+
+
+def _of_rewards(config: PPOConfig) -> Iterator[str]:
+    """What is done to rewards reaches the estimator; named ones are there, with their weights."""
+    algorithm = config.algorithm
+    name = algorithm.adv_estimator
+    reads = inspect.signature(get_estimator(name)).parameters
+    clips = algorithm.score_clip is not None and "token_level_scores" not in reads
+    changes_rewards = {
+        "use_kl_in_reward=true": algorithm.use_kl_in_reward,
+        "running_norm=[rewards]": "rewards" in algorithm.running_norm,
+        f"score_clip={algorithm.score_clip}": clips,
+    }
+    for setting, is_set in changes_rewards.items():
+        if is_set and "token_level_rewards" not in reads:
+            yield (
+                f"algorithm.{setting} changes token_level_rewards, which algorithm.adv_estimator="
+                f"{name} does not read. Drop it; a KL can stand in the loss: "
+                f"{ACTOR}.use_kl_loss=true."
+            )
+
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
+        yield (
+            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + is for the gradient of a KL in "
+            "the loss, and a reward has none. Set "
+            f"algorithm.kl_penalty={algorithm.kl_penalty.removesuffix('+')}."
+        )
+    adapts = algorithm.kl_ctrl.type == "adaptive"
+    if algorithm.use_kl_in_reward and adapts and algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0 with algorithm.kl_ctrl.type=adaptive: the controller "
+            "multiplies the coefficient, so it stays 0. Start above 0, such as 0.001."
+        )
+
+    if "named_rewards" not in reads:
+        return
+    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if not names or len(set(names)) < len(names):
-        raise ConfigError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares several rewards: name "
-            f"each once in algorithm.gdpo_reward_keys, which is {list(names)}. There are "
-            "seq_reward, the score, and the numbers that the reward function returns beside it."
+        yield (
+            f"algorithm.adv_estimator={name} compares several rewards: name each once in "
+            f"{GDPO_KEY}, which is {list(names)}. There are seq_reward, the score, and the numbers "
+            "that the reward function returns beside it."
         )
     if weights is not None and len(weights) != len(names):
-        raise ConfigError(
+        yield (
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
-            "rewards of algorithm.gdpo_reward_keys; give each one, or null to count each once."
+            f"rewards of {GDPO_KEY}; give each one, or null to count each once."
         )
 
 
@@ -237,65 +309,44 @@ def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
         read_named_reward(scored, name, key)
 
 
-def _check_lengths_count(config: PPOConfig) -> None:
-    """LUSPO is GSPO with lengths that count: a mean over tokens takes them out again."""
+def _of_loss(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
-    if actor.policy_loss.loss_mode == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
-        raise ConfigError(
-            "actor_rollout_ref.actor.policy_loss.loss_mode=luspo with loss_agg_mode="
-            "seq-mean-token-mean is gspo: set loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
+    loss = actor.policy_loss.loss_mode
+    if loss == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
+        yield (  # LUSPO is GSPO with lengths that count: a mean over tokens takes them out again
+            f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
+            "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
+        )
+    if actor.shuffle and facts_of(get_policy_loss(loss)).choose_tokens is not None:
+        yield (
+            f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
+            "mini-batch, chosen once for all passes, and shuffling makes other mini-batches in "
+            "every pass. Drop one of them."
         )
 
 
-def _check_token_choice(config: PPOConfig) -> None:
-    """Tokens are chosen within a mini-batch, so every pass has the same ones."""
-    actor = config.actor_rollout_ref.actor
-    loss_mode = actor.policy_loss.loss_mode
-    if actor.shuffle and facts_of(get_policy_loss(loss_mode)).choose_tokens is not None:
-        raise ConfigError(
-            "actor_rollout_ref.actor.shuffle=true and "
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}: this loss compares the "
-            "tokens of a mini-batch, chosen once for all passes, and shuffling makes other "
-            "mini-batches in every pass. Drop one of them."
+def _of_weights(config: PPOConfig) -> Iterator[str]:
+    """Weights that are to be lost on their way travel, and int8 weights are whole and stay."""
+    pools = expand_roles(config.role_mapping)
+    receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
+    if config.chaos.drop_bucket and receivers <= {pools.get("actor")}:
+        yield (
+            f"chaos.drop_bucket={config.chaos.drop_bucket:g}: in this run no weights travel "
+            "between processes. They do where a rollout has another pool than the actor: "
+            "placement=standalone, or `verl-like detached`."
         )
-
-
-def _check_sharding(config: PPOConfig) -> None:
-    """A strategy fits the `fsdp_config` beside it and the ranks of its role."""
-    for role, model in models_of(config, without_users=True).items():
-        check_ranks(config, role, model.sharding)
-
-
-def _check_optims(config: PPOConfig) -> None:
-    """Actor and critic can take steps, and their learning rates can be computed."""
-    check_optim(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
-    check_optim(critic_optim(config), "critic.optim")
-
-
-def _check_reference(config: PPOConfig) -> None:
-    """A reference that follows the actor has weights of its own."""
-    ref, lora_rank = config.actor_rollout_ref.ref, config.actor_rollout_ref.model.lora_rank
-    if ref.update_every is None:
-        return
-    if lora_rank > 0:
-        raise ConfigError(
-            f"actor_rollout_ref.ref.update_every={ref.update_every} with model.lora_rank="
-            f"{lora_rank}: the reference is the base that the adapters stand on, which must not "
-            "move. Leave update_every out, or train every weight (lora_rank=0)."
-        )
-
-
-REF = "actor_rollout_ref.ref"
-
-
-def _check_quantization(config: PPOConfig) -> None:
-    """Refuse int8 on devices that cannot, beside sharding, and for weights that move."""
-    check_quantized_device(config)
-    for role, model in models_of(config, without_users=True).items():
-        if model.quantization:
-            _check_whole(model.section, model.fsdp)
-            if role == "ref":
-                _check_quantized_reference(config)
+    for model in models_of(config, without_users=True).values():
+        clashing = {
+            f"fsdp_size={model.fsdp.fsdp_size}": model.fsdp.fsdp_size not in (-1, 1),
+            "param_offload=true": model.fsdp.param_offload,
+        }
+        for setting, is_set in clashing.items():
+            if model.quantization and is_set:
+                yield (
+                    f"{model.section}.quantization=int8 keeps the whole model, a quarter of its "
+                    f"float32 size, on every rank: leave out {model.section}.fsdp_config.{setting},"
+                    " or the quantization."
+                )
 
 
 def check_quantized_device(config: Any) -> None:
@@ -304,30 +355,26 @@ def check_quantized_device(config: Any) -> None:
         check_device(device_type_of(config.trainer))
 
 
-def _check_whole(section: str, sharding: FSDPConfig | FrozenFSDPConfig) -> None:
-    """Int8 weights are whole on every rank, and stay where they are."""
-    for name, is_off in (
-        (f"fsdp_size={sharding.fsdp_size}", sharding.fsdp_size in (-1, 1)),
-        ("param_offload=true", not sharding.param_offload),
-    ):
-        if not is_off:
-            raise ConfigError(
-                f"{section}.quantization=int8 keeps the whole model, a quarter of its float32 size,"
-                f" on every rank: leave out {section}.fsdp_config.{name}, or the quantization."
-            )
-
-
-def _check_quantized_reference(config: PPOConfig) -> None:
-    """A quantised reference has frozen weights of its own."""
+def _of_reference(config: PPOConfig) -> Iterator[str]:
+    """A reference that follows the actor, or is int8, has weights of its own; not both."""
     policy, pools = config.actor_rollout_ref, expand_roles(config.role_mapping)
-    if policy.ref.update_every is not None:
-        raise ConfigError(
-            f"{REF}.quantization=int8 with {REF}.update_every={policy.ref.update_every}: weights "
-            "that move are not held as int8, which would round their steps away. Drop one."
+    every, lora_rank = policy.ref.update_every, policy.model.lora_rank
+    if every is not None and lora_rank > 0:
+        yield (
+            f"{REF}.update_every={every} with model.lora_rank={lora_rank}: the reference is the "
+            "base that the adapters stand on, which must not move. Leave update_every out, or "
+            "train every weight (lora_rank=0)."
         )
-    if policy.model.lora_rank > 0 and pools["ref"] == pools["actor"]:
-        raise ConfigError(
-            f"{REF}.quantization=int8 with model.lora_rank={policy.model.lora_rank}: the reference "
-            "is the actor's own module with its adapters off, and loads nothing that could be "
-            "int8. Leave the quantization out, or give role_mapping.ref another pool."
+    if "ref" not in pools or not policy.ref.quantization:
+        return
+    if every is not None:
+        yield (
+            f"{REF}.quantization=int8 with {REF}.update_every={every}: weights that move are not "
+            "held as int8, which would round their steps away. Drop one."
+        )
+    if lora_rank > 0 and pools["ref"] == pools.get("actor"):
+        yield (
+            f"{REF}.quantization=int8 with model.lora_rank={lora_rank}: the reference is the "
+            "actor's own module with its adapters off, and loads nothing that could be int8. Leave "
+            "the quantization out, or give role_mapping.ref another pool."
         )

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, Estimator
+from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.rollouts.samples import read_named_reward
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from verl_like.signatures import is_asked
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
 from workers.config.conditions import teacher_is_alone
-
-if TYPE_CHECKING:
-    from trainer.ppo.config import AlgorithmConfig, PPOConfig
-    from verl_like.batch.protocol import DataProto
 
 GDPO_KEY = "algorithm.gdpo_reward_keys"
 SETTINGS: Mapping[str, str] = {
@@ -54,7 +52,7 @@ def columns_read(adv_estimator: str) -> tuple[str, ...]:
             columns.append("uid")
         elif parameter.name == "named_rewards":
             columns.append("token_level_scores")
-        elif _is_a_column(parameter):
+        elif is_asked(parameter) and parameter.name not in SETTINGS:
             columns.append(parameter.name)
     return tuple(columns)
 
@@ -93,62 +91,41 @@ def check_columns(config: PPOConfig) -> None:
             )
 
 
-def _is_a_column(parameter: inspect.Parameter) -> bool:
-    return is_asked(parameter) and parameter.name not in SETTINGS
+def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> DataProto:
+    """The same batch with columns advantages and returns, from token_level_rewards.
+
+    `keys` are those of `algorithm`, such as `gamma`; those that are not given have their defaults.
+    """
+    return advantages_of(batch, AlgorithmConfig(adv_estimator=adv_estimator, **keys))
 
 
-def settings_of(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What `compute_advantage` takes beside the batch."""
-    return {
-        "adv_estimator": algorithm.adv_estimator,
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-        "gdpo_reward_keys": algorithm.gdpo_reward_keys,
-        "gdpo_reward_weights": algorithm.gdpo_reward_weights,
-        "bootstrap_truncated": algorithm.bootstrap_truncated,
-        "whiten": "advantages" not in algorithm.running_norm,
-    }
-
-
-def compute_advantage(
-    batch: DataProto,
-    adv_estimator: str,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    norm_adv_by_std_in_grpo: bool = True,
-    gdpo_reward_keys: Sequence[str] = (),
-    gdpo_reward_weights: Sequence[float] | None = None,
-    bootstrap_truncated: bool = False,
-    whiten: bool = True,
-) -> DataProto:
-    """The same batch with columns advantages and returns, from token_level_rewards."""
-    estimator = get_estimator(adv_estimator)
-    parameters = inspect.signature(estimator).parameters
-    settings: dict[str, Any] = {
-        "gamma": gamma,
-        "lam": lam,
-        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
-        "gdpo_reward_weights": gdpo_reward_weights,
-        "whiten": whiten,
-    }
-    if "named_rewards" in parameters:
-        settings["named_rewards"] = named_rewards(batch, gdpo_reward_keys)
-    if "truncated" in parameters and bootstrap_truncated:
-        settings["truncated"] = truncated_rows(batch)
-
-    arguments = {name: settings[name] for name in parameters if name in settings}
-    for name, parameter in parameters.items():
+def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
+    """The same batch with the advantages and returns of the configured estimator."""
+    estimator = get_estimator(algorithm.adv_estimator)
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(estimator).parameters.items():
         if name == "index":
             require(batch, "uid")
-            arguments["index"] = batch.non_tensor_batch["uid"]
-        elif _is_a_column(parameter):
+            arguments[name] = batch.non_tensor_batch["uid"]
+        elif name in SETTINGS:
+            arguments[name] = _setting(name, batch, getattr(algorithm, SETTINGS[name]))
+        elif is_asked(parameter):
             arguments |= read_columns(batch, name)
 
     check_finite(batch, arguments)
     advantages, returns = estimator(**arguments)
     return write_columns(batch, advantages=advantages, returns=returns)
+
+
+def _setting(name: str, batch: DataProto, value: Any) -> Any:
+    """What a parameter of `SETTINGS` gets, by the value of its key."""
+    if name == "named_rewards":
+        return named_rewards(batch, value)
+    if name == "truncated":
+        return truncated_rows(batch) if value else None
+    if name == "whiten":
+        return "advantages" not in value
+    return value
 
 
 def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:

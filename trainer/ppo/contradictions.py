@@ -1,8 +1,8 @@
-"""Combinations of keys that contradict themselves: errors, and warnings by name.
+"""Combinations of keys that train, but not what they say: warnings by name.
 
-An error is what cannot teach anything or can never act; a warning is what trains, but not what its
-keys say. Each begins with its name, as in `warning kl-twice: …`. What an algorithm is like, such as
-that it has no ratio, is said at its function, by the decorators of its registry.
+Each begins with its name, as in `warning kl-twice: …`. What an algorithm is like, such as that it
+has no ratio, is said at its function, by the decorators of its registry. What can never act is
+refused (`trainer.ppo.checks`).
 """
 
 from __future__ import annotations
@@ -10,84 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from trainer.ppo.advantages.registry import (
-    ADVANTAGE_ESTIMATORS,
-    needs_groups,
-    wants_kl_in_loss,
-)
-from trainer.ppo.compute_advantage import compares_with_greedy
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, wants_kl_in_loss
 from trainer.ppo.config import PPOConfig
-from verl_like.errors import ConfigError
 from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import POLICY_LOSSES, LossFacts, facts_of
 
 logger = logging.getLogger(__name__)
 
 ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
 WIDEST_RANGE_OF_SEQUENCES = 0.05
 """A mean of many log-ratios hardly ever leaves a range wider than this."""
-
-
-def refuse_contradictions(config: PPOConfig) -> None:
-    """Refuse the first combination that is an error."""
-    for error in errors_of(config):
-        raise ConfigError(error)
 
 
 def log_warnings(config: PPOConfig) -> None:
     """Log every warning."""
     for name, text in warnings_of(config):
         logger.warning("warning %s: %s", name, text)
-
-
-def errors_of(config: PPOConfig) -> Iterator[str]:
-    """What cannot teach anything or can never act, in words."""
-    yield from _errors_of_sampling(config)
-    yield from _errors_of_the_kl(config)
-    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
-    if "critic" in config.role_mapping and total is not None and warmup >= total:
-        yield (
-            f"trainer.critic_warmup={warmup} steps of trainer.total_training_steps={total}: the "
-            "actor never learns. Lower the first, or raise the second."
-        )
-
-
-def _errors_of_sampling(config: PPOConfig) -> Iterator[str]:
-    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
-
-    compares_samples = estimator is not None and needs_groups(estimator)
-    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
-        yield (
-            f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
-            f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "
-            f"{ROLLOUT}.do_sample=true."
-        )
-    if algorithm.filter_groups.enable and rollout.n < 2:
-        yield (
-            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample of a "
-            "prompt has no other to be equal with, so nothing is filtered. Set "
-            f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
-        )
-
-
-def _errors_of_the_kl(config: PPOConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if not algorithm.use_kl_in_reward:
-        return
-    if algorithm.kl_penalty.endswith("+"):
-        without = algorithm.kl_penalty.removesuffix("+")
-        yield (
-            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + is for the gradient of a KL in "
-            f"the loss, and a reward has none. Set algorithm.kl_penalty={without}."
-        )
-    if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
-        yield (
-            "algorithm.kl_ctrl.kl_coef=0 with algorithm.kl_ctrl.type=adaptive: the controller "
-            "multiplies the coefficient, so it stays 0. Start above 0, such as 0.001."
-        )
 
 
 def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:

@@ -12,17 +12,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
+from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.correct_rollout import columns_of_correction
-from trainer.ppo.mismatch import measures_reference
+from trainer.ppo.estimate import Estimation
 from trainer.ppo.roles import declaring_class, scorings_of
+from trainer.ppo.score import (
+    measures_reference,
+    old_log_probs_are_the_updates_own,
+    readings,
+    update_finds_old_log_probs,
+)
+from trainer.ppo.update import columns_of_correction
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
-from workers.config.conditions import has_teacher, teacher_is_alone
-from workers.losses.registry import facts_of, get_policy_loss
 
 REUSE_NOTICE = (
     "notice: old log-probs are not computed in a pass of their own: an update is one optimizer "
@@ -39,32 +43,9 @@ BYPASS_NOTICE = (
 )
 
 
-def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
-    """Whether samples of the current policy need no old log-probs before the update.
-
-    True if the first forward pass of the update sees every row under the weights that made it, and
-    nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
-    teacher, no correction for the rollout, no bypass, no loss that chooses tokens by them. (Models
-    train without dropout.)
-    """
-    actor = config.actor_rollout_ref.actor
-    correction = config.algorithm.rollout_correction
-    if correction.bypass_mode or columns_of_correction(correction):
-        return False
-    if facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens is not None:
-        return False
-    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
-        return False
-    if has_teacher(config):
-        return False
-    return not config.algorithm.use_kl_in_reward and "old_log_probs" not in columns_read(
-        config.algorithm.adv_estimator
-    )
-
-
 STAGES = frozenset(
     "step make_samples generate greedy_scores roll_out ask_rollout with_rewards launch_rewards "
-    "balance number_rows score read_samples estimate update sync send_weights call needed "
+    "balance score read_samples estimate update sync send_weights call needed "
     "policy_is_current".split()
 )
 """The methods of a trainer that make the calls of a step."""
@@ -111,82 +92,50 @@ class Graph:
         """Add what the driver computes itself."""
         self.nodes.append(Node(stage, name, "driver", tuple(reads), writes))
 
+    def add_readings(self, stage: str) -> None:
+        """What roles say of the samples in this stage, beside rewards."""
+        finds = update_finds_old_log_probs(self.config, step=1)
+        for scoring in readings(scorings_of(self.config), self.config, finds):
+            if scoring.stage == stage:
+                self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
+
+    def add_rewards(self, stage: str) -> None:
+        """The rewards, and the reward models that they read."""
+        reads = ["responses"]
+        for role in model_rewards(self.config):
+            by_makers = self.config.reads_in(role) == "gen"
+            column = rm_column(role)
+            self.on_role("gen" if by_makers else stage, role, "compute_rm_score", column)
+            reads.append(column)
+        self.on_driver(stage, "rewards", reads, "token_level_scores")
+
 
 def step_nodes(config: PPOConfig) -> list[Node]:
     """The calls of a step in the order in which the driver launches them."""
     graph = Graph(config)
-    _add_generation(graph)
-    _add_scoring(graph)
-    _add_advantages(graph)
-    _add_update(graph)
-    graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
-    if config.actor_rollout_ref.ref.update_every is not None:
-        graph.on_driver("update_weights", "update_reference", ("actor weights",), "ref weights")
-    return graph.nodes
-
-
-def _add_generation(graph: Graph) -> None:
+    algorithm = config.algorithm
     graph.on_driver("gen", "prompts", (), "input_ids", "uid")
     made = "input_ids", "responses", "response_mask", "rollout_log_probs"
     graph.on_role("gen", "rollout", "generate_sequences", *made)
-    algorithm = graph.config.algorithm
     if compares_with_greedy(algorithm.adv_estimator):
         graph.on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
-    _add_readings(graph, "gen")
-    if algorithm.filter_groups.enable:
-        _add_rewards(graph, "gen")
+    graph.add_readings("gen")
 
+    graph.add_rewards("gen" if algorithm.filter_groups.enable else "score")
+    graph.add_readings("score")
+    for part in Estimation(config).parts():
+        graph.on_driver("adv", part.name, part.reads, *part.writes)
 
-def _add_scoring(graph: Graph) -> None:
-    if not graph.config.algorithm.filter_groups.enable:
-        _add_rewards(graph, "score")
-    config = graph.config
-    is_in_step_1 = measures_reference(config, step=1)
-    bypasses = config.algorithm.rollout_correction.bypass_mode
-    if not bypasses and (is_in_step_1 or not old_log_probs_are_the_updates_own(config)):
-        graph.on_role("score", "actor", "compute_log_prob", "old_log_probs")
-    _add_readings(graph, "score")
-
-
-def _add_readings(graph: Graph, stage: str) -> None:
-    """What other roles say of the samples, of those that do it in this stage."""
-    for scoring in scorings_of(graph.config):
-        if scoring.stage == stage:
-            graph.on_role(stage, scoring.role, scoring.method, *scoring.writes)
-
-
-def _add_rewards(graph: Graph, stage: str) -> None:
-    reads = ["responses"]
-    for role in model_rewards(graph.config):
-        column = rm_column(role)
-        by_makers = graph.config.reads_in(role) == "gen"
-        graph.on_role("gen" if by_makers else stage, role, "compute_rm_score", column)
-        reads.append(column)
-    graph.on_driver(stage, "rewards", reads, "token_level_scores")
-
-
-def _add_advantages(graph: Graph) -> None:
-    algorithm = graph.config.algorithm
-    reads = ["token_level_scores"]
-    if algorithm.use_kl_in_reward:
-        reads += ["old_log_probs", "ref_log_prob"]
-    graph.on_driver("adv", "token rewards", reads, "token_level_rewards")
-    estimator = algorithm.adv_estimator
-    teacher_reads = ["old_log_probs", "teacher_log_prob"]
-    if not teacher_is_alone(graph.config):
-        graph.on_driver("adv", estimator, columns_read(estimator), "advantages", "returns")
-        teacher_reads += ["advantages", "returns"]
-    if has_teacher(graph.config):
-        graph.on_driver("adv", "distillation", teacher_reads, "advantages", "returns")
-
-
-def _add_update(graph: Graph) -> None:
-    corrected = columns_of_correction(graph.config.algorithm.rollout_correction)
+    corrected = columns_of_correction(algorithm.rollout_correction)
     if corrected:
         reads = ("old_log_probs", "rollout_log_probs")
         graph.on_driver("update", "rollout correction", reads, *corrected)
     graph.on_role("update", "critic", "update_critic", "critic weights")
     graph.on_role("update", "actor", "update_actor", "actor weights")
+    graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
+    if config.actor_rollout_ref.ref.update_every is not None:
+        graph.on_driver("update_weights", "update_reference", ("actor weights",), "ref weights")
+    return graph.nodes
 
 
 def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
@@ -214,15 +163,11 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
     return pairs
 
 
-def _groups(pairs: Sequence[tuple[Node, Node]]) -> list[list[Node]]:
-    """The nodes of these pairs, those together that a chain of pairs connects."""
-    groups: list[list[Node]] = []
-    for pair in pairs:
-        touched = [group for group in groups if any(node in group for node in pair)]
-        merged = [node for group in touched for node in group]
-        merged += [node for node in pair if node not in merged]
-        groups = [group for group in groups if group not in touched] + [merged]
-    return groups
+def _by_stage(pairs: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
+    """The nodes of these pairs, once each, those of a stage together."""
+    nodes = dict.fromkeys(node for pair in pairs for node in pair)
+    stages = dict.fromkeys(node.stage for node in nodes)
+    return [[node for node in nodes if node.stage == stage] for stage in stages]
 
 
 def _in_words(group: Sequence[Node]) -> str:
@@ -250,8 +195,8 @@ def describe(
     lines = draw_table(rows, max_columns, num_titles=2)
 
     pairs = side_by_side(nodes, after)
-    overlapping = _groups([pair for pair in pairs if pair[0].pool != pair[1].pool])
-    in_turns = _groups([pair for pair in pairs if pair[0].pool == pair[1].pool])
+    overlapping = _by_stage(pair for pair in pairs if pair[0].pool != pair[1].pool)
+    in_turns = _by_stage(pair for pair in pairs if pair[0].pool == pair[1].pool)
     for title, groups in (("at the same time", overlapping), ("in turns, on one pool", in_turns)):
         shown = [f"  {group[0].stage}: {_in_words(group)}" for group in groups]
         lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]

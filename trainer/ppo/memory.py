@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from trainer.config.offload import device_type_of
 from trainer.groups.nodes import joined_cluster
 from trainer.memory import (
@@ -15,7 +13,7 @@ from trainer.memory import (
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import rows_of
-from trainer.ppo.update_samples import longest_row
+from trainer.ppo.update import longest_row
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.process.machine import memory_gb
@@ -25,12 +23,9 @@ from workers.memory import (
     GIB,
     LargestPass,
     RoleMemory,
-    hf_config_of,
     pool_bytes,
     rollout_memory,
 )
-from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
-from workers.models.precision import precision_of
 
 
 def role_memories(
@@ -61,29 +56,8 @@ def role_memories(
     return found
 
 
-def attention_of(config: PPOConfig, device_type: str) -> str:
-    """What the policy's passes attend by on such a device, with what is installed here.
-
-    A kernel is tried out on the device itself when the run begins.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = config.actor_rollout_ref.model
-    hf_config = hf_config_of(model)
-    cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
-    compute = precision_of(model, device_type).compute
-    device = torch.device(device_type)
-    chosen = resolve_attention(model.attn_implementation, device, compute, cls, hf_config)
-    if model.attn_implementation in ("sdpa", "eager") or why_no_kernel(device, compute):
-        return chosen
-    kernel = "torch.nn.attention.varlen" if why_no_flash(device, compute) else "flash-attn"
-    return f"packed rows by FlashAttention ({kernel}), padded rows by {chosen}"
-
-
 def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
     """(tokens, response positions) of the role's largest pass, all of full length."""
-    if (kind := config.kind_of(role)) in (judges := model_rewards(config)):
-        return _judges_pass(config, role, judges[kind].micro_batch_size_per_gpu)
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
     most = 0
@@ -91,6 +65,8 @@ def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
         if row.role == role:
             at_once = row.micro_samples * width if row.micro_samples else row.micro_tokens
             most = max(most, min(at_once, _on_a_rank(config, role, row.prompts) * width))
+    if config.kind_of(role) in model_rewards(config):  # a row has one number
+        return most // width * width, most // width
     reads = round(most * share)
     if role == "actor" and config.ptx.train_files:
         actor = config.actor_rollout_ref.actor
@@ -99,17 +75,6 @@ def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
             of_ptx = tokens_per_pass(config)
         return max(most, of_ptx), max(reads, of_ptx)  # every token of a text is in the loss
     return most, reads
-
-
-def _judges_pass(config: PPOConfig, role: str, num_rows: int | None) -> tuple[int, int]:
-    """(tokens, rows) of a reward model's pass: of these rows or, at None, cut as the actor's."""
-    width = config.data.max_prompt_length + config.data.max_response_length
-    actor = config.actor_rollout_ref.actor
-    rows = num_rows or actor.ppo_micro_batch_size_per_gpu
-    if num_rows is None and actor.use_dynamic_bsz:
-        rows = tokens_per_pass(config) // width
-    rows = min(rows, _on_a_rank(config, role, config.prompts_per_call(role)))
-    return rows * width, rows
 
 
 def _on_a_rank(config: PPOConfig, role: str, num_prompts: int) -> int:
@@ -143,8 +108,7 @@ def plan_text(
         device_bytes = memory_of_this_gpu(device_type)
     try:
         roles = role_memories(config, device_type, device_bytes)
-        table = memory_table(roles, device_type, device_bytes, max_columns)
-        return f"{table}\nattention: {attention_of(config, device_type)}"
+        return memory_table(roles, device_type, device_bytes, max_columns)
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"
 

@@ -1,7 +1,7 @@
-"""Log-probs of the rollout against those of the trainer: metrics of a batch, and a self-test.
+"""Where a gap between log-probs of the rollout and of the trainer comes from.
 
-`self_test` says where a gap comes from. It is called by hand on a trainer whose models are built,
-generates twice and compares; it changes no weights.
+`self_test` is called by hand on a trainer whose models are built; it generates twice and compares,
+and changes no weights. What every step measures is in `trainer.ppo.score`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ from typing import Any
 
 import torch
 
-from trainer.ppo.config import PPOConfig
+from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
-from workers.columns import has_column, read_columns
-from workers.losses.mismatch import MismatchGauge
+from workers.columns import read_columns
 from workers.models.precision import name_of, precision_of, rollout_dtype
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
 """Largest log-prob gap that is rounding, by the type that the weights are computed in."""
-
-
-def mismatch_metrics(batch: DataProto) -> dict[str, float]:
-    """verl's figures on `rollout_log_probs` against `old_log_probs`."""
-    columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
-    gauge = MismatchGauge(columns["response_mask"].shape[1])
-    gauge.add(columns["rollout_log_probs"], columns["old_log_probs"], columns["response_mask"])
-    return gauge.metrics()
 
 
 def largest_gap(batch: DataProto) -> float:
@@ -53,43 +44,37 @@ class GapFacts:
 
 
 def explain_gap(facts: GapFacts) -> tuple[str, str]:
-    """The cause in a word, and a sentence about it.
+    """The cause in a word, and a sentence about it: the first that the facts speak for.
 
     The causes: none, staleness, sampling semantics, quantisation, dtype, unknown.
     """
-    rounding = TOLERANCES["float32"]
-    if facts.stale:
-        return (
+    gap, rounding = facts.gap, TOLERANCES["float32"]
+    is_cut = gap > 10 * max(facts.plain_gap, rounding)
+    is_narrow = facts.dtype != "float32" and gap <= TOLERANCES.get(facts.dtype, rounding)
+    causes = (
+        (
             "staleness",
-            f"the rollout's weights are not the actor's (gap {facts.gap:.3g}): sync before "
-            "generating.",
-        )
-
-    if facts.gap <= rounding:
-        return "none", f"the largest log-prob gap is {facts.gap:.3g}: rounding of float32."
-    if facts.gap > 10 * max(facts.plain_gap, rounding):
-        return "sampling semantics", (
-            f"the gap is {facts.gap:.3g} with the run's sampling and {facts.plain_gap:.3g} "
-            "without truncation: the engine reports log-probs of another distribution than the "
-            "whole one at the temperature."
-        )
-
-    if facts.quantization:
-        return (
-            "quantisation",
-            f"the gap is {facts.gap:.3g} under quantization={facts.quantization}, which rounds.",
-        )
-    if facts.dtype != "float32" and facts.gap <= TOLERANCES.get(facts.dtype, rounding):
-        return (
-            "dtype",
-            f"the gap is {facts.gap:.3g}: rounding of {facts.dtype}; float32 would close it.",
-        )
-
-    return "unknown", (
-        f"the gap is {facts.gap:.3g} with equal weights, in {facts.dtype}, with and without "
-        "truncation: the two forward passes differ (attention, positions, or an engine's own "
-        "model code)."
+            facts.stale,
+            "the rollout's weights are not the actor's: sync before generating",
+        ),
+        ("none", gap <= rounding, "rounding of float32"),
+        (
+            "sampling semantics",
+            is_cut,
+            f"it is {facts.plain_gap:.3g} without truncation, so the engine reports log-probs of "
+            "another distribution than the whole one at the temperature",
+        ),
+        ("quantisation", facts.quantization, f"quantization={facts.quantization} rounds"),
+        ("dtype", is_narrow, f"rounding of {facts.dtype}; float32 would close it"),
+        (
+            "unknown",
+            True,
+            f"with equal weights, in {facts.dtype}, with and without truncation: the two forward "
+            "passes differ (attention, positions, or an engine's own model code)",
+        ),
     )
+    cause, story = next((cause, story) for cause, holds, story in causes if holds)
+    return cause, f"the largest log-prob gap is {gap:.3g}: {story}."
 
 
 def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
@@ -101,8 +86,7 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     gaps = []
     plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "logit_bias": {}}
     for settings in ({}, plain):
-        index = DataProto.from_dict({"sample_index": torch.zeros(len(prompts), dtype=torch.int64)})
-        batch = trainer.roll_out(prompts.select().union(index), **settings)
+        batch = trainer.roll_out(repeat_prompts(prompts, 1), **settings)
         log_probs, _ = trainer.groups["actor"].compute_log_prob(batch)
         batch = batch.union(log_probs)
         gaps.append(largest_gap(batch))
@@ -121,25 +105,3 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
             dtype=name_of(min(types, key=lambda dtype: dtype.itemsize)),
         )
     )
-
-
-def measures_reference(config: PPOConfig, step: int) -> bool:
-    """Whether this step tells how far an int8 reference is off: before the actor has moved."""
-    return (
-        step == 1
-        and "ref" in config.role_mapping
-        and bool(config.actor_rollout_ref.ref.quantization)
-    )
-
-
-def reference_drift(batch: DataProto, config: PPOConfig, step: int) -> dict[str, float]:
-    """At the first step, the mean |log-prob by the reference - by the actor| of a token.
-
-    Both have the same weights then, and the actor's are not rounded.
-    """
-    if not measures_reference(config, step) or not has_column(batch, "old_log_probs"):
-        return {}
-    columns = read_columns(batch, "ref_log_prob", "old_log_probs", "response_mask")
-    gaps = (columns["ref_log_prob"] - columns["old_log_probs"]).abs().double()
-    inside = columns["response_mask"] != 0
-    return {"ref/quantization_log_prob_diff_mean": float(gaps[inside].mean())}

@@ -32,7 +32,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl.overrides import translate
+from trainer.ppo.verl import translate
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone

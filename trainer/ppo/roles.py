@@ -30,33 +30,25 @@ def recipe_workers() -> dict[str, str]:
     return dict(tree.role_workers)
 
 
-def declaring_class(config: Any, role: str) -> Any:
-    """The class that says what the role is."""
-    cls = worker_class(config, role)
-    declares = hasattr(cls, "held_model") or config.kind_of(role) not in recipe_workers()
-    return cls if declares else recipe_class(config, role)
+def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
+    """The class that says what the role is; None where that is one of the user's that may not run.
 
-
-def recipe_class(config: Any, role: str) -> Any:
-    """The recipe's own class of a role."""
-    return load_object(recipe_workers()[config.kind_of(role)], role)
+    `without_users` leaves their code out: a configuration is checked where it cannot be imported.
+    """
+    recipes_own = recipe_workers().get(config.kind_of(role))
+    is_users = not config.role_workers.get(role, "").startswith("workers.")
+    if not (without_users and is_users):
+        cls = worker_class(config, role)
+        if recipes_own is None or hasattr(cls, "held_model"):
+            return cls
+    return None if recipes_own is None else load_object(recipes_own, role)
 
 
 def models_of(config: Any, without_users: bool = False) -> dict[str, HeldModel]:
-    """Role -> the model that it holds, of roles that hold one and declare it; not of rollouts.
-
-    `without_users` leaves roles of the user's own out: a configuration is checked where their code
-    cannot be imported, too.
-    """
+    """Role -> the model that it holds, of roles that hold one and declare it; not of rollouts."""
     models = {}
     for role in expand_roles(config.role_mapping):
-        is_users = not config.role_workers.get(role, "").startswith("workers.")
-        if not (without_users and is_users):
-            cls = declaring_class(config, role)
-        elif config.kind_of(role) in recipe_workers():
-            cls = recipe_class(config, role)
-        else:
-            continue
+        cls = declaring_class(config, role, without_users)
         held_model = getattr(cls, "held_model", None)
         if held_model is not None:
             models[role] = held_model(config.of_role(role), config.kind_of(role))

@@ -7,10 +7,12 @@ full length.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
+from workers.config import model_rewards
 from workers.config.passes import tokens_per_pass
 
 CRITIC_COPY = "critic_copy"
@@ -35,50 +37,41 @@ def rows_of(config: PPOConfig) -> list[Row]:
     """The parts of a step in order, of the roles of this run."""
     from trainer.ppo.roles import models_of, scorings_of  # with torch, which a recipe is without
 
-    policy, critic = config.actor_rollout_ref, config.critic
-    actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    mini = actor.ppo_mini_batch_size
 
     def cut(samples: int | None, tokens: int | None = None) -> tuple[int | None, int]:
         return None if actor.use_dynamic_bsz else samples, tokens or tokens_per_pass(config)
 
-    critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
-
     def reads(part: str, role: str, samples: int | None, tokens: int = 0) -> Row:
         return Row(part, role, config.prompts_per_call(role), samples, tokens)
 
+    def num_sequences(role: str) -> int:
+        return config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
+
+    of_actor = cut(actor.ppo_micro_batch_size_per_gpu)
+    of_critic = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
+    parts = [reads("generate", "rollout", num_sequences("rollout"))]
+    for role, reward in model_rewards(config).items():
+        own = reward.micro_batch_size_per_gpu
+        parts.append(reads("reward", role, *(of_actor if own is None else (own, 0))))
     models = models_of(config)
-    old_log_probs = cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
-    parts = [
-        reads("generate", "rollout", _max_num_seqs(config, "rollout")),
-        reads("old log-probs", "actor", *old_log_probs),
-        *(
-            reads(each.part, each.role, *cut(models[each.role].rows, models[each.role].tokens))
-            for each in scorings_of(config)
-        ),
-        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
-        Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),
+    for each in scorings_of(config):
+        held = models[each.role]
+        parts.append(reads(each.part, each.role, *cut(held.rows, held.tokens)))
+    parts += [
+        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic),
+        Row("actor mini-batch", "actor", mini, *of_actor),
     ]
+
     roles = list(expand_roles(config.role_mapping))
     found = [row for row in parts if row.role in roles]
-    for row in parts:
-        found += [_row_of(row, role, config) for role in roles if _is_another(role, row, config)]
+    for row, role in product(parts, roles):
+        if role != row.role and config.kind_of(role) == row.role:  # with settings of its own
+            samples = num_sequences(role) if row.role == "rollout" else row.micro_samples
+            part = f"{row.part}, {role}"
+            found.append(replace(row, part=part, role=role, micro_samples=samples))
     return found
-
-
-def _is_another(role: str, row: Row, config: PPOConfig) -> bool:
-    return role != row.role and config.kind_of(role) == row.role
-
-
-def _row_of(row: Row, role: str, config: PPOConfig) -> Row:
-    """The row of a role that does the same with settings of its own."""
-    own = replace(row, part=f"{row.part}, {role}", role=role)
-    if row.role != "rollout":
-        return own
-    return replace(own, micro_samples=_max_num_seqs(config, role))
-
-
-def _max_num_seqs(config: PPOConfig, role: str) -> int:
-    return config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
 
 
 HEAD = (

@@ -1,7 +1,7 @@
-"""Weights that leave the actor for others than the rollout: to a reference that follows it, and
-the moving average to a validation (`actor.ema_decay`).
+"""The fifth stage: the actor's weights go to the rollout, and to a reference that follows it.
 
-The reference is moved after the weight sync, so the next step's KL is to the new reference.
+The reference is moved after the weight sync, so the next step's KL is to the new reference. A
+validation may have the moving average of the weights (`actor.ema_decay`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from workers.weights.sync import sync_weights
 if TYPE_CHECKING:
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.ppo.config import PPOConfig
+
+
+def send_weights(config: PPOConfig, groups: WorkerGroups, version: int) -> dict[str, float]:
+    """The rollout has the actor's weights, as this version."""
+    bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+    return sync_weights(groups["actor"], groups["rollout"], version, bucket_mb)
 
 
 def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> dict[str, float]:

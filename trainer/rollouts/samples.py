@@ -119,10 +119,11 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
     write_whole(path, b"".join(lines[row] for row in sorted(kept)), to_disk=False)
 
 
-def steps_up_to(folder: Path, last: int) -> list[int]:
-    """The steps up to `last` of which the folder has samples: not every step has a validation."""
-    found = [int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
-    return [step for step in found if step <= last]
+def thin_old_samples(folder: Path, last: int) -> None:
+    """Of the steps up to `last` a few samples are left; steps without any are passed over."""
+    for path in folder.glob("*.jsonl"):
+        if path.stem.isdecimal() and int(path.stem) <= last:
+            thin_samples(path)
 
 
 def _extremes_first(ordered: Sequence[int]) -> list[int]:

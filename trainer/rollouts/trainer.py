@@ -13,7 +13,6 @@ from typing import Any
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.rollouts.headline import headline
-from trainer.rollouts.replaceable import replaceable_roles
 from trainer.rollouts.samples import write_samples
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
@@ -23,6 +22,7 @@ from workers.columns import select_reads
 from workers.config import model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
+from workers.roles.rollout import RolloutWorker
 from workers.rollout.batches import goes_on
 from workers.rollout.client import RolloutClient, Submission
 
@@ -118,6 +118,21 @@ class SamplingTrainer(Trainer):
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step as text, in a folder of that name."""
         write_samples(self.folder / name, self.global_step, batch, self.tokenizer)
+
+
+def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
+    """Rollouts, and classes that say of themselves that their weights do not move (`is_frozen`).
+
+    A subclass says it again: it may keep more.
+    """
+    found = set()
+    for role in groups:
+        cls = groups[role].roles[role]
+        if cls is RolloutWorker or vars(cls).get("is_frozen", False):
+            found.add(role)
+    if "ref" in found and config.actor_rollout_ref.ref.update_every is not None:
+        found.discard("ref")  # it follows the actor from afar, and no other has its weights
+    return frozenset(found)
 
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:

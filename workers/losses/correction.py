@@ -5,7 +5,7 @@ or older weights), the *proximal* one is what the clip of the policy loss compar
 trainer's, as the update begins: old log-probs), and the *current* one is being trained.
 
 - Decoupled: `RolloutCorrection` compares proximal with behaviour before the update. The driver
-  calls it on the whole batch (`trainer.ppo.correct_rollout`).
+  calls it on the whole batch (`trainer.ppo.update`).
 - Bypass: the proximal policy is the behaviour policy, and `RolloutCorrection` compares current with
   behaviour, within the update (`workers.roles.actor`).
 

@@ -83,6 +83,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             has_average=own.ema_decay is not None,
             saved=own.checkpoint.save_contents,
             section="actor_rollout_ref.actor",
+            rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -95,7 +96,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
-    @batch_columns(reads=SEQUENCES)
+    @batch_columns(reads=SEQUENCES, scores_as="old log-probs")
     def compute_log_prob(self, data: DataProto) -> Result:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trainer import load_config
-from trainer.ppo.compute_advantage import compute_advantage, settings_of
+from trainer.ppo.compute_advantage import advantages_of
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.rewards import apply_kl_penalty, get_kl_controller
+from trainer.ppo.estimate import KLController, apply_kl_penalty
 from verl_like.batch.protocol import DataProto
 from workers.losses.value import compute_value_loss
 from workers.losses.vanilla import compute_policy_loss_vanilla
@@ -38,12 +38,12 @@ def batch(config: PPOConfig) -> DataProto:
     log_probs = {"old_log_probs": LOG_RATIO - 3.0, "ref_log_prob": torch.full_like(LOG_RATIO, -3.0)}
     batch = DataProto.from_dict(columns | log_probs)
     algorithm = config.algorithm
-    controller = get_kl_controller(algorithm.kl_ctrl)
+    controller = KLController(algorithm.kl_ctrl)
     batch, metrics = apply_kl_penalty(
         batch, controller, algorithm.kl_penalty, None, algorithm.kl_penalty_per
     )
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(sum(KL) / 2)
-    return compute_advantage(batch, **settings_of(algorithm))
+    return advantages_of(batch, algorithm)
 
 
 def test_a_response_has_one_reward_its_score_less_a_tenth_of_its_mean_kl(batch: DataProto) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import load
 from tests.integration.runs import calls, lines, overrides
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from trainer import load_config, run
 from trainer.config.keys import read
 from trainer.config.unused_keys import why_unused
-from trainer.ppo.cards import preset_leaves
-from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.recipe import PPO
+from trainer.ppo.update import correct_rollout
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
@@ -169,7 +169,7 @@ def test_a_batch_that_is_rejected_whole_takes_a_step_of_zero(tiny_dir: Path) -> 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
-    for name, value in preset_leaves("correction", preset).items():
+    for name, value in load("docs/cards.py").preset_leaves("correction", preset).items():
         assert read(config, f"{SECTION}.{name}") == value
         assert why_unused(config, f"{SECTION}.{name}") is None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.update_samples import count_by_reason, samples_of_update
+from trainer.ppo.update import samples_of_update
 from verl_like.batch.protocol import DataProto
 from workers.rewards.weighted import SKIPPED
 
@@ -30,8 +32,9 @@ def batch() -> DataProto:
 
 
 def fates(batch: DataProto, config: PPOConfig) -> dict[str, int]:
-    learned, _ = samples_of_update(batch, config, 1, balance=lambda rows: (rows, {}))
-    return count_by_reason(batch, learned, config)
+    became: Counter[str] = Counter()
+    samples_of_update(batch, config, 1, lambda rows: (rows, {}), became)
+    return dict(became)
 
 
 def test_what_leaves_the_losses_is_counted_once(batch: DataProto) -> None:
@@ -52,14 +55,15 @@ def test_samples_that_are_not_drawn_or_rejected_are_counted_too(batch: DataProto
     found = fates(batch, config)
     assert found == {"trained": 2, "on_failure=skip": 2, "algorithm.use_pf_ppo": 4}
 
-    rejected = batch.select()
-    rejected.batch["response_mask"] = rejected.batch["response_mask"].clone()
-    rejected.batch["response_mask"][[5, 6]] = 0
-    assert count_by_reason(batch, rejected, PPOConfig()) == {
-        **{"trained": 6, "algorithm.rollout_correction": 2},
-    }
+    config = PPOConfig()
+    config.algorithm.rollout_correction.rollout_rs = "token_k1"
+    config.algorithm.rollout_correction.rollout_rs_threshold = "0.5_2.0"
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].clone()
+    batch.batch["rollout_log_probs"][[5, 6]] += 9.0
+    found = fates(batch, config)
+    assert found == {"trained": 4, "on_failure=skip": 2, "algorithm.rollout_correction": 2}
 
 
 def test_a_row_that_comes_twice_opens_the_ledger(batch: DataProto) -> None:
     twice = DataProto.concat([batch, batch[:1]])
-    assert sum(count_by_reason(batch, twice, PPOConfig()).values()) == ROWS + 1
+    assert sum(fates(twice, PPOConfig()).values()) == ROWS + 1

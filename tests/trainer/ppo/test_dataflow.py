@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from trainer import load_config
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, edges, old_log_probs_are_the_updates_own, step_nodes
+from trainer.ppo.dataflow import describe, edges, step_nodes
+from trainer.ppo.score import old_log_probs_are_the_updates_own
 
 
 def load(*overrides: str) -> PPOConfig:

@@ -214,9 +214,9 @@ def test_the_graph_names_the_stages_that_a_subclass_overrides(
 NO_PART_OF_A_STAGE = {
     "num_prompts",  # a number
     "count_samples",  # books of a run with faults
+    "keeps_ledger",
     "replace_rollout",  # after a loss
     "note_samples",
-    "scorings",
 }
 """Methods that stages call, and whose overrides change no call of a step."""
 

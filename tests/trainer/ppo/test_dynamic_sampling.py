@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.dynamic_sampling import collect_groups
+from trainer.ppo.sample import collect_groups
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

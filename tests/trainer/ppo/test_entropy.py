@@ -11,14 +11,19 @@ import pytest
 from tests.integration.runs import lines, numbers, overrides
 from tests.workers.samples import make_batch, started, tiny_config
 from trainer import load_config, run
-from trainer.ppo.entropy import TargetEntropyController, get_entropy_controller
+from trainer.ppo.update import EntropyController
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.roles.actor import ActorWorker
 
 
+def steered(first: float, target: float, lr: float) -> EntropyController:
+    actor = ActorConfig(entropy_coeff=first, target_entropy=target, entropy_coeff_lr=lr)
+    return EntropyController(actor)
+
+
 def test_the_logarithm_follows_the_distance_to_the_target() -> None:
-    controller = TargetEntropyController(0.01, target=1.0, lr=0.5)
+    controller = steered(0.01, target=1.0, lr=0.5)
     assert controller.update(0.8) == {"actor/entropy_coeff": 0.01}
     assert controller.value == pytest.approx(0.01 * math.exp(0.5 * 0.2))
     controller.update(1.4)
@@ -29,7 +34,7 @@ def test_the_logarithm_follows_the_distance_to_the_target() -> None:
 def test_a_step_counts_at_most_one_nat_and_the_weight_stays_in_its_range(
     entropy: float, bound: float
 ) -> None:
-    controller = TargetEntropyController(0.01, target=5.0, lr=0.1)
+    controller = steered(0.01, target=5.0, lr=0.1)
     controller.update(entropy)
     assert abs(math.log(controller.value / 0.01)) == pytest.approx(0.1)
     for _ in range(100):
@@ -39,13 +44,13 @@ def test_a_step_counts_at_most_one_nat_and_the_weight_stays_in_its_range(
 
 @pytest.mark.parametrize("entropy", [0.0, math.nan])
 def test_an_update_that_saw_no_tokens_moves_nothing(entropy: float) -> None:
-    controller = TargetEntropyController(0.01, target=1.0, lr=0.5)
+    controller = steered(0.01, target=1.0, lr=0.5)
     controller.update(entropy)
     assert controller.value == 0.01
 
 
 def test_an_entropy_that_answers_to_the_weight_settles_at_the_target() -> None:
-    controller = TargetEntropyController(0.01, target=1.0, lr=0.3)
+    controller = steered(0.01, target=1.0, lr=0.3)
     entropy = 0.2
     for _ in range(200):
         controller.update(entropy)
@@ -53,8 +58,9 @@ def test_an_entropy_that_answers_to_the_weight_settles_at_the_target() -> None:
     assert entropy == pytest.approx(1.0, abs=1e-3)
 
 
-def test_without_a_target_there_is_no_controller() -> None:
-    assert get_entropy_controller(ActorConfig(entropy_coeff=0.01)) is None
+def test_without_a_target_the_weight_stays_and_is_not_sent() -> None:
+    controller = EntropyController(ActorConfig(entropy_coeff=0.01))
+    assert controller.update(9.0) == controller.state_dict() == {}
 
 
 def test_the_actor_takes_the_weight_that_comes_with_the_batch(tiny_dir: Path) -> None:

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.rewards import (
-    AdaptiveKLController,
-    FixedKLController,
-    apply_kl_penalty,
-    get_kl_controller,
-)
+from trainer.ppo.estimate import KLController, apply_kl_penalty
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 
@@ -25,8 +20,16 @@ def batch_of(mask=((1, 1, 1, 0), (1, 0, 0, 0))):
     )
 
 
+def fixed(kl_coef):
+    return KLController(KLControlConfig(kl_coef=kl_coef))
+
+
+def adaptive(kl_coef, **settings):
+    return KLController(KLControlConfig(type="adaptive", kl_coef=kl_coef, **settings))
+
+
 def test_the_reward_is_the_score_less_the_weighted_kl_of_response_tokens():
-    batch, metrics = apply_kl_penalty(batch_of(), FixedKLController(0.1))
+    batch, metrics = apply_kl_penalty(batch_of(), fixed(0.1))
     expected = torch.tensor([[-0.05, 0.1, 0.9, 0.0], [0.5, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(((0.5 - 1.0 + 1.0) / 3 + 0.0) / 2)
@@ -34,29 +37,25 @@ def test_the_reward_is_the_score_less_the_weighted_kl_of_response_tokens():
 
 
 def test_another_estimator_can_be_chosen():
-    batch, _ = apply_kl_penalty(batch_of(), FixedKLController(1.0), kl_penalty="abs")
+    batch, _ = apply_kl_penalty(batch_of(), fixed(1.0), kl_penalty="abs")
     assert batch.batch["token_level_rewards"][0].tolist() == [-0.5, -1.0, 0.0, 0.0]
 
 
 def test_it_can_be_applied_again_to_the_same_batch():
-    batch, _ = apply_kl_penalty(batch_of(), FixedKLController(0.1))
-    again, _ = apply_kl_penalty(batch, FixedKLController(0.0))
+    batch, _ = apply_kl_penalty(batch_of(), fixed(0.1))
+    again, _ = apply_kl_penalty(batch, fixed(0.0))
     assert torch.equal(again.batch["token_level_rewards"], again.batch["token_level_scores"])
 
 
 def test_empty_responses_neither_count_nor_break():
-    batch, metrics = apply_kl_penalty(
-        batch_of(mask=((1, 1, 1, 0), (0, 0, 0, 0))), FixedKLController(0.1)
-    )
+    batch, metrics = apply_kl_penalty(batch_of(mask=((1, 1, 1, 0), (0, 0, 0, 0))), fixed(0.1))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)
-    _, metrics = apply_kl_penalty(
-        batch_of(mask=((0, 0, 0, 0), (0, 0, 0, 0))), FixedKLController(0.1)
-    )
+    _, metrics = apply_kl_penalty(batch_of(mask=((0, 0, 0, 0), (0, 0, 0, 0))), fixed(0.1))
     assert metrics["actor/reward_kl_penalty"] == 0.0
 
 
 def test_the_adaptive_controller_moves_after_the_batch_and_reports_the_weight_it_used():
-    controller = AdaptiveKLController(0.1, target_kl=0.01, horizon=100)
+    controller = adaptive(0.1, target_kl=0.01, horizon=100)
     _, metrics = apply_kl_penalty(batch_of(), controller)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
     assert controller.value == pytest.approx(
@@ -68,34 +67,25 @@ def test_the_adaptive_controller_moves_after_the_batch_and_reports_the_weight_it
     ("current_kl", "error"), [(1.0, 0.2), (0.11, 0.1), (0.1, 0.0), (0.09, -0.1), (-5.0, -0.2)]
 )
 def test_the_adaptive_controller_follows_the_clipped_relative_error(current_kl, error):
-    controller = AdaptiveKLController(0.5, target_kl=0.1, horizon=1000)
+    controller = adaptive(0.5, target_kl=0.1, horizon=1000)
     controller.update(current_kl, n_steps=64)
     assert controller.value == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
 def test_a_batch_beyond_the_horizon_moves_the_weight_in_parts_and_never_below_zero():
-    controller = AdaptiveKLController(0.5, target_kl=0.1, horizon=100)
+    controller = adaptive(0.5, target_kl=0.1, horizon=100)
     controller.update(0.0, n_steps=750)  # in one step the factor would be -0.5
     assert controller.value == pytest.approx(0.5 * 0.8**7 * 0.9)
 
 
 def test_the_fixed_controller_stays():
-    controller = FixedKLController(0.3)
+    controller = fixed(0.3)
     controller.update(100.0, n_steps=64)
     assert controller.value == 0.3
 
 
-def test_controllers_are_made_from_their_config():
-    assert get_kl_controller(KLControlConfig(kl_coef=0.2)).value == 0.2
-    adaptive = get_kl_controller(
-        KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=0.3, horizon=7)
-    )
-    assert isinstance(adaptive, AdaptiveKLController)
-    assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.2, 0.3, 7)
-
-
 def test_a_batch_without_reference_is_refused():
-    controller = FixedKLController(0.1)
+    controller = fixed(0.1)
     with pytest.raises(MissingColumnError, match="ref_log_prob.*is the ref role configured"):
         apply_kl_penalty(
             batch_of().select(["response_mask", "token_level_scores", "old_log_probs"]), controller

@@ -11,7 +11,7 @@ from tests.integration.rigged import NotedTrainer
 from tests.integration.runs import lines, overrides
 from tests.workers.samples import learned, make_batch, started, tiny_config
 from trainer import load_config, run
-from trainer.ppo.update_samples import without_truncated
+from trainer.ppo.update import without_truncated
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 from workers.roles.actor import ActorWorker

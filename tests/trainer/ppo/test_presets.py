@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import load
 from trainer import load_config
 from trainer.config.keys import read
 from trainer.config.unused_keys import unused_keys
-from trainer.ppo.cards import left_to_the_user, preset_leaves
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
+CARDS = load("docs/cards.py")
 PRESETS = PPO.preset_names("algorithm")
 
 
 def needed_by(preset: str) -> list[str]:
     """What a preset leaves to the user, filled in."""
-    return [f"{key}=z" for key in left_to_the_user("algorithm", preset)]
+    return [f"{key}=z" for key in CARDS.left_to_the_user("algorithm", preset)]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_that_a_preset_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"algorithm={preset}", *needed_by(preset)])
-    leaves = preset_leaves("algorithm", preset)
+    leaves = CARDS.preset_leaves("algorithm", preset)
     for key, value in leaves.items():
         if not str(value).startswith("${"):
             assert read(config, key) == value, key

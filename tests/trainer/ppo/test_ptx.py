@@ -11,7 +11,7 @@ import pytest
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 from trainer.ppo.memory import tokens_at_once
-from trainer.ppo.update_samples import longest_row, make_ptx_loader, rows_per_update
+from trainer.ppo.update import longest_row, make_ptx_loader, rows_per_update
 from verl_like.errors import ConfigError
 
 SETTINGS = (

@@ -15,8 +15,8 @@ from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.explain import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
-from trainer.ppo.mismatch import reference_drift
 from trainer.ppo.recipe import needs_correction
+from trainer.ppo.score import reference_drift
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

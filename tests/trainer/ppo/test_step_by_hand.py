@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trainer.ppo.compute_advantage import compute_advantage
-from trainer.ppo.rewards import FixedKLController, apply_kl_penalty, clamp_scores
+from trainer.ppo.config import KLControlConfig
+from trainer.ppo.estimate import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
 from workers.losses.value import compute_value_loss
@@ -36,7 +37,7 @@ def test_the_reward_is_the_clamped_score_at_the_last_token_less_the_kl_of_every_
 ) -> None:
     batch, metrics = clamp_scores(batch, 10.0)
     assert metrics == {"critic/score/clamped_ratio": 0.5}
-    batch, metrics = apply_kl_penalty(batch, FixedKLController(0.1))
+    batch, metrics = apply_kl_penalty(batch, KLController(KLControlConfig(kl_coef=0.1)))
     # KL by token: 0.5, -1.0 | 0.2, -0.2, 0, 1.0; its means by row: -0.25 and 0.25
     expected = torch.tensor([[-0.05, 10.1, 0.0, 0.0], [-0.02, 0.02, 0.0, -3.1]])
     torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
@@ -45,7 +46,7 @@ def test_the_reward_is_the_clamped_score_at_the_last_token_less_the_kl_of_every_
 
 def test_advantages_and_returns_follow_from_rewards_and_values(batch: DataProto) -> None:
     batch, _ = clamp_scores(batch, 10.0)
-    batch, _ = apply_kl_penalty(batch, FixedKLController(0.1))
+    batch, _ = apply_kl_penalty(batch, KLController(KLControlConfig(kl_coef=0.1)))
     batch = compute_advantage(batch, "gae", gamma=1.0, lam=0.95)
     # deltas 0.95, 8.1 | -0.52, -0.98, -1.0, -1.1; advantages 8.645, 8.1 | -3.2966125, -2.92275,
     # -2.045, -1.1

@@ -10,7 +10,7 @@ import torch
 
 from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig
-from trainer.ppo.update_samples import (
+from trainer.ppo.update import (
     choose_tokens,
     draw_rows,
     filtration_weights,

@@ -115,7 +115,7 @@ def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
     def no_generation(*_: object) -> None:
         raise AssertionError("samples were made")
 
-    monkeypatch.setattr("trainer.ppo.sample_source.SynchronousSource.take", no_generation)
+    monkeypatch.setattr("trainer.ppo.sample.SynchronousSource.take", no_generation)
     found = replay(made, 3, stage)
     assert not found.differences
     assert found.num_metrics >= 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.ppo.update_samples import without_skipped
+from trainer.ppo.update import without_skipped
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongBufferConfig, RewardConfig

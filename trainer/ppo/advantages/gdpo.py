@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index, on_tokens
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.whiten import whiten_
 
 
 @ADVANTAGE_ESTIMATORS.register("gdpo")
-@compares_samples
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     named_rewards: Tensor,
@@ -55,10 +54,8 @@ def compute_gdpo_outcome_advantage(
 def _without_gaps(rewards: Tensor, groups: Groups) -> Tensor:
     """The rewards, with the mean of the group's others where one is nan; zero if all are."""
     known = ~rewards.isnan()
-    highest = torch.where(known, rewards, torch.inf)
-    lowest = torch.full_like(groups.size, torch.inf)
-    lowest.scatter_reduce_(0, groups.of_row, highest, "amin")
-    lowest = torch.where(lowest.isinf(), 0, lowest)[groups.of_row]
+    lowest = groups.lowest(torch.where(known, rewards, torch.inf))
+    lowest = torch.where(lowest.isinf(), 0, lowest)
 
     above_lowest = torch.where(known, rewards - lowest, 0)
     count = groups.sum(known.to(rewards.dtype)).clamp(min=1)

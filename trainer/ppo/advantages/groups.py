@@ -38,15 +38,19 @@ class Groups:
         """For each row, how many its group has."""
         return self.size[self.of_row]
 
+    def lowest(self, scores: Tensor) -> Tensor:
+        """For each row, the lowest score of its group."""
+        lowest = torch.zeros_like(self.size)
+        lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
+        return lowest[self.of_row]
+
     def centered(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
         """Scores less their group's mean, weighed by row where there are weights.
 
         The score of a group of one stays as it is. Equal scores give exactly zero: what is summed
         is the distance from the group's lowest.
         """
-        lowest = torch.zeros_like(self.size)
-        lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
-        shifted = scores - lowest[self.of_row]
+        shifted = scores - self.lowest(scores)
         if weights is None:
             mean = self.sum(shifted) / self.size
         else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.returns import (
     discounted_sum,
     order_inside_first,
@@ -16,7 +16,6 @@ from trainer.ppo.advantages.returns import (
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo_process")
-@compares_samples
 @torch.no_grad()
 def compute_grpo_process_advantage(
     token_level_scores: Tensor,

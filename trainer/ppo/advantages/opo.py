@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples, has_kl_in_loss
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 
 
 @ADVANTAGE_ESTIMATORS.register("opo")
-@compares_samples
 @has_kl_in_loss
 @torch.no_grad()
 def compute_opo_outcome_advantage(

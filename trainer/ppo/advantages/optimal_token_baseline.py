@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.returns import (
     order_inside_first,
     put_back,
@@ -18,7 +18,6 @@ from workers.losses.blocks import row_blocks
 
 
 @ADVANTAGE_ESTIMATORS.register("optimal_token_baseline", "tir_optimal_token_baseline")
-@compares_samples
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
@@ -79,7 +78,5 @@ def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:
 
     Zero in a group of one. A row's score is the return of its first token.
     """
-    lowest = torch.zeros_like(groups.size)
-    scores = ordered_returns[:, 0]
-    lowest.scatter_reduce_(0, groups.of_row, scores, "amin", include_self=False)
-    return torch.where(groups.size > 1, lowest, 0)[groups.of_row].unsqueeze(-1)
+    lowest = groups.lowest(ordered_returns[:, 0])
+    return torch.where(groups.size_of_row() > 1, lowest, 0).unsqueeze(-1)

@@ -8,6 +8,7 @@ The names of its parameters say what an estimator gets: see `trainer.ppo.compute
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,15 +23,9 @@ AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", check_by_name)
 
 
-def compares_samples(estimator: AnyEstimator) -> AnyEstimator:
-    """Say that the samples of a prompt are compared with each other: one alone teaches nothing."""
-    estimator.needs_groups = True  # type: ignore[attr-defined]
-    return estimator
-
-
 def needs_groups(estimator: Estimator) -> bool:
-    """Whether `compares_samples` was said of it."""
-    return getattr(estimator, "needs_groups", False)
+    """Whether it compares the samples of a prompt with each other: one alone teaches nothing."""
+    return "index" in inspect.signature(estimator).parameters
 
 
 def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.whiten import whiten_
 
 
 @ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus_baseline")
-@compares_samples
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, whiten: bool = True

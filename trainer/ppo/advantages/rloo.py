@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 
 
 @ADVANTAGE_ESTIMATORS.register("rloo", "rloo_vectorized")
-@compares_samples
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from verl_like.tensor_ops.masked import zero_outside
 
 
 @ADVANTAGE_ESTIMATORS.register("rloo_process")
-@compares_samples
 @torch.no_grad()
 def compute_rloo_process_advantage(
     token_level_scores: Tensor, step_ends: Tensor, response_mask: Tensor, index: Index

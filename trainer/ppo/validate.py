@@ -100,33 +100,6 @@ def _num_samples(metric: str) -> int:
     return int(metric.partition("@")[2].partition("/")[0])
 
 
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The first value of the most frequent vote; of equally frequent ones, the first seen wins."""
-    values_of_vote: dict[Any, list[float]] = defaultdict(list)
-    for item in data:
-        values_of_vote[item[vote_key]].append(item[val_key])
-    return max(values_of_vote.values(), key=len)[0]
-
-
-def bootstrap_metric(
-    data: Sequence[Any],
-    subset_size: int,
-    reduce_fns: Sequence[Callable[[list[Any]], float]],
-    n_bootstrap: int = 1000,
-    seed: int = 42,
-) -> list[tuple[float, float]]:
-    """(mean, standard deviation) of each function over `n_bootstrap` draws.
-
-    A draw takes `subset_size` items with replacement.
-    """
-    draws = [
-        [data[item] for item in draw] for draw in _draws(len(data), subset_size, n_bootstrap, seed)
-    ]
-    return [
-        _mean_and_std(np.asarray([reduce_fn(draw) for draw in draws])) for reduce_fn in reduce_fns
-    ]
-
-
 def process_validation_metrics(
     data_sources: Sequence[str],
     sample_uids: Sequence[str],
@@ -142,33 +115,28 @@ def process_validation_metrics(
     rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows_of_prompt[prompt].append(row)
-    gathered: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
+    gathered: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for (source, _), rows in rows_of_prompt.items():
-        votes = (
-            _vote_numbers([infos_dict["pred"][row] for row in rows])
-            if "pred" in infos_dict
-            else None
-        )
+        votes = None
+        if "pred" in infos_dict:
+            votes = _vote_numbers([infos_dict["pred"][row] for row in rows])
         for variable, column in infos_dict.items():
-            if not isinstance(column[rows[0]], str):
-                values = np.asarray([column[row] for row in rows], dtype=np.float64)
-                for metric, value in _prompt_metrics(values, votes, seed).items():
-                    gathered[source][variable][metric].append(value)
-    return {
-        source: {
-            variable: {metric: float(np.mean(values)) for metric, values in metrics.items()}
-            for variable, metrics in variables.items()
-        }
-        for source, variables in gathered.items()
-    }
+            if isinstance(column[rows[0]], str):
+                continue
+            values = np.asarray([column[row] for row in rows], dtype=np.float64)
+            for metric, value in _prompt_metrics(values, votes, seed).items():
+                gathered[source, variable, metric].append(value)
+
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (source, variable, metric), of_prompts in gathered.items():
+        found[source][variable][metric] = float(np.mean(of_prompts))
+    return found
 
 
 def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, float]:
     """The metrics of one variable of one prompt.
 
-    All draws are made at once, and are those that `bootstrap_metric` would make.
+    A draw takes n samples with replacement; all draws are made at once.
     """
     num_samples = len(values)
     metrics = {f"mean@{num_samples}": float(values.mean())}
@@ -182,9 +150,7 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> 
         if votes is not None:
             ballots = votes[draws]
             support = (ballots[:, :, None] == ballots[:, None, :]).sum(axis=2)
-            results["maj"] = values[
-                np.take_along_axis(draws, support.argmax(axis=1)[:, None], axis=1)[:, 0]
-            ]
+            results["maj"] = values[draws[np.arange(len(draws)), support.argmax(axis=1)]]
         for name, outcome in results.items():
             metrics[f"{name}@{n}/mean"], metrics[f"{name}@{n}/std"] = _mean_and_std(outcome)
     return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,22 +11,23 @@ from torch import Tensor
 
 from tests import ROOT
 from tests.conftest import load
+from trainer.cli.explain import said_of
 from trainer.config.keys import config_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.cards import Card, estimator_cards, policy_loss_cards, preset_sources, said_of
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.recipe import PPO
 from verl_like.batch.protocol import DataProto
 from workers.losses.registry import POLICY_LOSSES, facts_of
 
-CARDS = [*estimator_cards(), *policy_loss_cards()]
+DOCS = load("docs/cards.py")
+CARDS = [*DOCS.estimator_cards(), *DOCS.policy_loss_cards()]
 CURVES = load("docs/make_curves.py")
 LARGEST_PICTURE = 40_000
 """Bytes."""
 
 
-def names_of(cards: list[Card]) -> set[str]:
+def names_of(cards: list[Any]) -> set[str]:
     return {name for card in cards for name in card.names}
 
 
@@ -51,12 +53,12 @@ def metrics() -> set[str]:
 
 
 def test_every_registered_name_is_on_a_card() -> None:
-    assert names_of(estimator_cards()) == set(ADVANTAGE_ESTIMATORS)
-    assert names_of(policy_loss_cards()) == set(POLICY_LOSSES)
+    assert names_of(DOCS.estimator_cards()) == set(ADVANTAGE_ESTIMATORS)
+    assert names_of(DOCS.policy_loss_cards()) == set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
-def test_a_card_is_whole(card: Card) -> None:
+def test_a_card_is_whole(card: Any) -> None:
     parts = ("formula", "watch", "source", "columns", "settings")
     assert [part for part in parts if not getattr(card, part)] == []
 
@@ -70,13 +72,13 @@ def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.Monke
         """The policy gradient by importance ratio."""
 
     monkeypatch.setattr(POLICY_LOSSES, "_entries", {"unclipped": unclipped})
-    (card,) = policy_loss_cards()
+    (card,) = DOCS.policy_loss_cards()
     assert (card.formula, card.watch) == ("The policy gradient by importance ratio.", "")
     assert card.columns == ("old_log_probs", "advantages", "response_mask")
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
-def test_what_to_watch_is_there(card: Card, metrics: set[str]) -> None:
+def test_what_to_watch_is_there(card: Any, metrics: set[str]) -> None:
     """Metrics have a slash and keys a dot; a key may be named by its last parts."""
     keys = [key.name for key in config_keys(PPOConfig)]
     words = in_backticks(card.watch)
@@ -110,7 +112,9 @@ def test_all_curves_are_in_one_picture_and_none_is_of_another_name() -> None:
 
 @pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
 def test_a_preset_says_of_every_key_where_it_is_from(preset: str) -> None:
-    assert [key for key, source in preset_sources("algorithm", preset).items() if not source] == []
+    assert [
+        key for key, source in DOCS.preset_sources("algorithm", preset).items() if not source
+    ] == []
 
 
 def test_a_docstring_is_taken_apart() -> None:
@@ -130,7 +134,7 @@ def test_a_docstring_is_taken_apart() -> None:
 
 
 def test_the_example_of_a_loss_has_its_presets_clip_and_aggregation() -> None:
-    (gspo,) = [card for card in policy_loss_cards() if "gspo" in card.names]
+    (gspo,) = [card for card in DOCS.policy_loss_cards() if "gspo" in card.names]
     actor = "actor_rollout_ref.actor"
     assert f"{actor}.clip_ratio_low=0.0003" in gspo.settings
     assert f"{actor}.loss_agg_mode=seq-mean-token-mean" in gspo.settings

@@ -1,4 +1,4 @@
-"""The samples that an update trains on: what is left of a batch, corrected for the rollout.
+"""The fourth stage: what critic and actor learn from, and how much entropy counts.
 
 Samples may leave the losses, not the batch (cut by the length limit, without a score), tokens may
 be weighed or rejected (`correct_rollout`), samples drawn anew by their scores (PF-PPO), and tokens
@@ -8,16 +8,22 @@ PF-PPO: rewards are least reliable in the middle, so samples of high and low sco
 (arXiv 2409.06957). `clip_cov` and `kl_cov` compare a mini-batch's tokens with each other. The
 driver has all of them, so it draws and chooses, and the workers read the column `chosen_tokens`:
 neither the number of ranks nor the cut into micro-batches changes what is chosen.
+
+`correct_rollout` takes a batch that has old log-probs and advantages, before anything is cut: a
+rejected token is in no mini-batch's mask, so it is in no denominator either, at any number of
+ranks. Advantages are estimated before, from all that was sampled. Under `bypass_mode` there is
+nothing to compare yet, and the actor does it within its update.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,34 +33,58 @@ from trainer.data.encoded_rows import LMRow
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
-from trainer.ppo.correct_rollout import correct_rollout
 from trainer.sample_ledger import TRAINED
+from verl_like.batch.protocol import DataProto
 from workers.columns import drawn_from, read_columns, require, write_columns
+from workers.config import ActorConfig, RolloutCorrectionConfig
+from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import facts_of, get_policy_loss
 from workers.rewards.weighted import SKIPPED
 
-if TYPE_CHECKING:
-    from verl_like.batch.protocol import DataProto
-
-
-WithMetrics = tuple["DataProto", dict[str, float]]
+WithMetrics = tuple[DataProto, dict[str, float]]
 
 
 def samples_of_update(
-    batch: DataProto, config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
+    batch: DataProto,
+    config: PPOConfig,
+    step: int,
+    balance: Callable[[DataProto], WithMetrics],
+    became: Counter[str] | None = None,
 ) -> WithMetrics:
-    """What `PPOTrainer.update` hands to critic and actor; `balance` orders rows for the ranks."""
+    """What `PPOTrainer.update` hands to critic and actor; `balance` orders rows for the ranks.
+
+    `became` is told how many samples are in the losses, and under which key others are not; one
+    that PF-PPO has drawn several times is one.
+    """
     algorithm, policy = config.algorithm, config.actor_rollout_ref
     metrics: dict[str, float] = {}
+    names = set if algorithm.use_pf_ppo else list
+    left = len(batch)
+
+    def count(reason: str) -> None:
+        nonlocal left
+        if became is not None:
+            before, left = left, len(names(_names_with_tokens(batch)))
+            if left != before:
+                became[reason] += before - left
+
+    count(EMPTY)
     if algorithm.mask_truncated:
         batch, metrics = without_truncated(batch)
-    batch, corrected = correct_rollout(without_skipped(batch), algorithm.rollout_correction)
+        count("algorithm.mask_truncated")
+    batch = without_skipped(batch)
+    count("on_failure=skip")
+    batch, corrected = correct_rollout(batch, algorithm.rollout_correction)
+    count("algorithm.rollout_correction")
     metrics |= corrected
 
     if algorithm.use_pf_ppo:
         batch, drawn = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
         batch, _ = balance(batch)
+        count("algorithm.use_pf_ppo")
         metrics |= drawn
+    if became is not None:
+        became[TRAINED] += left
 
     bypasses = algorithm.rollout_correction.bypass_mode
     return choose_tokens(
@@ -65,6 +95,17 @@ def samples_of_update(
         step,
         old_log_probs=drawn_from(batch.columns) if bypasses else "old_log_probs",
     ), metrics
+
+
+EMPTY = "no token"
+
+
+def _names_with_tokens(samples: DataProto) -> list[tuple[str, int]]:
+    """The name of every row of which a token is in the losses."""
+    read = read_columns(samples, "sample_index", "response_mask")
+    names = zip(samples.non_tensor_batch["uid"], read["sample_index"].tolist(), strict=True)
+    has_tokens = read["response_mask"].any(dim=-1).tolist()
+    return [name for name, is_there in zip(names, has_tokens, strict=True) if is_there]
 
 
 def choose_tokens(
@@ -190,47 +231,6 @@ def draw_rows(weights: Tensor, offset: float) -> Tensor:
     return drawn.clamp(max=last_possible)
 
 
-FILTERED = "algorithm.filter_groups"
-EMPTY = "no token"
-
-
-def count_by_reason(batch: DataProto, learned: DataProto, config: PPOConfig) -> dict[str, int]:
-    """Of a step's samples: how many are in the losses of what is `learned`, and why others are not.
-
-    A sample that PF-PPO has drawn several times is one.
-    """
-    given, kept = _with_tokens(batch), _with_tokens(learned)
-    in_losses = Counter(name for name, has_tokens in kept if has_tokens)
-    draws_anew = config.algorithm.use_pf_ppo
-    became = Counter({TRAINED: len(in_losses) if draws_anew else in_losses.total()})
-    handed_over = {name for name, _ in kept}
-
-    unknown = [None] * len(batch)
-    columns = batch.non_tensor_batch
-    reasons, skipped = (columns.get(name, unknown) for name in ("finish_reason", SKIPPED))
-    for row, (name, has_tokens) in enumerate(given):
-        if name in in_losses:
-            continue
-        if not has_tokens:
-            became[EMPTY] += 1
-        elif config.algorithm.mask_truncated and reasons[row] == CUT_BY_LENGTH:
-            became["algorithm.mask_truncated"] += 1
-        elif skipped[row] == 1.0:
-            became["on_failure=skip"] += 1
-        elif draws_anew and name not in handed_over:
-            became["algorithm.use_pf_ppo"] += 1
-        else:
-            became["algorithm.rollout_correction"] += 1
-    return dict(became)
-
-
-def _with_tokens(samples: DataProto) -> list[tuple[tuple[str, int], bool]]:
-    """Every row's name, and whether a token of it is in the losses."""
-    read = read_columns(samples, "sample_index", "response_mask")
-    names = zip(samples.non_tensor_batch["uid"], read["sample_index"].tolist(), strict=True)
-    return list(zip(names, read["response_mask"].any(dim=-1).tolist(), strict=True))
-
-
 def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | None:
     """The loader of `ptx.train_files`, if there are any."""
     if not config.ptx.train_files:
@@ -252,3 +252,81 @@ def rows_per_update(config: PPOConfig, num_prompts: int) -> int:
     actor = config.actor_rollout_ref.actor
     num_steps = num_prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     return num_steps * (config.ptx.batch_size or actor.ppo_mini_batch_size)
+
+
+def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+    """The columns that `correct_rollout` writes: none without a correction, or if it bypasses."""
+    if config.bypass_mode:
+        return ()
+    correction = RolloutCorrection.of(config)
+    weights = ("rollout_is_weights",) if correction.weighs else ()
+    return (*weights, "response_mask") if correction.rejects else weights
+
+
+def correct_rollout(
+    batch: DataProto, config: RolloutCorrectionConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """The batch of an update: with importance weights, without the tokens that are rejected.
+
+    The batch that is given keeps its mask.
+    """
+    if not columns_of_correction(config):
+        return batch, {}
+    correction = RolloutCorrection.of(config)
+    behaviour = drawn_from(batch.columns)
+    columns = read_columns(batch, "old_log_probs", behaviour, "response_mask")
+    mask = columns["response_mask"]
+
+    gauge = correction.gauge()
+    weights, kept = correction(columns["old_log_probs"], columns[behaviour], mask, gauge)
+    metrics = gauge.metrics()
+    batch = batch.select()
+    if weights is not None:
+        if config.rollout_is_batch_normalize:
+            weights, mean = normalized(weights, mask.bool(), str(correction.level))
+            metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
+        write_columns(batch, rollout_is_weights=weights)
+    return write_columns(batch, response_mask=kept), metrics
+
+
+LARGEST_ERROR = 1.0
+"""Nats by which one step counts at most: a policy far from its target does not jump."""
+RANGE = 100.0
+"""How far the coefficient goes from its first value, up and down: it stays able to come back."""
+
+
+class EntropyController:
+    """The coefficient of the entropy bonus, whose logarithm follows the distance to a target.
+
+    log c grows by lr x (target - entropy): an entropy below the target makes the bonus weigh more
+    (SAC, arXiv 1812.05905). Without a target it stays.
+    """
+
+    def __init__(self, actor: ActorConfig) -> None:
+        """Start at `actor.entropy_coeff`, which is above 0 where there is a target."""
+        self.value = actor.entropy_coeff
+        self.target, self.lr = actor.target_entropy, actor.entropy_coeff_lr
+        self.bounds = self.value / RANGE, self.value * RANGE
+
+    def update(self, entropy: float) -> dict[str, float]:
+        """Move after an update whose tokens had this mean entropy; gives what the update used.
+
+        An entropy of 0 is that of no tokens, or of no update, and moves nothing.
+        """
+        if self.target is None:
+            return {}
+        metrics = {"actor/entropy_coeff": self.value}
+        if math.isfinite(entropy) and entropy > 0:
+            error = min(max(self.target - entropy, -LARGEST_ERROR), LARGEST_ERROR)
+            low, high = self.bounds
+            self.value = min(max(self.value * math.exp(self.lr * error), low), high)
+        return metrics
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient, as the actor gets it and a checkpoint keeps it; empty if it stays."""
+        return {} if self.target is None else {"entropy_coeff": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's coefficient; one of a run without a target has none."""
+        if self.target is not None:
+            self.value = state.get("entropy_coeff", self.value)

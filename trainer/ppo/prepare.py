@@ -1,17 +1,59 @@
-"""What PPO looks at before a process starts, beyond the configuration alone: models and pools."""
+"""What a run of PPO looks at, makes and prints before a process starts."""
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack, closing
 from typing import Any
 
 from trainer.config.offload import check_offload, device_type_of
+from trainer.data.files import check_files
+from trainer.data.prompts import PromptLoader, load_tokenizer
+from trainer.groups.nodes import begin_cluster
 from trainer.memory import memory_of_this_gpu
+from trainer.ppo.checks import check_named_rewards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
+from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
+from trainer.rollouts.reward_trial import try_rewards
+from workers.config import scores_by_rule
 from workers.models.memory_shapes import check_adapter
 from workers.models.tokenizers import check_same_tokenizer
+from workers.rewards.weighted import make_rewards
+
+
+def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
+    """Tokenizer, prompts, rewards and PTX rows, once models and files have been looked at.
+
+    The cluster starts meanwhile: to import transformers takes as long.
+    """
+    preflight(config)
+    check_files(config.data)
+    begin_cluster(config, at_end)
+    # workers inherit it: one bar a weight file and rank would come on top of our own
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
+    rewards = make_rewards(config, tokenizer, loader.data_sources, loader.columns)
+    at_end.enter_context(closing(rewards))
+    ptx = make_ptx_loader(config, tokenizer)
+    plan_memory(config)
+    return tokenizer, loader, rewards, ptx
+
+
+def look_at(config: PPOConfig, *inputs: Any) -> list[str]:
+    """Prompts and rewards; what is asked of rewards by name is among what they give."""
+    tokenizer, loader, rewards, *_ = inputs
+    num_validation = len(loader.validation) if loader.validation else 0
+    count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"
+    width = config.data.max_response_length
+    scored, lines = try_rewards(rewards, loader.prompts, tokenizer, width)
+    if scored is not None:
+        check_named_rewards(config.algorithm, scored)
+    return [count, *lines]
 
 
 def preflight(config: PPOConfig) -> None:

@@ -1,4 +1,4 @@
-"""What an algorithm's file says of itself, as one card: for the docs and `verl-like explain`.
+"""What an algorithm's file says of itself, as one card, and what a preset's file sets.
 
 A docstring is the formula in words, then a paragraph `Watch: …` (the metric that shows that it goes
 wrong, and what then), then `Source: …`. Columns and keys come from the signature and `@reads`.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from trainer.cli.explain import said_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.recipe import PPO
@@ -27,8 +27,7 @@ GROUP_OF_EIGHT = "actor_rollout_ref.rollout.n=8"
 ONE_NAMED_REWARD = "algorithm.gdpo_reward_keys=[seq_reward]"
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """An algorithm: an estimator or a policy loss."""
 
     names: tuple[str, ...]
@@ -85,18 +84,6 @@ def _example_of_loss(name: str) -> tuple[str, ...]:
             settings += [f"{key}={leaves[key]}" for key in leaves if key.startswith(OF_THE_LOSS)]
             break
     return tuple(settings)
-
-
-def said_of(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
-    """(formula, what to watch, source) by its docstring; "" where it does not say."""
-    formula, said = [], {"Watch": "", "Source": ""}
-    for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
-        label, colon, text = paragraph.partition(": ")
-        if colon and label in said:
-            said[label] = text
-        else:
-            formula.append(paragraph)
-    return "\n\n".join(formula), said["Watch"], said["Source"]
 
 
 def names_by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str, ...], Any]:

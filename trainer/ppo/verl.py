@@ -4,7 +4,8 @@
     # trainer.max_ckpt_to_keep=2, and one notice about both
 
 What has no counterpart is refused, all of it at once. A key that neither verl nor we have stays as
-it is: the check of keys comes next.
+it is: the check of keys comes next. `verl_keys.yaml` has the keys of verl's that are none of ours,
+for scripts of verl's (`trainer.migrate.verl`) and the docs, too.
 """
 
 from __future__ import annotations
@@ -14,25 +15,53 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
 from trainer.config.keys import config_keys
 from trainer.config.settings import parse
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl.keys import (
-    AS_THE_ACTORS,
-    CHANGES_NOTHING,
-    CHANGES_NOTHING_AT,
-    NOT_HERE,
-    RENAMED,
-    SAME_VALUES,
-)
 from verl_like.errors import ConfigError
 
+SAME_VALUES = {
+    "actor_rollout_ref.actor.strategy": {"fsdp2": "fsdp"},
+    "critic.strategy": {"fsdp2": "fsdp"},
+}
+"""Key -> verl's word for a value -> ours."""
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Keys of verl's that are none of ours; names may hold `*`."""
+
+    renamed: Mapping[str, str]
+    """Names of several versions -> ours; further ones stand at the fields, `key(verl=...)`."""
+    changes_nothing: Mapping[str, str]
+    """Keys that change nothing, whatever their value -> what is the case instead."""
+    changes_nothing_at: Mapping[str, Mapping[str, Any]]
+    """Keys that change nothing `at` some values -> the way out, `else`."""
+    as_the_actors: Mapping[str, Mapping[str, str]]
+    """Keys of the critic that it has from the actor -> the `actor`'s, and its `default`.
+
+    They change nothing at the actor's value, and are refused at any other.
+    """
+    not_here: Mapping[str, str]
+    """Keys that have no counterpart -> the way out."""
+
+
+@cache
+def tables() -> Tables:
+    """What stands in `verl_keys.yaml`."""
+    tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8"))
+    for name in ("changes_nothing", "not_here"):  # there a reason stands once for all its keys
+        tree[name] = {key: reason for reason, keys in tree[name].items() for key in keys}
+    return Tables(**tree)
 
 
 @dataclass(frozen=True)
@@ -99,21 +128,20 @@ def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:
     ours = renamed(key)
     if ours is not None:
         return Fate(key=ours)
-    if key in AS_THE_ACTORS:
-        of_actor, default = AS_THE_ACTORS[key]
-        theirs = given.get(of_actor, default)
+    table = tables()
+    if like := table.as_the_actors.get(key):
+        theirs = given.get(like["actor"], like["default"])
         if _is_same(value, theirs):
             return Fate(nothing="the critic has the actor's")
-        return Fate(refused=f"the critic has the actor's, {theirs}: set {of_actor}")
-    if name := _found(key, CHANGES_NOTHING):
-        return Fate(nothing=CHANGES_NOTHING[name])
-    if name := _found(key, CHANGES_NOTHING_AT):
-        values, way_out = CHANGES_NOTHING_AT[name]
-        if _plain(value) in values:
+        return Fate(refused=f"the critic has the actor's, {theirs}: set {like['actor']}")
+    if name := _found(key, table.changes_nothing):
+        return Fate(nothing=table.changes_nothing[name])
+    if name := _found(key, table.changes_nothing_at):
+        if _plain(value) in table.changes_nothing_at[name]["at"]:
             return Fate(nothing=f"{_plain(value)} is how it is here")
-        return Fate(refused=way_out)
-    if name := _found(key, NOT_HERE):
-        return Fate(refused=NOT_HERE[name])
+        return Fate(refused=table.changes_nothing_at[name]["else"])
+    if name := _found(key, table.not_here):
+        return Fate(refused=table.not_here[name])
     return None
 
 
@@ -122,6 +150,7 @@ def renamed(key: str) -> str | None:
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key
+    names = {**names, **tables().renamed}
     if key in names:
         return names[key]
     for name, ours in names.items():
@@ -130,13 +159,13 @@ def renamed(key: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
-def _ours() -> tuple[Collection[str], tuple[str, ...], dict[str, str]]:
-    """Our keys; the beginnings of the user's own keys; verl's names -> ours."""
+@cache
+def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
+    """Our keys; the beginnings of the user's own keys; verl's names at the fields -> ours."""
     keys = config_keys(PPOConfig)
     takes_any = tuple(f"{key.name}." for key in keys if key.takes_any)
     names = {key.rules.verl: key.name for key in keys if key.rules.verl}
-    return {key.name for key in keys}, takes_any, names | RENAMED
+    return {key.name for key in keys}, takes_any, names
 
 
 def _found(key: str, patterns: Iterable[str]) -> str:

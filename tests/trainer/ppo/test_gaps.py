@@ -1,0 +1,138 @@
+"""What the driver makes of a batch whose masks have gaps is what it makes of it without them.
+
+In a gap stands what was observed: real tokens that the policy did not draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.ppo.config import KLControlConfig, PPOConfig
+from trainer.ppo.estimate import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
+from trainer.ppo.metrics import compute_data_metrics
+from trainer.ppo.score import mismatch_metrics
+from trainer.ppo.update import choose_tokens, correct_rollout, without_truncated
+from trainer.ppo.validate import name_metrics
+from verl_like.batch.protocol import DataProto
+from workers.config import RolloutCorrectionConfig
+
+ROWS, WIDTH = 6, 5
+LENGTHS = torch.tensor([5, 3, 1, 0, 4, 2])
+PER_TOKEN = (
+    *("old_log_probs", "ref_log_prob", "teacher_log_prob", "rollout_log_probs", "entropys"),
+    *("values", "returns"),
+)
+ZERO_OUTSIDE = "token_level_scores", "token_level_rewards", "advantages"
+Made = tuple[DataProto, dict[str, float]]
+
+
+def two_batches(seed: int) -> tuple[DataProto, DataProto]:
+    """The same tokens and numbers, close together and with gaps between; garbage elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.arange(WIDTH) < LENGTHS[:, None]
+    order = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
+    wide = order < LENGTHS[:, None]
+    compact, spread = {"response_mask": drawn.long()}, {"response_mask": wide.long()}
+    for name in (*PER_TOKEN, *ZERO_OUTSIDE):
+        column = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        garbage = torch.randn(ROWS, 2 * WIDTH, generator=generator, dtype=torch.float64)
+        if name in ZERO_OUTSIDE:
+            column, garbage = column * drawn, torch.zeros_like(garbage)
+        compact[name] = column
+        spread[name] = garbage.masked_scatter_(wide, column[drawn])
+    return _batch(compact, drawn), _batch(spread, wide.flip(-1).cumsum(-1).flip(-1) > 0)
+
+
+def _batch(columns: dict[str, torch.Tensor], real: torch.Tensor) -> DataProto:
+    """With two prompt tokens; what lies before a row's last drawn token is real."""
+    columns["responses"] = torch.ones_like(columns["response_mask"])
+    prompts = torch.ones(ROWS, 2, dtype=torch.int64)
+    columns["attention_mask"] = torch.cat([prompts, real.long()], dim=-1)
+    columns["sample_index"] = torch.arange(2).repeat(ROWS // 2)
+    objects = {
+        "uid": [f"{row // 2}-0" for row in range(ROWS)],
+        "data_source": ["x"] * ROWS,
+        "finish_reason": ["length", *["stop"] * (ROWS - 1)],
+    }
+    arrays = {name: np.array(values, dtype=object) for name, values in objects.items()}
+    return DataProto.from_dict(columns, arrays)
+
+
+def kl_penalty(per: str) -> Callable[[DataProto], Made]:
+    controller = KLController(KLControlConfig(kl_coef=0.1))
+    return lambda batch: apply_kl_penalty(batch, controller, kl_penalty_per=per)
+
+
+def normed_scores(batch: DataProto) -> Made:
+    scores, metrics = RunningNorm(["rewards"]).scores(batch)
+    batch.batch["token_level_rewards"] = scores
+    return batch, metrics
+
+
+def corrected(**settings: str) -> Callable[[DataProto], Made]:
+    return lambda batch: correct_rollout(batch, RolloutCorrectionConfig(**settings))
+
+
+def chosen(batch: DataProto) -> Made:
+    batch = choose_tokens(batch, "kl_cov", ROWS, 0, 1)
+    return batch, {"chosen": float(batch.batch["chosen_tokens"].sum())}
+
+
+STAGES: dict[str, Callable[[DataProto], Made]] = {
+    "clamp": lambda batch: clamp_scores(batch, 0.5),
+    "KL a token": kl_penalty("token"),
+    "KL a sequence": kl_penalty("sequence"),
+    "norm of scores": normed_scores,
+    "norm of advantages": lambda batch: RunningNorm(["advantages"]).advantages(batch),
+    "teacher alone": lambda batch: distill(batch, _with_teacher(False)),
+    "teacher beside rewards": lambda batch: distill(batch, _with_teacher(True)),
+    "weights of tokens": corrected(rollout_is="token"),
+    "weights of sequences": corrected(rollout_is="sequence"),
+    "rejected tokens": corrected(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"),
+    "rejected sequences": corrected(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"),
+    "without truncated": without_truncated,
+    "chosen tokens": chosen,
+    "metrics": lambda batch: (batch, compute_data_metrics(batch)),
+    "mismatch": lambda batch: (batch, mismatch_metrics(batch)),
+    "validation": lambda batch: (batch, name_metrics(batch)),
+}
+
+
+OF_ALL_TOKENS = "response_length", "prompt_length", "rollout_corr/gap_from_token"
+"""They count, or go by places among, the observed tokens too."""
+
+
+def _with_teacher(rewards: bool) -> PPOConfig:
+    config = PPOConfig()
+    config.distillation.teacher_model.model_path = "teacher"
+    config.distillation.use_task_rewards = rewards
+    config.distillation.gamma = 0.5
+    return config
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("stage", STAGES)
+def test_gaps_change_no_number_of_a_drawn_token_and_no_metric(stage: str, seed: int) -> None:
+    compact, spread = two_batches(seed)
+    drawn, wide = (each.batch["response_mask"].bool() for each in (compact, spread))
+    expected, metrics = STAGES[stage](compact)
+    found, own = STAGES[stage](spread)
+
+    close = {name: value for name, value in metrics.items() if not name.startswith(OF_ALL_TOKENS)}
+    assert {name: own[name] for name in close} == pytest.approx(close, nan_ok=True)
+    for name, column in expected.batch.items():
+        if column.shape == drawn.shape:
+            torch.testing.assert_close(found.batch[name][wide], column[drawn], msg=name)
+    assert torch.equal(found.batch["response_mask"].bool() & ~wide, torch.zeros_like(wide))
+
+
+def test_lengths_are_those_of_all_real_tokens() -> None:
+    _, spread = two_batches(0)
+    real = spread.batch["attention_mask"][:, 2:].sum(dim=-1)
+    metrics = compute_data_metrics(spread)
+    assert metrics["response_length/max"] == real.max() > LENGTHS.max()
+    assert metrics["prompt_length/mean"] == 2.0

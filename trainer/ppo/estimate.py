@@ -1,0 +1,297 @@
+"""The third stage: from scores to rewards to advantages.
+
+Scores are clamped and normalised, the KL to the reference is taken off, an estimator makes
+advantages of them (`trainer.ppo.compute_advantage`), and a teacher adds its own. The KL inside the
+actor's loss is another thing (`actor.use_kl_loss`) and lives in `workers`.
+
+On-policy distillation: the policy draws a response y, and its teacher scores the same tokens. A
+token's reward is log p(teacher) - log p(policy), whose mean over the policy's own samples is minus
+the KL of the policy to the teacher, KL(policy || teacher): the reverse KL, which seeks one way of
+the teacher's instead of covering all of them. With `distillation.gamma` above 0 a token counts for
+what follows from it, too. Sources: MiniLLM, arXiv 2306.08543 (the reverse KL by policy gradient);
+GKD, arXiv 2306.13649 (on the student's own samples); Thinking Machines, On-Policy Distillation,
+2025 (per token, no discount).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.returns import is_last_inside, returns_of
+from trainer.ppo.compute_advantage import advantages_of, columns_read
+from trainer.ppo.config import KLControlConfig, PPOConfig
+from verl_like.batch.protocol import DataProto
+from verl_like.tensor_ops import last_places, masked_mean
+from workers.columns import read_columns, write_columns
+from workers.config.conditions import has_teacher, teacher_is_alone
+from workers.losses import kl as kl_estimators
+
+Metrics = dict[str, float]
+LEARNED = "advantages", "returns"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the stage: its columns, for the printed dataflow, too, and what it does."""
+
+    name: str
+    reads: Sequence[str]
+    writes: Sequence[str]
+    run: Callable[[DataProto], tuple[DataProto, Metrics]]
+
+
+class Estimation:
+    """The parts that a configuration asks for, in order, and what they carry from step to step."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.kl_ctrl = KLController(config.algorithm.kl_ctrl)
+        self.running_norm = RunningNorm(config.algorithm.running_norm)
+
+    def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """The batch with its advantages and returns."""
+        metrics: Metrics = {}
+        for part in self.parts():
+            batch, found = part.run(batch)
+            metrics |= found
+        return batch, metrics
+
+    def parts(self) -> list[Part]:
+        """Token rewards, the estimator, the teacher: as far as this run has them."""
+        algorithm, config = self.config.algorithm, self.config
+        of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
+        reads = ("token_level_scores", *of_kl)
+        parts = [Part("token rewards", reads, ("token_level_rewards",), self.token_rewards)]
+        from_rewards = not teacher_is_alone(config)
+        if from_rewards:
+            estimator = algorithm.adv_estimator
+            parts.append(Part(estimator, columns_read(estimator), LEARNED, self.advantages))
+        if has_teacher(config):
+            reads = ("old_log_probs", "teacher_log_prob", *(LEARNED if from_rewards else ()))
+            parts.append(Part("distillation", reads, LEARNED, lambda batch: distill(batch, config)))
+        return parts
+
+    def token_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Scores, clamped and normalised, less the KL, as far as these are asked for."""
+        algorithm = self.config.algorithm
+        metrics: Metrics = {}
+        if algorithm.score_clip is not None:
+            batch, metrics = clamp_scores(batch, algorithm.score_clip)
+        scores, found = self.running_norm.scores(batch)
+        metrics |= found
+        if not algorithm.use_kl_in_reward:
+            return write_columns(batch, token_level_rewards=scores), metrics
+        batch, found = apply_kl_penalty(
+            batch, self.kl_ctrl, algorithm.kl_penalty, scores, algorithm.kl_penalty_per
+        )
+        return batch, metrics | found
+
+    def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """What the estimator makes of the rewards, normalised where that is asked for."""
+        return self.running_norm.advantages(advantages_of(batch, self.config.algorithm))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The KL's coefficient, and the moments of what is normalised."""
+        return {"kl_coef": self.kl_ctrl.value, "running_norm": self.running_norm.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.kl_ctrl.value = state["kl_coef"]
+        self.running_norm.load_state_dict(state.get("running_norm", {}))
+
+
+class KLController:
+    """The coefficient of the KL in the reward; an adaptive one steers the KL to a target.
+
+    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon; a
+    batch larger than the horizon counts as several (arXiv 1909.08593, section 2.2). `value` is all
+    its state.
+    """
+
+    def __init__(self, config: KLControlConfig) -> None:
+        """Start at `config.kl_coef`."""
+        self.config = config
+        self.value = config.kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move, if it adapts, after a batch of `n_steps` samples of mean KL `current_kl`."""
+        if self.config.type == "fixed":
+            return
+        horizon = self.config.horizon
+        error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
+        for first in range(0, n_steps, horizon):  # no factor is below 0.8, so none below zero
+            part = min(horizon, n_steps - first)
+            self.value *= 1.0 + error * part / horizon
+
+
+def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
+    """The same batch with every score inside [-limit, limit], and the share that this changed."""
+    scores = read_columns(batch, "token_level_scores")["token_level_scores"]
+    clamped = scores.clamp(-limit, limit)
+    changed = (clamped != scores).any(dim=-1).double().mean().item()
+    return write_columns(batch, token_level_scores=clamped), {"critic/score/clamped_ratio": changed}
+
+
+def apply_kl_penalty(
+    batch: DataProto,
+    kl_ctrl: KLController,
+    kl_penalty: str = "kl",
+    normalised_scores: Tensor | None = None,
+    kl_penalty_per: str = "token",
+) -> tuple[DataProto, dict[str, float]]:
+    """The same batch with rewards = scores - weight x KL on response tokens, and two metrics.
+
+    With `kl_penalty_per` sequence the mean KL of a response is taken from its last token alone.
+    Scores are `token_level_scores`, or `normalised_scores` where these are given.
+    The KL reported, and shown to the controller, is the mean over samples of their tokens' mean.
+    """
+    columns = read_columns(
+        batch, "token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"
+    )
+    inside = columns["response_mask"].bool()
+    kl = kl_estimators.kl_penalty(
+        columns["old_log_probs"], columns["ref_log_prob"], kl_penalty
+    ).masked_fill(~inside, 0)
+    scores = columns["token_level_scores"] if normalised_scores is None else normalised_scores
+    mean_kl = masked_mean(kl, inside, axis=-1)
+    if kl_penalty_per == "sequence":
+        kl = mean_kl[:, None] * is_last_inside(inside)
+    write_columns(batch, token_level_rewards=scores - kl_ctrl.value * kl)
+    current_kl = masked_mean(mean_kl, inside.any(dim=-1)).item()
+    metrics = {
+        "actor/reward_kl_penalty": current_kl,
+        "actor/reward_kl_penalty_coeff": kl_ctrl.value,
+    }
+    kl_ctrl.update(current_kl, n_steps=len(batch))
+    return batch, metrics
+
+
+@dataclass
+class RunningMoments:
+    """Count, mean and sum of squared deviations of all numbers so far, in double precision.
+
+    Batches are joined by Chan's form of Welford's update.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, count: int, mean: float, squares: float) -> None:
+        """Take in a batch: its count, mean, and sum of squared deviations from that mean."""
+        if count == 0:
+            return
+        total = self.count + count
+        distance = mean - self.mean
+        self.squares += squares + distance**2 * self.count * count / total
+        self.mean += distance * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """The standard deviation (n - 1); 1 as long as all numbers are equal."""
+        if self.count < 2 or self.squares <= 0:
+            return 1.0
+        return math.sqrt(self.squares / (self.count - 1))
+
+
+class RunningNorm:
+    """The moments of what is normalised, by its name: "rewards", "advantages"."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names` are those of `algorithm.running_norm`."""
+        self.moments = {name: RunningMoments() for name in names}
+
+    def scores(self, batch: DataProto) -> tuple[Tensor, Metrics]:
+        """`token_level_scores`, normalised where that is asked for: by samples' sums.
+
+        Every score is divided by the standard deviation; the mean is taken off at the last token.
+        """
+        columns = read_columns(batch, "token_level_scores", "response_mask")
+        scores = columns["token_level_scores"]
+        if "rewards" not in self.moments:
+            return scores, {}
+
+        inside = columns["response_mask"].bool()
+        answered = inside.any(dim=-1)
+        of_samples = scores.sum(dim=-1)[answered].double()
+        mean = of_samples.mean().item() if len(of_samples) else 0.0
+        moments = self.moments["rewards"]
+        moments.add(len(of_samples), mean, (of_samples - mean).square().sum().item())
+
+        normalised = scores / moments.std
+        last = last_places(inside)
+        normalised[answered.nonzero().squeeze(-1), last[answered]] -= moments.mean / moments.std
+        return normalised, self._metrics("rewards")
+
+    def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """The same batch with its advantages normalised, where that is asked for, by tokens."""
+        if "advantages" not in self.moments:
+            return batch, {}
+
+        columns = read_columns(batch, "advantages", "response_mask")
+        inside = columns["response_mask"].bool().to(columns["advantages"].dtype)
+        count = int(torch.count_nonzero(inside))
+        mean = columns["advantages"].sum(dtype=torch.float64).item() / max(count, 1)
+        normalised = (columns["advantages"] - mean).mul_(inside)
+        moments = self.moments["advantages"]
+        moments.add(count, mean, torch.linalg.vector_norm(normalised).item() ** 2)
+
+        normalised.add_(inside, alpha=mean - moments.mean).div_(moments.std)
+        return write_columns(batch, advantages=normalised), self._metrics("advantages")
+
+    def _metrics(self, name: str) -> Metrics:
+        moments = self.moments[name]
+        return {
+            f"critic/{name}/running_mean": moments.mean,
+            f"critic/{name}/running_std": moments.std,
+        }
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """The moments by name, as JSON has them."""
+        return {name: asdict(moments) for name, moments in self.moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.moments = {name: RunningMoments(**state[name]) for name in self.moments}
+
+
+@torch.no_grad()
+def compute_distillation_advantage(
+    old_log_probs: Tensor, teacher_log_prob: Tensor, response_mask: Tensor, gamma: float = 0.0
+) -> Tensor:
+    """Every token's log p(teacher) - log p(policy), with those of later tokens by `gamma`."""
+    inside = response_mask.bool()
+    rewards = (teacher_log_prob - old_log_probs).masked_fill(~inside, 0)
+    return returns_of(rewards, response_mask, gamma)
+
+
+def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, float]]:
+    """The same batch with the teacher's part in its advantages and returns, and the reverse KL.
+
+    The KL is estimated by the mean over samples of their
+    tokens' mean.
+    """
+    columns = read_columns(batch, "old_log_probs", "teacher_log_prob", "response_mask")
+    settings = config.distillation
+    advantages = compute_distillation_advantage(**columns, gamma=settings.gamma)
+    returns = advantages
+    if not teacher_is_alone(config):
+        from_rewards = read_columns(batch, "advantages", "returns")
+        advantages = from_rewards["advantages"] + settings.coef * advantages
+        returns = from_rewards["returns"]  # what a critic learns is of the rewards
+    write_columns(batch, advantages=advantages, returns=returns)
+
+    inside = columns["response_mask"].bool()
+    log_ratio = columns["old_log_probs"] - columns["teacher_log_prob"]
+    of_samples = masked_mean(log_ratio, inside, axis=-1)
+    return batch, {
+        "distillation/reverse_kl": masked_mean(of_samples, inside.any(dim=-1)).item(),
+        "distillation/teacher_log_prob": masked_mean(columns["teacher_log_prob"], inside).item(),
+    }

@@ -1,0 +1,93 @@
+"""The second stage: what roles say of the samples, and how far trainer and rollout are apart.
+
+Old log-probs are the trainer's own of the samples, before the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.ppo.compute_advantage import columns_read
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.roles import Scoring
+from trainer.ppo.update import columns_of_correction
+from verl_like.batch.protocol import DataProto
+from workers.columns import has_column, read_columns
+from workers.config.conditions import has_teacher
+from workers.losses.mismatch import MismatchGauge
+from workers.losses.registry import facts_of, get_policy_loss
+
+
+def readings(scorings: Sequence[Scoring], config: PPOConfig, update_finds: bool) -> list[Scoring]:
+    """The calls of a step.
+
+    Old log-probs are not computed under a bypass, which takes the rollout's, nor where the update
+    itself finds them.
+    """
+    if config.algorithm.rollout_correction.bypass_mode or update_finds:
+        return [each for each in scorings if each.column != "old_log_probs"]
+    return list(scorings)
+
+
+def columns_asked(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
+    """The further columns of a call that the estimator reads, as settings of the call."""
+    wanted = columns_read(config.algorithm.adv_estimator)
+    return {name: True for name in scoring.writes[1:] if name in wanted}
+
+
+def update_finds_old_log_probs(config: PPOConfig, step: int) -> bool:
+    """Whether the update's own forward pass is the old log-probs of samples of the policy."""
+    return old_log_probs_are_the_updates_own(config) and not measures_reference(config, step)
+
+
+def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
+    """Whether samples of the current policy need no old log-probs before the update.
+
+    True if the first forward pass of the update sees every row under the weights that made it, and
+    nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
+    teacher, no correction for the rollout, no bypass, no loss that chooses tokens by them. (Models
+    train without dropout.)
+    """
+    actor = config.actor_rollout_ref.actor
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode or columns_of_correction(correction):
+        return False
+    if facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens is not None:
+        return False
+    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
+        return False
+    if has_teacher(config):
+        return False
+    return not config.algorithm.use_kl_in_reward and "old_log_probs" not in columns_read(
+        config.algorithm.adv_estimator
+    )
+
+
+def measures_reference(config: PPOConfig, step: int) -> bool:
+    """Whether this step tells how far an int8 reference is off: before the actor has moved."""
+    return (
+        step == 1
+        and "ref" in config.role_mapping
+        and bool(config.actor_rollout_ref.ref.quantization)
+    )
+
+
+def mismatch_metrics(batch: DataProto) -> dict[str, float]:
+    """verl's figures on `rollout_log_probs` against `old_log_probs`."""
+    columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
+    gauge = MismatchGauge(columns["response_mask"].shape[1])
+    gauge.add(columns["rollout_log_probs"], columns["old_log_probs"], columns["response_mask"])
+    return gauge.metrics()
+
+
+def reference_drift(batch: DataProto, config: PPOConfig, step: int) -> dict[str, float]:
+    """At the first step, the mean |log-prob by the reference - by the actor| of a token.
+
+    Both have the same weights then, and the actor's are not rounded.
+    """
+    if not measures_reference(config, step) or not has_column(batch, "old_log_probs"):
+        return {}
+    columns = read_columns(batch, "ref_log_prob", "old_log_probs", "response_mask")
+    gaps = (columns["ref_log_prob"] - columns["old_log_probs"]).abs().double()
+    inside = columns["response_mask"] != 0
+    return {"ref/quantization_log_prob_diff_mean": float(gaps[inside].mean())}
