@@ -34,16 +34,12 @@ def check_rows_config(config: RowConfig) -> None:
 
     settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
     check_optim(config.optim, "optim")
-    _check_pass(config, 1, "{length} does not fit into a pass of {room}")
+    _check_pass(config, 1, "A row of {} tokens does not fit")
 
 
 def check_pairs_fit(config: RowConfig) -> None:
-    """The rule of recipes whose rows are pairs."""
-    _check_pass(
-        config,
-        2,
-        "Two responses of {length} do not fit into a pass of {room}, and a pair is in one",
-    )
+    """The rule of recipes whose rows are pairs, which are in one pass."""
+    _check_pass(config, 2, "Two responses of {} tokens do not fit")
 
 
 def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
@@ -51,8 +47,8 @@ def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
     data = config.data
     room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
     if data.use_dynamic_bsz and num_sides * longest > room:
-        length = f"data.max_length={data.max_length} tokens"
-        if data.max_length is None:
-            length = f"data.max_length=null, {LONGEST_ROW} tokens at most,"
-        story = problem.format(length=length, room=f"data.max_token_len_per_gpu={room} tokens")
-        raise ConfigError(f"{story}; lower the one, or raise the other.")
+        length = f"data.max_length={data.max_length or f'null, at most {LONGEST_ROW}'}"
+        raise ConfigError(
+            f"{problem.format(length)} into a pass of data.max_token_len_per_gpu={room} tokens; "
+            "lower the one, or raise the other."
+        )
