@@ -1,12 +1,8 @@
-"""usage: verl-like doctor [--model PATH]
+"""usage: verl-like doctor
 
 One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that
 says FAIL ends with the command that mends it. Takes 10 to 20 seconds; the exit code is 1 if
 anything needed fails.
-
-With --model, for one model folder (or name on the hub) which path each part of a run takes and why:
-attention, packed or padded rows, rollout engines, the state that is loaded.
-Only its config.json is needed.
 """
 
 from __future__ import annotations
@@ -16,13 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli.findings import Finding, show
 from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
+from verl_like.terminal import fit, print_or_end, terminal_width
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -41,6 +38,20 @@ PIP = f"{sys.executable} -m pip install"
 GB = 2.0**30
 PROBE_LIMIT_S = 150
 """A busy machine is not a broken one: on an idle one a probe takes 20 s."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it is, and for a failure the command that mends it."""
+
+    subject: str
+    detail: str
+    mend: str = ""
+    is_optional: bool = False
+
+    def __str__(self) -> str:
+        mark = "ok  " if not self.mend else "-   " if self.is_optional else "FAIL"
+        return f"{mark}  {self.subject:<14}{self.detail}" + (f" → {self.mend}" if self.mend else "")
 
 
 def findings() -> Iterator[Finding]:
@@ -184,13 +195,19 @@ def check_works(name: str, mend: str) -> Finding:
     return Finding(f"{name} works", said, mend)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """What a run needs; or, of one model, which path each part of a run takes."""
-    if not arguments:
-        show(findings(), "all that a run needs works")
-    elif arguments[0] == "--model" and len(arguments) == 2:
-        from trainer.cli.doctor_model import model_findings
+def show(found: Iterable[Finding]) -> None:
+    """Print every finding as it comes; exit code 1 if a needed thing fails."""
+    failed = 0
+    for finding in found:
+        print_or_end(fit(str(finding), terminal_width(), "      "))
+        failed += bool(finding.mend) and not finding.is_optional
+    passed = "all that a run needs works"
+    print_or_end(f"{failed} of these fail; each line ends with what mends it" if failed else passed)
+    sys.exit(bool(failed))
 
-        show(model_findings(arguments[1]), "found on a small model of its class")
-    else:
+
+def main(arguments: Sequence[str]) -> None:
+    """Look at everything."""
+    if arguments:
         sys.exit(__doc__)
+    show(findings())

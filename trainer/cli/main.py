@@ -9,7 +9,7 @@
                                 (of these --cfg all shows all keys)
   explain [key=value ...]       say in words what a step of ppo will do
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
-  doctor [--model PATH]         what a run needs, or does with a model
+  doctor                        what a run needs, and whether it works
   make-tiny DIR                 a model and data for trying things
   serve-reward [...]            answer reward requests over HTTP
   migrate SYSTEM FILE           a script of verl's, TRL's, ... in our keys

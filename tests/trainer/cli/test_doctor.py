@@ -12,7 +12,7 @@ import pytest
 
 from tests.programs import VERL_LIKE
 from trainer.cli import doctor, probes
-from trainer.cli.findings import Finding, show
+from trainer.cli.doctor import Finding, show
 from verl_like.process.machine import free_memory_gb
 
 
@@ -115,14 +115,14 @@ def test_the_exit_code_counts_what_is_needed(
     mend: str, optional: bool, code: int, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        show([Finding("a", "b", mend, optional)], "passed")
+        show([Finding("a", "b", mend, optional)])
     assert ended.value.code == code
     assert ("fail" in capsys.readouterr().out) == bool(code)
 
 
 FINDS_MUCH = """
-from trainer.cli.findings import Finding, show
-show((Finding("a", "b") for _ in range(100_000)), "passed")
+from trainer.cli.doctor import Finding, show
+show(Finding("a", "b") for _ in range(100_000))
 """
 
 
