@@ -10,7 +10,7 @@ import csv
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ CheckColumns = Callable[[Sequence[str]], None]
 """Refuses a table that lacks a column."""
 NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are no UTF-8, as Python's surrogateescape reads them."""
-DEEPEST = 100
-"""Levels of a row's lists and objects: what is deeper exhausts the stack of who reads it."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
 
 
@@ -115,7 +113,7 @@ def json_rows(path: Path) -> Placed:
 
 def _json_row(line: bytes) -> Any:
     try:
-        row = parse_json(line)
+        return parse_json(line)
     except UnicodeDecodeError as err:
         return ValueError(f"not UTF-8 ({err})")
     except ValueError as err:
@@ -123,20 +121,3 @@ def _json_row(line: bytes) -> Any:
             f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON object a "
             "line"
         )
-    if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
-        return ValueError(f"nested more than {DEEPEST} levels deep")
-    return row
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
-def _depth(value: Any) -> int:
-    """Levels of lists and objects within each other."""
-    levels = 0
-    inner = [value]
-    while inner := [one for one in inner if isinstance(one, dict | list) and one]:
-        levels += 1
-        inner = [part for one in inner for part in _parts(one)]
-    return levels

@@ -39,7 +39,6 @@ from trainer.data.prompt_tokens import (
     readable,
     refuse_empty_messages,
 )
-from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
@@ -217,7 +216,7 @@ ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
     """Rows with the columns that `TrainEngine.update` reads."""
     return DataProto.from_dict(
-        tensors=lm_columns(rows, pad_token_id), non_tensors={"uid": as_objects(uids)}
+        tensors=lm_columns(rows, pad_token_id), non_tensors={"uid": list(uids)}
     )
 
 

@@ -33,7 +33,6 @@ from trainer.data.encoded_rows import (
 from trainer.data.files import Row
 from trainer.data.lm_rows import encode_lm_row, filled_columns, lm_columns
 from trainer.data.prompt_tokens import encode_prompt
-from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column
 from verl_like.errors import ConfigError
@@ -145,4 +144,4 @@ def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) 
         name: column.unflatten(0, (-1, 2)) for name, column in columns.items()
     }
     tensors["margin"] = torch.tensor([row.margin for row in rows])
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": as_objects(uids)})
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})

@@ -12,7 +12,7 @@ validation takes a whole `PromptSet`:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -142,12 +142,12 @@ class PromptSet:
                 "position_ids": input_ids.with_values(positions),
             },
             non_tensors={
-                "uid": as_objects([f"{row}-{epoch}" for row in chosen]),
-                "raw_prompt": as_objects([row[self._config.prompt_key] for row in rows]),
-                "data_source": as_objects([row["data_source"] for row in rows]),
-                "reward_model": as_objects([row["reward_model"] for row in rows]),
-                "extra_info": as_objects([row.get("extra_info") or {} for row in rows]),
-                **({"row_columns": as_objects(others)} if self.columns else {}),
+                "uid": [f"{row}-{epoch}" for row in chosen],
+                "raw_prompt": [row[self._config.prompt_key] for row in rows],
+                "data_source": [row["data_source"] for row in rows],
+                "reward_model": [row["reward_model"] for row in rows],
+                "extra_info": [row.get("extra_info") or {} for row in rows],
+                **({"row_columns": others} if self.columns else {}),
             },
             meta_info={
                 "eos_token_id": self._tokenizer.eos_token_id,
@@ -265,11 +265,3 @@ class PromptLoader:
         """Go to where `state` was taken; other data or another batch size is refused."""
         refuse_other_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]
-
-
-def as_objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """A one-dimensional object column; of lists of equal length numpy itself would make a table."""
-    column = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):
-        column[index] = value
-    return column

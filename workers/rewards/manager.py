@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import count_ones, read_columns, token_rows
@@ -197,7 +198,5 @@ def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
     rows, masks = token_rows(batch, "responses", "response_mask")
     responses = [row[mask != 0].tolist() for row, mask in zip(rows, masks, strict=True)]
     texts = decode_rows(tokenizer, responses)
-    column = np.empty(len(texts), dtype=object)
-    column[:] = texts
-    batch.non_tensor_batch[RESPONSE_TEXT] = column
+    batch.non_tensor_batch[RESPONSE_TEXT] = object_rows(texts)
     return texts

@@ -13,7 +13,7 @@ import torch
 from trainer.best_of_n.config import SelectionConfig
 from trainer.best_of_n.selection import read_rows, select, write_rows
 from trainer.data.files import rows_of_files
-from trainer.data.prompts import as_objects
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
@@ -42,10 +42,10 @@ def samples(tokenizer: Any, scores: list[list[float]], prompt: Any = "say a") ->
             "sample_index": torch.tensor(indices),
         },
         {
-            "uid": as_objects(uids),
-            "raw_prompt": as_objects([prompt] * len(texts)),
-            "data_source": as_objects(["letters"] * len(texts)),
-            "finish_reason": as_objects(["stop"] * len(texts)),
+            "uid": object_rows(uids),
+            "raw_prompt": object_rows([prompt] * len(texts)),
+            "data_source": object_rows(["letters"] * len(texts)),
+            "finish_reason": object_rows(["stop"] * len(texts)),
             "reward_extra/style": np.linspace(0, 1, len(texts)),
         },
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from trainer.data.prompts import as_objects
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.ledger import Ledger
 from trainer.detached.pieces import BufferSettings, Experience, Order, Pacing, PieceStream
 from trainer.detached.samplers import SAMPLERS, Sampler
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
 from workers.rollout.batches import REQUEST
@@ -36,7 +36,7 @@ class NumberedPrompts:
         rows = torch.arange(first, first + self.size)[:, None]
         names = ("input_ids", "attention_mask", "position_ids", "response_mask")
         tensors = {name: rows if name == "input_ids" else torch.ones_like(rows) for name in names}
-        return DataProto.from_dict(tensors, {"uid": as_objects(uids)})
+        return DataProto.from_dict(tensors, {"uid": object_rows(uids)})
 
 
 def make_buffer(

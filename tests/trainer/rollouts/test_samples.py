@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tests.trainer.report.report_runs import make_run
-from trainer.data.prompts import as_objects
 from trainer.report.page import write_report
 from trainer.report.read import read_run
 from trainer.rollouts.samples import EXTRA, write_samples
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.files import lines_of, parse_json
 
@@ -31,10 +31,10 @@ def batch_of(texts: list[str]) -> DataProto:
             "sample_index": torch.zeros(rows, dtype=torch.int64),
         },
         non_tensors={
-            "uid": as_objects([str(row) for row in range(rows)]),
-            "data_source": as_objects(texts),
-            "reward_model": as_objects([{"ground_truth": text} for text in texts]),
-            f"{EXTRA}note": as_objects([{text: [text]} for text in texts]),
+            "uid": object_rows([str(row) for row in range(rows)]),
+            "data_source": object_rows(texts),
+            "reward_model": object_rows([{"ground_truth": text} for text in texts]),
+            f"{EXTRA}note": object_rows([{text: [text]} for text in texts]),
         },
     )
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.data.prompts import as_objects, load_tokenizer
+from trainer.data.prompts import load_tokenizer
 from trainer.rollouts.samples import write_samples
 from trainer.rollouts.trainer import with_responses
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses, samples_of
@@ -51,10 +52,10 @@ def scored(tokenizer: Any) -> DataProto:
             "sample_index": torch.zeros(4, dtype=torch.int64),
         },
         {
-            "uid": as_objects(list("wxyz")),
-            "data_source": as_objects(["letters"] * 4),
-            "reward_model": as_objects([{"ground_truth": ""}] * 4),
-            "extra_info": as_objects([{}] * 4),
+            "uid": object_rows(list("wxyz")),
+            "data_source": object_rows(["letters"] * 4),
+            "reward_model": object_rows([{"ground_truth": ""}] * 4),
+            "extra_info": object_rows([{}] * 4),
         },
     )
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.forked import start_python
-from trainer.data.prompts import as_objects
 from trainer.ppo.config import PPOConfig
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.process import child
@@ -122,10 +122,10 @@ def make_batch(
     return DataProto.from_dict(
         tensors={"responses": responses, "response_mask": mask},
         non_tensors={
-            "uid": as_objects([f"{row}-0" for row in range(len(solutions))]),
-            "data_source": as_objects([source] * len(solutions)),
-            "reward_model": as_objects([{"ground_truth": truth} for truth in truths]),
-            "extra_info": as_objects([{} for _ in solutions]),
+            "uid": object_rows([f"{row}-0" for row in range(len(solutions))]),
+            "data_source": object_rows([source] * len(solutions)),
+            "reward_model": object_rows([{"ground_truth": truth} for truth in truths]),
+            "extra_info": object_rows([{} for _ in solutions]),
         },
     )
 
