@@ -6,8 +6,6 @@ last line says what is wrong.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import tempfile
 import time
@@ -18,59 +16,28 @@ from trainer.cli.make_tiny import make_model, make_tokenizer
 
 
 def torch() -> str:
-    """One gloo all-reduce between two processes."""
+    """The cards, and what they speak to each other by."""
     import torch
     import torch.distributed as dist
-    from torch.multiprocessing import get_context
 
-    with tempfile.TemporaryDirectory() as folder:
-        other = get_context("spawn").Process(target=_join, args=(1, f"{folder}/store"))
-        other.start()
-        total = _join(0, f"{folder}/store")
-        other.join(30)
-    if total != 3.0 or other.exitcode != 0:
-        raise RuntimeError(
-            f"1 + 2 over gloo gave {total}, the other process ended with {other.exitcode}"
-        )
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    nccl = "" if not cards else ", nccl" if dist.is_nccl_available() else ", NO nccl"
-    return (
-        f"two processes added up over gloo{nccl}; cards: "
-        f"{', '.join(cards) or 'none, roles run on the CPU'}"
-    )
+    nccl = "" if not cards else ", with nccl" if dist.is_nccl_available() else ", WITHOUT nccl"
+    shown = ", ".join(cards) or "none, roles run on the CPU"
+    return f"torch {torch.__version__}; cards: {shown}{nccl}"
 
 
-def _join(rank: int, store: str) -> float:
-    import torch.distributed as dist
-    from torch import tensor
-
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    total = tensor(float(rank + 1))
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return total.item()
+def local() -> str:
+    """A token of a tiny model in this process."""
+    return _generate("local", 1)
 
 
 def ray() -> str:
-    """A cluster on this machine, one call of a worker in it."""
-    from verl_like.backends.ray import (
-        RayClassWithInitArgs,
-        RayResourcePool,
-        RayWorkerGroup,
-        connect,
-    )
-    from verl_like.process.worker import Worker
-
-    began = time.perf_counter()
-    connect(num_cpus=1, logging_level=logging.ERROR)
-    started = time.perf_counter() - began
-    group: Any = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Worker))
-    answer = group.execute_func_rank_zero.remote(os.getpid).get(timeout=30)
-    return f"started a cluster in {started:.1f} s and called process {answer}"
+    """The same of two processes in a cluster on this machine."""
+    return _generate("ray", 2)
 
 
-def rollout() -> str:
-    """A tiny model: its weights synced once from actor to rollout, then one token."""
+def _generate(backend: str, num_processes: int) -> str:
+    """Weights of a tiny model are synced once from actor to rollout; then one token is made."""
     import torch
 
     from trainer import WorkerGroups, load_config
@@ -78,16 +45,19 @@ def rollout() -> str:
     from workers.weights.sync import sync_weights
 
     torch.set_num_threads(1)
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         make_model(make_tokenizer()).save_pretrained(Path(folder) / "model")
         settings = [
-            f"actor_rollout_ref.model.path={folder}/model",
+            f"trainer.backend={backend}",
+            "trainer.device=cpu",
+            f"trainer.n_gpus_per_node={num_processes}",
             f"trainer.default_local_dir={folder}",
+            f"actor_rollout_ref.model.path={folder}/model",
             "algorithm.adv_estimator=reinforce_plus_plus",
             "data.max_prompt_length=4",
             "data.max_response_length=1",
             "data.train_files=none",
-            "trainer.backend=local",
         ]
 
         with WorkerGroups(load_config(settings)) as groups:
@@ -100,14 +70,14 @@ def rollout() -> str:
                 "input_ids": tokens,
                 "attention_mask": torch.ones_like(tokens),
                 "position_ids": tokens - 1,
+                "sample_index": torch.zeros(1, dtype=torch.int64),
             }
-            batch = DataProto.from_dict(
-                {**columns, "sample_index": torch.zeros(1, dtype=torch.int64)}, {"uid": ["0-0"]}
-            )
-            batch.meta_info = {"eos_token_id": 0, "pad_token_id": 0}
+            ends = {"eos_token_id": 0, "pad_token_id": 0}
+            batch = DataProto.from_dict(columns, {"uid": ["0-0"]}, ends)
             token = int(groups["rollout"].generate_sequences(batch).batch["responses"][0, 0])
 
-    return f"synced one version of the weights, then generated token {token}"
+    seconds = time.perf_counter() - began
+    return f"synced weights, then generated token {token}, in {seconds:.1f} s from the start"
 
 
 def vllm() -> str:
@@ -149,8 +119,8 @@ def flash_attention() -> str:
 
 PROBES = {
     "torch": torch,
+    "local": local,
     "ray": ray,
-    "rollout": rollout,
     "vllm": vllm,
     "flash_attention": flash_attention,
 }

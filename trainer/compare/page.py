@@ -11,6 +11,7 @@ from trainer.compare import tables
 from trainer.compare.runs import ComparedRun
 from trainer.report import figures
 from trainer.report.figures import COLOURS, Panel
+from trainer.report.page import page_of
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
@@ -20,12 +21,7 @@ TEMPLATE = Path(__file__).with_name("template.html")
 
 def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
     """Write the page, whole or not at all."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
-    )
-    page = environment.get_template(TEMPLATE.name).render(_content(runs))
+    page = page_of(TEMPLATE).render(_content(runs))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page)

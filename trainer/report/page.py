@@ -66,7 +66,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def _write(data: RunData) -> Path:
-    page = _template().render(_content(data))
+    page = page_of(TEMPLATE).render(_content(data))
     path = data.folder / REPORT_FILE
     # a lone surrogate of a sample has no UTF-8: it is shown by its number
     write_whole(path, page.encode(errors="backslashreplace"), to_disk=False)
@@ -74,13 +74,12 @@ def _write(data: RunData) -> Path:
 
 
 @functools.cache
-def _template() -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+def page_of(template: Path) -> Template:
+    """A page to be filled in: text is escaped, and what is missing an error."""
+    from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
-    )
-    return environment.get_template(TEMPLATE.name)
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(template.read_text(encoding="utf-8"))
 
 
 def _content(data: RunData) -> dict[str, Any]:

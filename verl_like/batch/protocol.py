@@ -26,7 +26,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from verl_like.errors import BatchError
 
 Keys = str | Iterable[str] | None
 Names = str | list[str] | tuple[str, ...]
+T = TypeVar("T")
 _Slice = slice  # the class below has a method of this name
 
 
@@ -188,20 +189,15 @@ class DataProto:
         arrays = {
             name: columns.as_array(name, column) for name, column in (non_tensors or {}).items()
         }
-        dense, ragged = {}, {}
-        for name, column in (tensors or {}).items():
-            if isinstance(column, Ragged):
-                ragged[name] = column
-            else:
+        tensors = dict(tensors or {})
+        rows = None
+        for name, column in tensors.items():
+            if not isinstance(column, Ragged):
                 columns.check_tensor(name, column)
-                dense[name] = column
-        lengths = {name: len(column) for name, column in (tensors or {}).items()}
-        columns.check_lengths(lengths | {name: len(array) for name, array in arrays.items()})
-
-        batch = None
-        if dense:
-            batch = TensorDict(dense, batch_size=[next(iter(lengths.values()))])
-        return cls(batch, arrays, meta_info, ragged=ragged)
+                rows = len(column)
+        everything: dict[str, Any] = {**tensors, **arrays}
+        columns.check_lengths({name: len(column) for name, column in everything.items()})
+        return cls._of_parts(rows, tensors, arrays, meta_info)
 
     @classmethod
     def from_single_dict(
@@ -357,26 +353,13 @@ class DataProto:
 
         None takes all of a kind.
         """
-        picked = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        picked = self._made(
+            _picked(self.columns, batch_keys, "tensor column"),
+            len(self),
+            _picked(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column"),
+            _picked(self.meta_info, meta_info_keys, "key of meta_info"),
+        )
         return copy.deepcopy(picked) if deepcopy else picked
-
-    def _pick(self, batch_keys: Keys, non_tensor_batch_keys: Keys, meta_info_keys: Keys) -> Self:
-        """The columns of `select` and `pop`."""
-        tensors = self.columns
-        if batch_keys is not None:
-            names = columns.known_keys(batch_keys, tensors, "tensor column")
-            tensors = {name: tensors[name] for name in names}
-
-        arrays = self.non_tensor_batch
-        if non_tensor_batch_keys is not None:
-            names = columns.known_keys(non_tensor_batch_keys, arrays, "non-tensor column")
-            arrays = {name: arrays[name] for name in names}
-
-        meta = self.meta_info
-        if meta_info_keys is not None:
-            names = columns.known_keys(meta_info_keys, meta, "key of meta_info")
-            meta = {name: meta[name] for name in names}
-        return self._made(tensors, len(self), arrays, meta)
 
     def pop(
         self,
@@ -388,7 +371,7 @@ class DataProto:
 
         None takes none of a kind.
         """
-        taken = self._pick(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         if taken._dense is not None and not taken._dense.keys():
             taken._dense = None
         if taken.columns:
@@ -658,7 +641,7 @@ class DataProto:
 
     def __copy__(self) -> Self:
         """Another batch that shares every column."""
-        copied = self._pick(None, None, None)
+        copied = self.select()
         copied.shard = self.shard
         return copied
 
@@ -702,10 +685,10 @@ class DataProto:
         rows: int | None,
         tensors: dict[str, Column],
         arrays: dict[str, Array],
-        meta: dict[str, Any],
+        meta: dict[str, Any] | None,
         shard: Shard | None = None,
     ) -> Self:
-        """A batch that travelled in parts; `rows` is None if it had no TensorDict."""
+        """A batch of columns; `rows` is None if it had no TensorDict."""
         ragged = {name: column for name, column in tensors.items() if isinstance(column, Ragged)}
         batch = None
         if rows is not None:
@@ -718,6 +701,13 @@ def _unpickled(
 ) -> DataProto:
     """What a pickled batch calls to be one again."""
     return cls._of_parts(rows, wire.unpack_columns(tensors), *others)
+
+
+def _picked(entries: Mapping[str, T], keys: Keys, kind: str) -> dict[str, T]:
+    """The entries of these keys; all of them if there are none."""
+    if keys is None:
+        return dict(entries)
+    return {key: entries[key] for key in columns.known_keys(keys, entries, kind)}
 
 
 def _without(entries: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:

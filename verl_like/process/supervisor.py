@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fcntl import F_DUPFD, fcntl
 from functools import partial
 from typing import NoReturn
@@ -155,7 +155,11 @@ def watch(
         poll.register(starter, getattr(select, "POLLRDHUP", 0))
     open_outputs, ending = dict(outputs), None
     next_look = time.monotonic() + WATCH_S
-    with _noticed(child, poll):
+    with contextlib.ExitStack() as closing:
+        if hasattr(os, "pidfd_open"):  # elsewhere the child's end is noticed at the next look
+            handle = os.pidfd_open(child)
+            closing.callback(os.close, handle)
+            poll.register(handle, select.POLLIN)
         while ending is None:
             wait = min(next_look, end) - time.monotonic()
             ready = [number for number, _ in poll.poll(max(0.0, 1000 * wait))]
@@ -179,19 +183,6 @@ def watch(
         while output in open_outputs:
             problem = _read(output, open_outputs) or problem
     return ending and (problem or ending)
-
-
-@contextlib.contextmanager
-def _noticed(child: int, poll: select.poll) -> Iterator[None]:
-    """The poll wakes when the child ends; where no system call for it is, at the next look."""
-    handle = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
-    try:
-        if handle is not None:
-            poll.register(handle, select.POLLIN)
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _read(output: int, outputs: dict[int, Callable[[bytes], str | None]]) -> str | None:

@@ -128,11 +128,7 @@ class Calls:
                 put(number, self.score(sample))
 
     def score(self, sample: Sample) -> Outcome:
-        try:
-            result = self._call(sample)
-        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
-            return self._failed(err)
-        return self._read(result)
+        return self._outcome(lambda: self._call(sample))
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Every sample's outcome, of a function that takes them all at once."""
@@ -148,12 +144,12 @@ class Calls:
             return [(None, {}, LATE)] * len(samples)
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return [self._failed(err)] * len(samples)
-        return [self._read(result) for result in results]
+        return [self._outcome(lambda result=result: result) for result in results]
 
-    def _read(self, result: Any) -> Outcome:
+    def _outcome(self, score: Callable[[], Any]) -> Outcome:
         try:
-            return read_outcome(result)
-        except Exception as err:  # noqa: BLE001 - nor is what it returns of a known kind
+            return read_outcome(score())
+        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(err)
 
     def _failed(self, err: BaseException) -> Outcome:
@@ -180,7 +176,7 @@ class Calls:
             return None, {}, LATE
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(err)
-        return self._read(result)
+        return self._outcome(lambda: result)
 
     async def _within_deadline(self, awaitable: Awaitable[Any]) -> Any:
         async with asyncio.timeout(self._spec.deadline):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,20 @@ from verl_like.process.machine import free_memory_gb
 
 
 @pytest.mark.ray
-def test_everything_works_here_within_its_time() -> None:
-    began = time.perf_counter()
+def test_everything_works_here() -> None:
     done = subprocess.run(
-        [VERL_LIKE, "doctor"], capture_output=True, text=True, timeout=200, check=False
+        [VERL_LIKE, "doctor"], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("two processes added up over gloo", "started a cluster", "then generated token"):
-        assert line in done.stdout
-    assert (
-        time.perf_counter() - began < 170
-    )  # 20 s on an idle machine, more beside a busy neighbour
+    lines = [line for line in done.stdout.splitlines() if "then generated token" in line]
+    assert [line.split()[:3] for line in lines] == [
+        ["ok", "local", "works"],
+        ["ok", "ray", "works"],
+    ]
 
 
-def test_the_rollouts_probe_generates() -> None:
-    assert "then generated token" in probes.rollout()
+def test_a_probe_generates() -> None:
+    assert "then generated token" in probes.local()
 
 
 def test_a_missing_package_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +69,7 @@ def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyP
     assert {
         "torch works",
         "ray works",
-        "rollout works",
+        "local works",
         "CPUs",
         "cards",
         "memory",
