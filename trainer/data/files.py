@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, json_rows, parquet_rows
 from trainer.data.hub import hub_files, is_hub_name
+from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
 from verl_like.signatures import Call, check_call
@@ -58,8 +59,10 @@ def good_rows(
     was_one_skipped = False
     for where, row in rows:
         try:
-            if why := why_no_row(row):
-                raise ValueError(why)
+            if isinstance(row, ValueError):
+                raise row
+            if not isinstance(row, dict):
+                raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
             made: T | None = make(where, row)
         except ConfigError:  # of all rows, not of this one
             raise
@@ -83,8 +86,18 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     """
     if not needs_rules:
         row = with_rule_columns(row)
-    if problem := _problem(row, prompt_key):
-        raise ValueError(problem)
+    for column in (prompt_key, *RULE_COLUMNS):
+        if row.get(column) is None:
+            raise ValueError(f"nothing in column {column!r}; there is {filled_columns(row)}")
+    prompt, rule = row[prompt_key], row["reward_model"]
+    if not prompt:
+        raise ValueError(f"{prompt_key!r} is empty")
+    if not isinstance(prompt, str):
+        check_messages(prompt_key, prompt)
+    if not isinstance(rule, dict):
+        raise ValueError(f"reward_model is {rule!r:.80}, not an object with 'ground_truth'")
+    if "ground_truth" not in rule:
+        raise ValueError(f"reward_model has no 'ground_truth', only {filled_columns(rule)}")
     return row
 
 
@@ -226,37 +239,10 @@ def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
             )
 
 
-def why_no_row(found: Any) -> str | None:
-    """What is wrong with what stands where a row should, if it is none."""
-    if isinstance(found, ValueError):
-        return str(found)
-    if not isinstance(found, dict):
-        return f"it is a {type(found).__name__}, not an object with columns"
-    return None
-
-
-def _problem(row: Row, prompt_key: str) -> str | None:
-    """What is wrong with a row, if anything."""
-    for column in (prompt_key, *RULE_COLUMNS):
-        if row.get(column) is None:
-            filled = sorted(name for name, value in row.items() if value is not None)
-            return f"nothing in column {column!r}; there is {', '.join(filled)}"
-    prompt = row[prompt_key]
-    if not prompt:
-        return f"{prompt_key!r} is empty"
-    if not isinstance(prompt, str) and not all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
-    ):
-        return (
-            f"{prompt_key!r} is neither a string nor a list of messages with role and content: "
-            f"{prompt!r:.80}"
-        )
-    rule = row["reward_model"]
-    if not isinstance(rule, dict):
-        return f"reward_model is {rule!r:.80}, not an object with 'ground_truth'"
-    if "ground_truth" not in rule:
-        return f"reward_model has no 'ground_truth', only {', '.join(sorted(rule)) or 'nothing'}"
-    return None
+def filled_columns(row: Row) -> str:
+    """The names of a row's columns that have a value, for a message."""
+    filled = sorted(name for name, value in row.items() if value is not None)
+    return ", ".join(filled) or "nothing"
 
 
 def listing(folder: Path) -> str:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from trainer.data.encoded_rows import EncodedRow, LMRow, cut_rows, encode_rows, how_many
-from trainer.data.files import Row
-from trainer.data.lm_rows import filled_columns, lm_batch
+from trainer.data.files import Row, filled_columns
+from trainer.data.lm_rows import lm_batch
 from trainer.data.pairs import encode_pair, encode_reply
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError

@@ -32,12 +32,12 @@ from trainer.data.encoded_rows import (
     how_many,
     teaches,
 )
-from trainer.data.files import Row
+from trainer.data.files import Row, filled_columns
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
+    check_messages,
     encode_prompt,
     readable,
-    refuse_empty_messages,
 )
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
@@ -95,12 +95,6 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     )
 
 
-def filled_columns(row: Row) -> str:
-    """The names of a row's columns that have a value, for a message."""
-    filled = sorted(name for name, value in row.items() if value is not None)
-    return ", ".join(filled) or "nothing"
-
-
 def _encode_text(row: Row, tokenizer: Any) -> LMRow:
     text = _filled_string(row, "text")
     ids = _with_end(tokenizer(text)["input_ids"], tokenizer)
@@ -110,8 +104,6 @@ def _encode_text(row: Row, tokenizer: Any) -> LMRow:
 def _encode_response(row: Row, tokenizer: Any) -> LMRow:
     if not row["prompt"]:
         raise ValueError("'prompt' is empty")
-    if not isinstance(row["prompt"], str):
-        _check_messages("prompt", row["prompt"])
     prompt = encode_prompt(row["prompt"], tokenizer)
     response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
     ids = np.concatenate([prompt, _with_end(response, tokenizer)])
@@ -122,8 +114,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
     from jinja2 import TemplateError
 
     messages = row["messages"]
-    _check_messages("messages", messages)
-    refuse_empty_messages(messages)
+    check_messages("messages", messages)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("'messages' has none of the assistant's")
     template = tokenizer.chat_template
@@ -186,16 +177,6 @@ def _filled_string(row: Row, column: str) -> str:
     if not value.strip():
         raise ValueError(f"{column!r} is empty")
     return value
-
-
-def _check_messages(column: str, messages: Any) -> None:
-    is_list = isinstance(messages, list) and messages
-    if not is_list or not all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
-    ):
-        raise ValueError(
-            f"{column!r} is no list of messages with role and content: {messages!r:.80}"
-        )
 
 
 def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:

@@ -30,8 +30,8 @@ from trainer.data.encoded_rows import (
     how_many,
     teaches,
 )
-from trainer.data.files import Row
-from trainer.data.lm_rows import encode_lm_row, filled_columns, lm_columns
+from trainer.data.files import Row, filled_columns
+from trainer.data.lm_rows import encode_lm_row, lm_columns
 from trainer.data.prompt_tokens import encode_prompt
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column

@@ -34,7 +34,7 @@ def chat_text(messages: Any, tokenizer: Any) -> str:
     """A chat as the template of the tokenizer writes it, up to where the assistant answers."""
     from jinja2 import TemplateError
 
-    refuse_empty_messages(messages)
+    check_messages("prompt", messages)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template; "
@@ -49,10 +49,17 @@ def chat_text(messages: Any, tokenizer: Any) -> str:
     return text
 
 
-def refuse_empty_messages(messages: Any) -> None:
-    """Refuse messages without content, which templates would write as the word None."""
+def check_messages(column: str, messages: Any) -> None:
+    """Refuse what is no chat; content of None, too, which templates would write as a word."""
+    is_list = isinstance(messages, list | tuple) and messages
+    if not is_list or not all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    ):
+        raise ValueError(
+            f"{column!r} is no list of messages with role and content: {messages!r:.80}"
+        )
     for number, message in enumerate(messages):
-        if message.get("content") is None and not message.get("tool_calls"):
+        if message["content"] is None and not message.get("tool_calls"):
             raise ValueError(f"the content of message {number} is null")
         if not isinstance(message["role"], str):
             raise ValueError(f"the role of message {number} is {message['role']!r:.40}")
