@@ -14,7 +14,8 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, own_piece, random_row, started
 from trainer.data.labelled import LabelledRow
 from trainer.data.pairs import PairRow
-from trainer.preference.rows import labelled_columns, make_batch
+from trainer.preference.rows import labelled_columns
+from trainer.preference.step import PreferenceTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import write_columns
 from workers.config import OptimConfig
@@ -38,7 +39,9 @@ def batch_of(loss: str) -> DataProto:
         LabelledRow(side(), side(), number % 2 == 0) if loss == "kto" else PairRow(side(), side())
         for number in range(ROWS)
     ]
-    batch = make_batch(list(enumerate(rows)), [f"row {n}" for n in range(ROWS)], pad_token_id=0)
+    batch = PreferenceTrainer.make_batch(
+        list(enumerate(rows)), [f"row {n}" for n in range(ROWS)], pad_token_id=0
+    )
     noise = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
     if loss != "kto":
         return write_columns(batch, ref_log_probs=noise - 20)

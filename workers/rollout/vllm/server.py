@@ -13,7 +13,7 @@ import os
 import queue
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
@@ -26,6 +26,7 @@ from torch import Tensor
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.models.hf_config import read_hf_config
 from workers.rollout.base import Budget, EngineLimits
+from workers.rollout.sample import Sample
 from workers.rollout.vllm.engine import EXTENSION, VllmEngine, VllmSettings
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.read_back import Held
@@ -37,6 +38,8 @@ ANSWER_S = 600.0
 """How long the server may take for one answer, the load of its weights included."""
 LOOK_S = 10.0
 """Where no token comes for so long, the server is asked whether it is well."""
+ABORTED_S = 0.1
+"""How soon an abort is told again: a request may have come to the server after it."""
 BUCKET_BYTES = 16 * 2**20
 
 
@@ -67,6 +70,7 @@ class VllmServerEngine(VllmEngine):
         self._links = Connections(toward=str(urlsplit(url).hostname))
         self._arrived: queue.SimpleQueue[tuple[int, list[int] | Exception]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(limits.max_num_seqs, "vllm server")
+        self._streams: dict[int, Future[None]] = {}
         super().__init__(settings, limits, decode=decode)
 
     def _start(self) -> None:
@@ -100,12 +104,11 @@ class VllmServerEngine(VllmEngine):
     def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
         body = {"token_ids": token_ids, "sampling_params": params, "stream": True}
         name = {"request_id": f"{self._name}-{number}"}
-        self._threads.submit(self._stream, number, body | name)
+        stream = self._streams[number] = self._threads.submit(self._stream, number, body | name)
+        stream.add_done_callback(lambda _: self._streams.pop(number, None))
 
     def _stream(self, number: int, body: dict[str, Any]) -> None:
         """What the server draws for a request, or why there is nothing more."""
-        if number not in self._requests:
-            return
         reason = None
         try:
             with self._open("/inference/v1/generate", body) as lines:
@@ -138,9 +141,20 @@ class VllmServerEngine(VllmEngine):
                 raise tokens
 
     def _stop(self, numbers: Sequence[int]) -> None:
-        if numbers:  # the server takes none for all of them
-            names = [f"generate-tokens-{self._name}-{number}" for number in numbers]
+        """Waits until they have ended: only then another request may have their rows."""
+        known = {number: self._streams.get(number) for number in numbers}
+        running = {n: stream for n, stream in known.items() if stream and not stream.cancel()}
+        while left := {n: stream for n, stream in running.items() if not stream.done()}:
+            names = [f"generate-tokens-{self._name}-{number}" for number in left]
             self._ask("/abort_requests", {"request_ids": names})
+            wait(left.values(), ABORTED_S)
+
+    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        try:
+            return super()._abort(numbers)
+        except RolloutError:  # it is gone, and its requests with it
+            self._requests.clear()
+            return {}
 
     def _reset_prefix_cache(self, of_running: bool) -> bool:
         path = f"/reset_prefix_cache?reset_running_requests={str(of_running).lower()}"

@@ -5,6 +5,7 @@ The contract suite runs on a real server (marker `vllm`); here one stands in for
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,28 @@ def test_requests_join_those_that_run_and_what_is_aborted_goes_on(
     assert found[second].tokens.tolist() == list(range(20, 20 + RESPONSE))
     assert found[again].finish_reason == "length"
     assert engine.num_running == 0
+
+
+def test_a_request_that_comes_after_its_abort_is_aborted_before_others_get_its_row(
+    engine: VllmServerEngine, server: tuple[str, StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rank = server
+    ask, rank.held = engine._ask, {1}
+    late = threading.Event()
+
+    def ask_early(path: str, body: Any = None) -> Any:
+        answer = ask(path, body)
+        if path == "/abort_requests" and not late.is_set():
+            rank.aborted.clear()  # as if the request had not been there
+            late.set()
+        return answer
+
+    monkeypatch.setattr(engine, "_ask", ask_early)
+    (number,) = engine.submit([Sample([1])], FREE)
+    engine.take(max_tokens=2)
+    assert engine.abort([number])[number].tokens.tolist() == [1, 2]
+    assert late.is_set()
+    assert not engine._streams
 
 
 def test_weights_arrive_while_the_server_is_paused_and_later_tokens_have_their_version(
