@@ -235,7 +235,7 @@ def test_an_aborted_generation_goes_on_where_it_stopped(engine: RolloutEngine) -
     again = engine.generate([partial[i] for i in unfinished], settings())
     for i, sample in zip(unfinished, again, strict=True):
         same(sample, whole[i], engine)
-    finished = next(sample for sample in partial if sample.finish_reason == "stop")
+    finished = next(sample for sample in whole if sample.finish_reason == "stop")
     with pytest.raises(RolloutError, match="there is nothing to go on with"):
         engine.generate([finished], settings())
 
