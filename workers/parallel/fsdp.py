@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from workers.parallel.sharding import Sharding
 
-BUCKET_ELEMENTS = 16 * 2**20
+BUCKET_BYTES = 64 * 2**20
 SMALL_ELEMENTS = 16 * 2**20
 """Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
 
@@ -94,32 +95,18 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     A weight that no token of a rank reached (an expert's) has a gradient of zeros there, at every
     strategy and number of ranks: the ranks stay in step, and the optimizer does the same to it.
     """
+    gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
     if group is None:
         return
-
-    bucket: list[Tensor] = []
-    filled = 0
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None, "every gradient was filled above"
-        if bucket and filled + gradient.numel() > BUCKET_ELEMENTS:
-            _all_reduce_bucket(bucket, group)
-            bucket, filled = [], 0
-        bucket.append(gradient)
-        filled += gradient.numel()
-    if bucket:
-        _all_reduce_bucket(bucket, group)
-
-
-def _all_reduce_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in bucket])
-    dist.all_reduce(flat, group=group)
-    sizes = [gradient.numel() for gradient in bucket]
-    for own, total in zip(bucket, flat.split(sizes), strict=True):
-        own.copy_(total.view_as(own))
+    for bucket in _take_tensors(gradients, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        for own, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            own.copy_(total)
 
 
 def gather_rows(tensor: DTensor) -> Tensor | None:
