@@ -69,7 +69,8 @@ class WorkerFuture:
         """Its ranks wait for each other only for a moment, unless they wait in vain."""
         self._collect = collect
         self._answers: Answers | None = None
-        self._is_late = False
+        self.is_late = False
+        """Some answer did not come soon, or tells of a failure: `get` watches for all of them."""
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._launched, self.rows = time.time(), rows
         self._calls = CallAnswers(transport, name, pending)
@@ -103,7 +104,7 @@ class WorkerFuture:
     def _fetch(self, timeout: float | None) -> Answers:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
         began = time.monotonic()
-        if self.is_unread:
+        if not (self.has_answers or self.is_late):
             read_together([self], SOON_S if timeout is None else min(timeout, SOON_S))
         if self._answers is not None:
             answers, self._answers = self._answers, None
@@ -119,27 +120,17 @@ class WorkerFuture:
         return headers, [self.fetch_payload(pending) for pending in self.pending]
 
     @property
-    def is_unread(self) -> bool:
-        """Whether nobody has asked for the answers yet."""
-        return not (self.has_answers or self._is_late)
-
-    @property
     def has_answers(self) -> bool:
         """Whether `get` has no worker to wait for, and nothing to fetch."""
         return self._outcome is not None or self._answers is not None
 
     def accept(self, headers: list[Header], payloads: list[Any]) -> None:
         """The answers of all ranks, as they were read; what failed is left to the watched wait."""
-        if any(header.error is not None for header in headers):
-            self.mark_late()
-            return
-        self.transport.finished.extend(headers)
-        self._note_end(headers)
-        self._answers = headers, payloads
-
-    def mark_late(self) -> None:
-        """Some answer did not come soon, or tells of a failure: `get` watches for all of them."""
-        self._is_late = True
+        self.is_late = any(header.error is not None for header in headers)
+        if not self.is_late:
+            self.transport.finished.extend(headers)
+            self._note_end(headers)
+            self._answers = headers, payloads
 
     def _note_end(self, headers: Sequence[Header]) -> None:
         """How long the call took, its turn in the queue included; clocks of nodes may differ."""
@@ -195,7 +186,7 @@ def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
     answers = futures[0].transport.fetch_all(pending, seconds)
     if answers is None:
         for future in futures:
-            future.mark_late()
+            future.is_late = True
         return
     headers, payloads = iter(answers[0]), iter(answers[1])
     for future in futures:
@@ -269,12 +260,14 @@ def _outcomes(
                 outcomes.setdefault(n, (None, given_up))
             break
         outcomes[position] = outcome
-        if outcome[1] is not None and len(outcomes) < len(futures):
-            if grace_s is not None and isinstance(outcome[1], WorkerDiedError):
+        error = outcome[1]
+        if error is not None and len(outcomes) < len(futures):
+            if grace_s is not None and isinstance(error, WorkerDiedError):
                 grace_s, until = min(grace_s, AFTER_DEATH_S), None
             until = until or (None if grace_s is None else time.monotonic() + grace_s)
-            waiting = [str(future) for n, future in enumerate(futures) if n not in outcomes]
-            _log_failure(futures[position], outcome[1], ", ".join(waiting))
+            left = ", ".join(str(future) for n, future in enumerate(futures) if n not in outcomes)
+            said = f"{type(error).__name__}: {error}"
+            logger.error("%s failed: %s. Waiting for %s.", futures[position], said, left)
     return [outcomes[position] for position in range(len(futures))]
 
 
@@ -282,7 +275,7 @@ def _read_soon(futures: Sequence[Any]) -> None:
     """Read the answers of workers together, of those that nobody has waited for."""
     unread: dict[str, list[WorkerFuture]] = defaultdict(list)
     for future in futures:
-        if isinstance(future, WorkerFuture) and future.is_unread:
+        if isinstance(future, WorkerFuture) and not (future.has_answers or future.is_late):
             unread[future.transport.kind].append(future)
     for alike in unread.values():
         if len(alike) > 1:
@@ -294,9 +287,3 @@ def _outcome_of(future: Any, timeout: float | None) -> Outcome:
         return future.get(timeout), None
     except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
         return None, error
-
-
-def _log_failure(future: Any, error: Exception, left: str) -> None:
-    """Say at once what failed, while others are still waited for."""
-    name = type(error).__name__
-    logger.error("%s failed: %s: %s. Waiting for %s.", future, name, error, left)

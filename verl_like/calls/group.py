@@ -33,7 +33,7 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.messages import Call, Header
-from verl_like.calls.pack import Sender
+from verl_like.calls.pack import submit_all
 from verl_like.calls.pieces import drop_padding, own_value
 from verl_like.calls.result import BOTH, METRICS, Result, collect_metrics, form_of
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
@@ -101,13 +101,9 @@ class BoundMethod:
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
 
-        sender = Sender(group.transport, self.call)
-        pending = []
-        for place, rank in enumerate(target.ranks):
-            its_args = [values[place] for values in split_args]
-            its_kwargs = {name: values[place] for name, values in split_kwargs.items()}
-            pending.append(sender.submit(rank, its_args, its_kwargs))
-
+        pending, keeps = submit_all(
+            group.transport, self.call, target.ranks, split_args, split_kwargs
+        )
         pieces = [pending[place] for place in self._collecting_ranks(target)]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
         collect = functools.partial(self._collect, target)
@@ -115,7 +111,7 @@ class BoundMethod:
         rows = max(map(len, batches), default=0)
         about = self.form, pieces, rows
         future = kind(self.site.name, group.transport, pending, collect, *about)
-        future.keeps = sender.keeps
+        future.keeps = keeps
         return future
 
     def _check_split(self, target: CallTarget, arguments: Sequence[tuple[int | str, Any]]) -> None:

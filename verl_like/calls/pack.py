@@ -6,7 +6,7 @@ counterpart in the worker is `verl_like.calls.unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,46 +28,47 @@ One that goes to several ranks is shared: a backend with an object store puts it
 """
 
 
-class Sender:
-    """Submits one call to some ranks of a group."""
+def submit_all(
+    transport: Transport,
+    bare: Call,
+    ranks: Sequence[int],
+    args: Sequence[Sequence[Any]],
+    kwargs: Mapping[str, Sequence[Any]],
+) -> tuple[list[Pending], list[Any]]:
+    """Queue a call on each of these ranks, with its element of every argument.
 
-    def __init__(self, transport: Transport, bare: Call):
-        """`bare` is the call without its arguments."""
-        self.transport, self._bare = transport, bare
-        self._shared: dict[int, tuple[Any, Any]] = {}
-        self.keeps: list[Any] = []
-        """What must be held until the call has ended, for other calls to share it."""
+    Also gives what must be held until the call has ended, for other calls to share it.
+    """
+    if not args and not kwargs:
+        return [transport.submit(rank, bare, ()) for rank in ranks], []
+    shared: dict[int, tuple[Any, Any, Any]] = {}
 
-    def submit(self, rank: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
-        """Pack the arguments of one rank and queue its call."""
-        if not args and not kwargs:
-            return self.transport.submit(rank, self._bare, ())
-        parts: list[Any] = []
-        packed = tuple(self._pack(value, parts) for value in args)
-        named = {name: self._pack(value, parts) for name, value in kwargs.items()}
-        bare = self._bare
-        if bare.past_queue and parts:
-            raise DispatchError(
-                f"{bare.role}.{bare.method} goes past the queue of calls and takes small values "
-                f"only: no futures, nothing of {SHARED_BYTES} bytes or more."
-            )
-        return self.transport.submit(rank, replace(bare, args=packed, kwargs=named), parts)
-
-    def _pack(self, value: Any, parts: list[Any]) -> Any:
+    def pack(value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):
             pieces, first = value.future.pieces, len(parts)
             parts += [pieces[value.index].payload, *(piece.header for piece in pieces)]
             return PieceSlot(first, tuple(range(first + 1, len(parts))), value.index)
         if isinstance(value, WorkerFuture):  # nobody but the driver has all of it
             value = value.batch() if value.form == "batch" else value.get()
-        if num_bytes(value) >= SHARED_BYTES:
-            if id(value) not in self._shared:
-                part, keeper = self.transport.share(value)
-                self._shared[id(value)] = value, part
-                self.keeps.append(keeper)
-            parts.append(self._shared[id(value)][1])
-            return Slot(len(parts) - 1)
-        return value
+        if num_bytes(value) < SHARED_BYTES:
+            return value
+        if id(value) not in shared:
+            shared[id(value)] = value, *transport.share(value)
+        parts.append(shared[id(value)][1])
+        return Slot(len(parts) - 1)
+
+    pending = []
+    for place, rank in enumerate(ranks):
+        parts: list[Any] = []
+        packed = tuple(pack(values[place], parts) for values in args)
+        named = {name: pack(values[place], parts) for name, values in kwargs.items()}
+        if bare.past_queue and parts:
+            raise DispatchError(
+                f"{bare.role}.{bare.method} goes past the queue of calls and takes small values "
+                f"only, nothing of {SHARED_BYTES} bytes or more."
+            )
+        pending.append(transport.submit(rank, replace(bare, args=packed, kwargs=named), parts))
+    return pending, [keeper for _, _, keeper in shared.values()]
 
 
 def num_bytes(value: Any) -> int:

@@ -207,11 +207,9 @@ class _Room:
             f"{node.name}: {self.devices:g} of {node.devices} {node.kind}s and {self.cpus:g} of "
             f"{node.cpus:g} CPUs free"
         )
-        more = [f"{self.resources[name]:g} of {n:g} {name}" for name, n in self._custom()]
+        custom = (node.resources or {}).items()
+        more = [f"{self.resources[name]:g} of {amount:g} {name}" for name, amount in custom]
         return ", ".join([text, *more])
-
-    def _custom(self) -> list[tuple[str, float]]:
-        return list((self.node.resources or {}).items())
 
 
 def _choose_nodes(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -48,20 +48,15 @@ def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
         on_the_node = NodeAffinitySchedulingStrategy(key, soft=False)
         asked[_exists.options(scheduling_strategy=on_the_node).remote(str(path))] = node
 
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-    missing = []
+    missing, until = [], time.monotonic() + ANSWER_S
     for answer, node in asked.items():
-        if answer not in ready or not _sees(answer):
+        try:
+            sees = ray.get(answer, timeout=max(until - time.monotonic(), 0.0))
+        except RayError:  # it cannot answer, or not in time
+            sees = False
+        if not sees:
             missing.append(f"{node.name} ({node.key[:8]})")
     return missing
-
-
-def _sees(answer: Any) -> bool:
-    """What a node has answered; one that cannot sees nothing."""
-    try:
-        return bool(ray.get(answer))
-    except RayError:
-        return False
 
 
 @ray.remote(num_cpus=0)
