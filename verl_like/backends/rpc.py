@@ -17,6 +17,7 @@ import itertools
 import logging
 import os
 import pickle
+import queue
 import secrets
 import signal
 import socket
@@ -59,8 +60,7 @@ def send(
     body = cloudpickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
     with lock:
-        connection.send((number, method, [view.nbytes for view in views]))
-        connection.send_bytes(body)
+        connection.send((number, method, body, [view.nbytes for view in views]))
         for view in views:
             if view.nbytes:
                 connection.send_bytes(view)
@@ -68,8 +68,7 @@ def send(
 
 def receive(connection: Connection) -> tuple[int, str, Load]:
     """The counterpart of `send`. EOFError: nobody is there."""
-    number, method, sizes = connection.recv()
-    body = connection.recv_bytes()
+    number, method, body, sizes = connection.recv()
     buffers = []
     for size in sizes:
         buffer = bytearray(size)
@@ -165,18 +164,26 @@ class Answering:
         """The first request may be `host`, with the arguments of one."""
         self._connection, self._host = connection, host
         self._sending = threading.Lock()
+        self._at_once: queue.SimpleQueue[tuple[int, str, Load]] = queue.SimpleQueue()
+        self._num_idle = threading.Semaphore(0)
+        """Threads that wait for another request: to start one takes longer than most answers."""
 
     def run(self, in_turn: Callable[[tuple[int, str, Load]], None]) -> None:
         """Until the driver is gone; what is not answered at once is handed to `in_turn`."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 request = receive(self._connection)
-                if request[1] in AT_ONCE:
-                    work = threading.Thread(target=self.answer, args=request, name=REQUEST)
-                    work.daemon = True
-                    work.start()
-                else:
+                if request[1] not in AT_ONCE:
                     in_turn(request)
+                    continue
+                self._at_once.put(request)
+                if not self._num_idle.acquire(blocking=False):
+                    threading.Thread(target=self._answer_all, name=REQUEST, daemon=True).start()
+
+    def _answer_all(self) -> None:
+        while True:
+            self.answer(*self._at_once.get())
+            self._num_idle.release()
 
     def answer(self, number: int, method: str, load: Load) -> None:
         """Answer a request; one whose driver is gone needs none."""
