@@ -131,18 +131,19 @@ def broken_pipes_are_errors() -> Iterator[None]:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
+FIGURES = ("curves", "timeline", "shares", "activity")
+"""What draws the figures of a report."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
     """What draws the figures of reports, replaced in all tests and their fixtures.
 
     Drawing takes 0.8 s, twice as long as a tiny run: reports are written, most without figures.
     """
-    from trainer.report import detached_figures
-    from trainer.report import figures as of_steps
+    from trainer.report import figures
 
-    places = [(of_steps, name) for name in ("curves", "timeline", "shares")]
-    places.append((detached_figures, "drawings"))
-    own = [(module, name, getattr(module, name)) for module, name in places]
+    own = [(figures, name, getattr(figures, name)) for name in FIGURES]
     with pytest.MonkeyPatch.context() as patch:
         draw_no_figures(patch)
         yield own
@@ -164,9 +165,8 @@ def draw_figures(
 
 def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a process of a test's own, too."""
-    for drawing in ("curves", "timeline", "shares"):
+    for drawing in FIGURES:
         monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
-    monkeypatch.setattr("trainer.report.detached_figures.drawings", lambda *_: [])
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,11 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainer.detached.overlap import (
+from trainer.detached.plan import (
     Phases,
     Prediction,
     Setup,
@@ -35,9 +36,17 @@ from verl_like.terminal import draw_table, fit, terminal_width
 
 RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """(makers, trainers) of the sweep."""
-PHASES = ("gen", "score", "update", "sync")
+PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync"}
+"""Option -> field of `Phases`."""
 WORTH_IT = 1.05
 """Speed-up below which asynchrony is not advised, and within which two runs are alike."""
+ADVICE = {
+    "weights": "Taking weights limits it then: send only what changed of them.",
+    "staleness bound": "The staleness bound limits it then: a wider one, or smaller pieces.",
+    "makers": "The makers limit it then: with one maker more a step takes {:.3g} s.",
+    "trainer": "The trainer limits it then: with one trainer more a step takes {:.3g} s.",
+}
+"""What limits a run -> what would make it faster."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,14 @@ class Row:
     """Over the synchronous run of as many makers and trainers."""
     limit: str
 
+    @classmethod
+    def of(cls, name: str, phases: Phases, setup: Setup) -> Row:
+        """The prediction, beside that of the synchronous run."""
+        synchronous = simulate(phases, replace(setup, max_staleness=0)).seconds
+        found = simulate(phases, setup)
+        speed_up = synchronous / found.seconds
+        return cls(name, setup, found, speed_up, what_limits(phases, setup))
+
     def as_json(self) -> dict[str, Any]:
         """Its numbers."""
         return {
@@ -62,6 +79,24 @@ class Row:
             "shares": self.prediction.shares,
             "staleness": dict(self.prediction.staleness),
         }
+
+    def cells(self) -> list[str]:
+        """Its line of the table."""
+        share = self.prediction.share
+        return [
+            str(self.setup.num_makers),
+            str(self.setup.num_trainers),
+            self.name,
+            f"{self.prediction.seconds:.3g}",
+            f"{self.speed_up:.2f}",
+            *(f"{share('maker', state):.0%}" for state in ("busy", "waiting", "syncing")),
+            f"{share('trainer', 'busy'):.0%}",
+            self.limit,
+        ]
+
+
+HEADING = ["makers", "trainers", "run", "s/step", "speed-up"]
+HEADING += ["makers busy", "waiting", "syncing", "trainer busy", "limited by"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -76,8 +111,16 @@ def overlap(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     phases, notes = _phases(options)
     setups = _setups(options)
-    rows = [row for setup in setups for row in predict(phases, setup, options.staleness)]
-    ratios = sweep(phases, replace(setups[0], max_staleness=max(options.staleness)))
+    rows = []
+    for setup in setups:
+        for bound in sorted({0, *options.staleness}):
+            name = f"staleness {bound}" if bound else "synchronous"
+            rows.append(Row.of(name, phases, replace(setup, max_staleness=bound)))
+    widest = replace(setups[0], max_staleness=max(options.staleness))
+    ratios = []
+    for makers, trainers in RATIOS:
+        setup = replace(widest, num_makers=makers, num_trainers=trainers)
+        ratios.append(Row.of(f"{makers}m{trainers}t", phases, setup))
     advice = advise(phases, rows)
 
     if options.json:
@@ -91,39 +134,20 @@ def overlap(arguments: Sequence[str]) -> None:
         print(json.dumps(found))
         return
     width = terminal_width()
+    means = {name: sum(of) / len(of) for name, of in asdict(phases).items()}
     lines = [
         *(fit(f"{note[0].upper()}{note[1:]}.", width) for note in notes),
-        _phase_line(phases),
+        f"generation of a batch {means['generate']:.3g} s; scores {means['score']:.3g} s; "
+        f"update and all else {means['update']:.3g} s; weights taken {means['sync']:.3g} s",
         "",
-        *draw_table(_table(rows), width, num_titles=3, flush_right=True),
+        *_table(rows, width),
         "",
-        f"Makers to trainers, at staleness {ratios[0].setup.max_staleness}:",
-        *draw_table(_table(ratios), width, num_titles=3, flush_right=True),
+        f"Makers to trainers, at staleness {widest.max_staleness}:",
+        *_table(ratios, width),
         "",
         fit(advice, width),
     ]
     print("\n".join(lines), flush=True)
-
-
-def predict(phases: Phases, setup: Setup, staleness: Sequence[int]) -> list[Row]:
-    """The synchronous run, and those of each staleness above 0."""
-    base = replace(setup, max_staleness=0)
-    synchronous = simulate(phases, base)
-    rows = [Row("synchronous", base, synchronous, 1.0, what_limits(phases, base))]
-    for bound in sorted({bound for bound in staleness if bound > 0}):
-        bounded = replace(setup, max_staleness=bound)
-        rows.append(_row(f"staleness {bound}", phases, bounded, synchronous.seconds))
-    return rows
-
-
-def sweep(phases: Phases, setup: Setup) -> list[Row]:
-    """Fewer and more makers for each trainer: what is idle goes from the one to the other."""
-    rows = []
-    for makers, trainers in RATIOS:
-        ratio = replace(setup, num_makers=makers, num_trainers=trainers)
-        synchronous = simulate(phases, replace(ratio, max_staleness=0)).seconds
-        rows.append(_row(f"{makers}m{trainers}t", phases, ratio, synchronous))
-    return rows
 
 
 def advise(phases: Phases, rows: Sequence[Row]) -> str:
@@ -137,66 +161,23 @@ def advise(phases: Phases, rows: Sequence[Row]) -> str:
             f"Detached makers would not help this job: at best {best.speed_up:.2f} times as fast "
             f"as the synchronous run, since one phase takes nearly all of a step."
         )
-    keys = f"detached.makers={best.setup.num_makers} detached.trainers={best.setup.num_trainers}"
+    setup = best.setup
+    more = {
+        "makers": replace(setup, num_makers=setup.num_makers + 1),
+        "trainer": replace(setup, num_trainers=setup.num_trainers + 1),
+    }
+    after = simulate(phases, more.get(best.limit, setup)).seconds
     return (
-        f"Take {keys} detached.max_staleness={best.setup.max_staleness}: "
-        f"{best.prediction.seconds:.3g} s a step, {best.speed_up:.2f} times as fast as the "
-        f"synchronous run. {_way_on(phases, best)}"
+        f"Take detached.makers={setup.num_makers} detached.trainers={setup.num_trainers} "
+        f"detached.max_staleness={setup.max_staleness}: {best.prediction.seconds:.3g} s a step, "
+        f"{best.speed_up:.2f} times as fast as the synchronous run. "
+        f"{ADVICE[best.limit].format(after)}"
     )
 
 
-def _way_on(phases: Phases, row: Row) -> str:
-    """What would make the advised run faster."""
-    if row.limit == "weights":
-        return "Taking weights limits it then: send only what changed of them."
-    if row.limit == "staleness bound":
-        return "The staleness bound limits it then: a wider one, or smaller pieces of a batch."
-    grown = {
-        "makers": replace(row.setup, num_makers=row.setup.num_makers + 1),
-        "trainer": replace(row.setup, num_trainers=row.setup.num_trainers + 1),
-    }[row.limit]
-    after = simulate(phases, grown).seconds
-    one = {"makers": "maker", "trainer": "trainer"}[row.limit]
-    verb = "limit" if row.limit == "makers" else "limits"
-    return f"The {row.limit} {verb} it then: with one {one} more a step takes {after:.3g} s."
-
-
-def _row(name: str, phases: Phases, setup: Setup, synchronous: float) -> Row:
-    prediction = simulate(phases, setup)
-    speed_up = synchronous / prediction.seconds
-    return Row(name, setup, prediction, speed_up, what_limits(phases, setup))
-
-
-def _table(rows: Sequence[Row]) -> list[list[str]]:
-    """Heading and cells."""
-    heading = ["makers", "trainers", "run", "s/step", "speed-up", "makers busy", "waiting"]
-    cells = [[*heading, "syncing", "trainer busy", "limited by"]]
-    for row in rows:
-        of = row.prediction.share
-        cells.append(
-            [
-                str(row.setup.num_makers),
-                str(row.setup.num_trainers),
-                row.name,
-                f"{row.prediction.seconds:.3g}",
-                f"{row.speed_up:.2f}",
-                *(f"{of('maker', state):.0%}" for state in ("busy", "waiting", "syncing")),
-                f"{of('trainer', 'busy'):.0%}",
-                row.limit,
-            ]
-        )
-    return cells
-
-
-def _phase_line(phases: Phases) -> str:
-    """The phases' mean seconds."""
-    names = {
-        "generation of a batch": phases.generate,
-        "scores": phases.score,
-        "update and all else": phases.update,
-        "weights taken": phases.sync,
-    }
-    return "; ".join(f"{name} {sum(s) / len(s):.3g} s" for name, s in names.items())
+def _table(rows: Sequence[Row], width: int | None) -> list[str]:
+    cells = [HEADING, *(row.cells() for row in rows)]
+    return draw_table(cells, width, num_titles=3, flush_right=True)
 
 
 def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
@@ -211,8 +192,7 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
         )
     else:
         phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
-    fields = dict(zip(PHASES, ("generate", "score", "update", "sync"), strict=True))
-    phases = replace(phases, **{fields[name]: seconds for name, seconds in given.items()})
+    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in given.items()})
     if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
         raise ConfigError("generation and update take time: --gen and --update are above 0.")
     return phases, notes
@@ -220,23 +200,24 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
 
 def _setups(options: argparse.Namespace) -> list[Setup]:
     """Every number of makers with every number of trainers."""
-    setups = []
-    for trainers in options.trainers:
-        for makers in options.makers:
-            setup = Setup(
-                num_makers=makers,
-                num_trainers=trainers,
-                pieces=options.pieces,
-                limit=options.limit,
-                weights_at_once=options.at_once,
-                fixed_share=options.fixed_share,
-            )
-            if options.limit and options.limit < setup.num_pieces:
-                raise ConfigError(
-                    f"--limit={options.limit} pieces is below a batch of {setup.num_pieces}: the "
-                    f"trainer would wait forever. --limit={setup.num_pieces}, or 0 for none."
-                )
-            setups.append(setup)
+    setups = [
+        Setup(
+            num_makers=makers,
+            num_trainers=trainers,
+            pieces=options.pieces,
+            limit=options.limit,
+            weights_at_once=options.at_once,
+            fixed_share=options.fixed_share,
+        )
+        for trainers in options.trainers
+        for makers in options.makers
+    ]
+    num_pieces = max(setup.num_pieces for setup in setups)
+    if 0 < options.limit < num_pieces:
+        raise ConfigError(
+            f"--limit={options.limit} pieces is below a batch of {num_pieces}: the trainer would "
+            f"wait forever. --limit={num_pieces}, or 0 for none."
+        )
     return setups
 
 
@@ -245,56 +226,43 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run_dir", nargs="?")
     for name in PHASES:
-        add(f"--{name}", type=seconds)
-    add("--makers", type=counts, default=[1, 2])
-    add("--trainers", type=counts, default=[1])
-    add("--staleness", type=bounds, default=[0, 1, 4])
-    add("--pieces", type=count, default=0)
-    add("--limit", type=count, default=0)
+        add(f"--{name}", type=_Numbers(float, 0))
+    add("--makers", type=_Numbers(int, 1), default=[1, 2])
+    add("--trainers", type=_Numbers(int, 1), default=[1])
+    add("--staleness", type=_Numbers(int, 0, largest=1), default=[0, 1, 4])
+    add("--pieces", type=_Number(int, 0), default=0)
+    add("--limit", type=_Number(int, 0), default=0)
     add("--at-once", action="store_true")
-    add("--fixed-share", type=share, default=0.0)
+    add("--fixed-share", type=_Number(float, 0, 1), default=0.0)
     add("--json", action="store_true")
     return parser
 
 
-# argparse names these functions in its refusals
+@dataclass(frozen=True)
+class _Number:
+    """Reads a number of a range."""
+
+    kind: type[int] | type[float]
+    low: float
+    high: float = math.inf
+
+    def __call__(self, text: str) -> Any:
+        with suppress(ValueError):
+            found = self.kind(text)
+            if self.low <= found <= self.high and found < math.inf:
+                return found
+        range_of = f"{self.low} or more" if self.high == math.inf else f"{self.low} to {self.high}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {range_of}")
 
 
-def seconds(text: str) -> list[float]:
-    """Seconds of one batch, or of several."""
-    found = [float(part) for part in text.split(",")]
-    if not all(0 <= second < math.inf for second in found):
-        raise argparse.ArgumentTypeError(f"{text}: seconds are 0 or more")
-    return found
+@dataclass(frozen=True)
+class _Numbers(_Number):
+    """Reads several, with commas; one of them at least as large as `largest`."""
 
+    largest: float = 0
 
-def counts(text: str) -> list[int]:
-    """Numbers of makers or trainers."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1 each")
-    return found
-
-
-def bounds(text: str) -> list[int]:
-    """Bounds of staleness."""
-    found = [count(part) for part in text.split(",")]
-    if max(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: one above 0, which is always shown")
-    return found
-
-
-def count(text: str) -> int:
-    """A number, or 0."""
-    found = int(text)
-    if found < 0:
-        raise argparse.ArgumentTypeError(f"{text}: 0 or more")
-    return found
-
-
-def share(text: str) -> float:
-    """A share of a whole."""
-    found = float(text)
-    if not 0 <= found <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: from 0 to 1")
-    return found
+    def __call__(self, text: str) -> Any:
+        found = [super(_Numbers, self).__call__(part) for part in text.split(",")]
+        if max(found) < self.largest:
+            raise argparse.ArgumentTypeError(f"{text!r} has no number of {self.largest} or more")
+        return found

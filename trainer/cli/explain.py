@@ -31,8 +31,7 @@ from trainer.config.offload import device_type_of
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.detached.config import DetachedConfig
-from trainer.detached.overlap import measured_phases
-from trainer.detached.plan import plan_lines, prediction_lines
+from trainer.detached.plan import measured_phases, plan_lines, prediction_line
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import memory_of_this_gpu
@@ -97,7 +96,7 @@ def makers_sections(
         ask = "verl-like explain detached --measured=RUN_DIR ...: from the seconds of any PPO run"
         return {"Makers and trainers": plan_lines(config, max_columns), "How fast": [ask]}
     phases, notes = measured_phases(measured)
-    fast = [*prediction_lines(config, phases), *notes]
+    fast = [prediction_line(config, phases), *notes]
     return {"Makers and trainers": plan_lines(config, max_columns), "How fast": fast}
 
 

@@ -1,12 +1,12 @@
 """The experience buffer: what makers have made and trainers have not yet taken, bounded.
 
-    order = buffer.begin(maker, version)      # a maker's thread; waits for room, and for its turn
-    buffer.put(experience)
-    experiences = buffer.take(num_samples)    # the trainer; waits for a batch
-    buffer.publish(version)                   # there are newer weights
+    experience = buffer.begin(maker, weights)    # a maker's thread; waits for room, and its turn
+    buffer.put(experience)                       # with its samples
+    experiences = buffer.take(Demand(16))        # the trainer; waits for a batch
+    buffer.publish(version)                      # there are newer weights
 
 It bounds samples that are open, queued or being made: by `detached.limit`, and by how old they may
-grow (`trainer.detached.pieces`). One lock guards all of it.
+grow. One lock guards all of it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,148 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trainer.detached.activity import Activity
-from trainer.detached.ledger import IN_FLIGHT, LOST, MADE_AGAIN, QUEUED, TAKEN, TOO_OLD, Ledger
-from trainer.detached.pieces import (
-    Begun,
-    BufferSettings,
-    Demand,
-    Experience,
-    Order,
-    Pacing,
-    Piece,
-    PieceStream,
-    num_samples_of,
-)
-from trainer.detached.samplers import Choice, Sampler, Stock, chosen
+from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
+from trainer.detached.ledger import IN_FLIGHT, LOST, QUEUED, TAKEN, Ledger
+from trainer.detached.samplers import SAMPLERS, Choice, Experience, Stock, chosen, num_samples_of
+from trainer.detached.topology import ANY_RANK
+from trainer.rollouts.samples import concat_rows, repeat_prompts
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
-from workers.rollout.client import Submission
 
 LOOK_S = 1.0
-"""How often a wait looks whether it has lasted too long."""
+"""How often a wait looks whether it has lasted too long, and whether the trainers are there."""
+logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
+
+
+class StalledError(VerlLikeError, RuntimeError):
+    """Makers and trainer wait for each other; the message says who waits for what."""
+
+
+class EndOfSamples(Exception):
+    """No maker has prompts left, and no batch can be filled."""
+
+
+class Loader(Protocol):
+    """What is used of a `trainer.data.prompts.PromptLoader`."""
+
+    def batch(self, number: int) -> DataProto:
+        """The prompts of that batch."""
+
+    def num_prompts(self, number: int) -> int:
+        """How many they are; 0 after the last."""
+
+
+class PieceStream:
+    """The loader's batches, cut into pieces in the order of the prompts.
+
+    A piece that its maker lost is handed back, and handed out again before any later one. Not
+    thread-safe: the buffer calls it under its lock.
+    """
+
+    def __init__(self, config: DetachedConfig, loader: Loader) -> None:
+        """A batch is cut into equal parts for the trainer ranks with makers of their own."""
+        self._loader, self._topology = loader, config.topology
+        self._prompts_per_piece = config.piece_size
+        self._samples_per_prompt = config.actor_rollout_ref.rollout.n
+        self.ranks = self._topology.routed_ranks
+        self.waiting: list[Experience] = []
+        """Pieces that are cut and that nobody makes, in their order."""
+        self._batches: dict[int, DataProto] = {}
+        self._next_batch = self._next_number = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loader has no further batch."""
+        return self._loader.num_prompts(self._next_batch) == 0
+
+    def offer(self, maker: int) -> Experience | None:
+        """The first piece that is nobody's and that this maker may make; it stays in the stream.
+
+        None: no prompts are left for it.
+        """
+        while True:
+            for piece in self.waiting:
+                if piece.rank == ANY_RANK or maker in self._topology.makers_of(piece.rank):
+                    return piece
+            if self.has_ended:
+                return None
+            self._cut()
+
+    def hand_back(self, pieces: Iterable[Experience]) -> None:
+        """Pieces that are not made: the next ones to be handed out, in their order."""
+        self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
+
+    def rows(self, piece: Experience) -> DataProto:
+        """A row for each sample of a piece."""
+        if piece.batch not in self._batches:
+            # pieces come batch by batch: two are enough for those that overlap
+            self._batches = dict(list(self._batches.items())[-1:])
+            self._batches[piece.batch] = self._loader.batch(piece.batch)
+        prompts = self._batches[piece.batch][piece.start : piece.stop]
+        piece.uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
+        return repeat_prompts(prompts, self._samples_per_prompt)
+
+    def num_samples(self, batch: int) -> int:
+        """Samples of the loader's batch of that number."""
+        return self._loader.num_prompts(batch) * self._samples_per_prompt
+
+    def state_dict(self, being_made: Iterable[Experience] = ()) -> dict[str, Any]:
+        """Where the stream stands, with pieces that would have to be made again."""
+        waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
+        return {
+            "next_batch": self._next_batch,
+            "next_number": self._next_number,
+            "waiting": [piece.place() for piece in waiting],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._next_batch, self._next_number = state["next_batch"], state["next_number"]
+        self.waiting = [Experience(**place) for place in state["waiting"]]
+
+    def _cut(self) -> None:
+        """The pieces of the loader's next batch."""
+        batch, self._next_batch = self._next_batch, self._next_batch + 1
+        num_prompts, num_ranks = self._loader.num_prompts(batch), len(self.ranks)
+        for place, rank in enumerate(self.ranks):
+            last = (place + 1) * num_prompts // num_ranks
+            for start in range(place * num_prompts // num_ranks, last, self._prompts_per_piece):
+                stop = min(start + self._prompts_per_piece, last)
+                piece = Experience(
+                    number=self._next_number,
+                    num_samples=(stop - start) * self._samples_per_prompt,
+                    batch=batch,
+                    start=start,
+                    stop=stop,
+                    rank=rank,
+                )
+                self.waiting.append(piece)
+                self._next_number += 1
+
+
+class Weights(NamedTuple):
+    """What makers hold, or may take; greater is newer."""
+
+    num_swaps: int
+    """How often others of the same version have come, such as the averaged ones of a validation."""
+    version: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the trainer waits for, if it does, and what it will ask for later."""
+
+    num_samples: int = 0
+    attempt: int = 0
+    rest_of_version: int = 0
+    """Fresh samples after these, before the next version of the weights."""
+    rest_of_run: int | None = None
+    """Fresh samples after these; None: nobody can say."""
 
 
 class ExperienceBuffer:
@@ -44,30 +165,38 @@ class ExperienceBuffer:
 
     def __init__(
         self,
-        stream: PieceStream,
-        pacing: Pacing,
-        sampler: Sampler,
-        settings: BufferSettings,
-        ledger: Ledger,
+        config: DetachedConfig,
+        loader: Loader,
         activity: Activity,
+        check_trainers: Callable[[], None] = lambda: None,
     ) -> None:
-        """Empty, with weights of version 0."""
-        self.stream, self.ledger = stream, ledger
-        self.pacing, self._sampler, self._settings = pacing, sampler, settings
-        self._activity = activity
+        """Empty, with weights of version 0. While the trainer waits, `check_trainers` raises if one
+        of its processes is gone.
+        """
+        self.settings, self._seed = config.detached, config.trainer.seed
+        self._samples_per_version = config.detached.update_steps * samples_per_batch(config)
+        self._limit, self._evicts = open_at_once(config), config.detached.when_full != "wait"
+        self._sampler = SAMPLERS.look_up(config.detached.sampler)()
+        self.stream, self.ledger = PieceStream(config, loader), Ledger()
+        self._activity, self._check_trainers = activity, check_trainers
         self._changed = threading.Condition()
         self._ready: list[Experience] = []
-        self._in_flight: dict[int, tuple[int, Order]] = {}
-        """Number of a piece -> who makes it, and what was asked for."""
+        self._in_flight: dict[int, Experience] = {}
+        """By number, what makers are making."""
+        self._to_validate: list[Experience] = []
         self._makers: set[int] = set()
         self._idle: set[int] = set()
-        self._left: set[int] = set()
-        self.version = 0
-        """Of the newest weights that makers can have."""
+        self.weights = Weights(0, 0)
+        """The newest that makers can have."""
         self._demand = Demand()
         self._num_taken = 0
         self._failure: BaseException | None = None
-        self._closed = self._paused = False
+        self.is_closed = self.is_paused = False
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights."""
+        return self.weights.version
 
     # ------------------------------------------------------------------------------ makers' side
 
@@ -76,99 +205,103 @@ class ExperienceBuffer:
         with self._change():
             self._makers.add(maker)
 
-    def fail(self, error: BaseException) -> None:
-        """Something of a maker's has failed: raised where the trainer is."""
-        with self._change():
-            self._failure = self._failure or error
-
     def leave(self, maker: int, error: BaseException | None = None) -> None:
         """A maker's thread has ended; its error, if it failed, is raised where the trainer is."""
         with self._change():
             self._makers.discard(maker)
-            self._left.add(maker)
             self._failure = self._failure or error
 
-    def begin(self, maker: int, version: int, waits: bool = True) -> Order | None:
-        """What the maker makes next, with weights of that version; waits for its turn.
+    def begin(self, maker: int, weights: Weights, waits: bool = True) -> Experience | None:
+        """What the maker makes next, with these weights; waits for its turn.
 
-        None: there are newer weights to take first, it is over, the maker has left, or there is
-        nothing now and it does not wait.
+        None: there are newer weights to take first, it is over, or there is nothing now and it does
+        not wait.
         """
-        with self._changed:
-            while True:
-                if self._closed or self.version > version or maker in self._left:
-                    self._idle.discard(maker)
-                    return None
-                piece = None if self._paused else self._next_piece(maker, version)
-                if piece is not None:
-                    self._idle.discard(maker)
-                    return self._hand_out(piece, maker, version)
-                if not waits:
-                    return None
+        most = f"at most {self.settings.max_staleness} versions old"
+        what = f"room: weights of version {weights.version} may be {most}"
+        with self._changed, self._activity.of(f"maker {maker}").waiting(what):
+            while not (self.is_closed or self.weights > weights):
+                experience = self._begin_next(maker, weights.version)
+                if experience is not None or not waits:
+                    return experience
                 if maker not in self._idle:
                     self._idle.add(maker)
                     self._changed.notify_all()
-                with self._activity.of(f"maker {maker}").waiting(self._why(version)):
-                    self._changed.wait(LOOK_S)
+                self._changed.wait(LOOK_S)
+        return None
 
     def put(self, experience: Experience) -> None:
-        """A piece is made; where the buffer is full and evicts, the oldest makes room."""
+        """It is made; where the buffer is full and evicts, the oldest makes room."""
         with self._change():
-            del self._in_flight[experience.piece.number]
+            del self._in_flight[experience.number]
+            experience.rows = experience.submission = None
+            if experience.is_validation:
+                return
             self.ledger.move(experience.uids, QUEUED)
             self._ready.append(experience)
-            while self._settings.evicts and self._queued() > self._settings.limit:
+            while self._evicts and num_samples_of(self._ready) > self._limit:
                 self._drop(self._ready[0], "pushed out of the full buffer")
 
-    def lost(self, maker: int, begun: Mapping[int, Submission]) -> int:
+    def lost(self, maker: int, keeps: bool) -> int:
         """What this maker was making is to be made again, by whoever may; gives the samples lost.
 
-        Of pieces in `begun`, by number, that is the part which is not there.
+        If it `keeps` what is there of them, that is the part which is not.
         """
         with self._change():
-            orders = [order for who, order in self._in_flight.values() if who == maker]
-            kept, num_lost = {}, 0
-            for order in orders:
-                number = order.piece.number
-                del self._in_flight[number]
-                num_lost += order.piece.num_samples
-                if number in begun:
-                    kept[number] = Begun(maker, order.version, begun[number])
-                    num_lost -= begun[number].num_there
-                self.ledger.drop(order.uids, LOST, kept[number].uids if number in kept else ())
-            self.stream.hand_back([order.piece for order in orders], kept)
+            lost = self.in_flight(maker)
+            num_lost = num_samples_of(lost)
+            for one in lost:
+                del self._in_flight[one.number]
+                if not keeps or one.submission is None or not one.submission.num_there:
+                    one.submission = None
+                num_lost -= len(one.uids_there)
+                if not one.is_validation:
+                    self.ledger.drop(one.uids, LOST, one.uids_there)
+            self.stream.hand_back(one for one in lost if not one.is_validation)
+            self._to_validate += [one for one in lost if one.is_validation]
             return num_lost
 
     # ---------------------------------------------------------------------------- trainer's side
 
-    def take(
-        self,
-        num_samples: int,
-        attempt: int = 0,
-        rest_of_version: int = 0,
-        rest_of_run: int | None = None,
-    ) -> list[Experience]:
+    def take(self, demand: Demand) -> list[Experience]:
         """Experiences of so many samples, as the sampler chooses; waits for them.
 
         Raises what a maker's thread raised, `StalledError` where nobody can go on, and
         `EndOfSamples` where there is no more.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
-            self._demand = Demand(num_samples, attempt, rest_of_version, rest_of_run)
+            self._demand = demand
             self._look_again()
             try:
-                return self._wait_for_batch(num_samples)
+                return self._wait_for(lambda: self._take_chosen(demand.num_samples))
             finally:
                 # before the lock is free: what was taken is no longer asked for
-                self._demand = Demand(0, 0, rest_of_version, rest_of_run)
+                rest = demand.rest_of_version, demand.rest_of_run
+                self._demand = Demand(0, 0, *rest)
                 self._look_again()
+
+    def validate(self, rows: DataProto, makers: Sequence[int]) -> DataProto:
+        """The samples of rows beside the run's own, of which each of these makers makes a part.
+
+        Within `paused`. What a maker loses is made by itself, started anew, or by any other.
+        """
+        makers = makers[: len(rows)]
+        parts = [
+            Experience(number=-1 - place, num_samples=len(part), maker=makers[place], rows=part)
+            for place, part in enumerate(rows.chunk(len(makers)))
+        ]
+        with self._changed:
+            self._to_validate = list(parts)
+            self._look_again()
+            self._wait_for(lambda: all(part.samples is not None for part in parts))
+        return concat_rows([part.samples for part in parts if part.samples is not None])
 
     def drop_taken(self, uids: Iterable[str], reason: str) -> None:
         """Groups that were taken and are not trained on."""
         with self._changed:
             self.ledger.drop(uids, reason)
 
-    def trained(self, rows: Mapping[str, list[tuple[int, int]]]) -> None:
+    def trained(self, rows: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Groups were trained on: uid -> trainer rank and version of each of its samples."""
         with self._changed:
             for uid, samples in rows.items():
@@ -180,13 +313,14 @@ class ExperienceBuffer:
         """The ledger adds up, and has every group where it is in fact."""
         with self._changed:
             queued = [uid for one in self._ready for uid in one.uids]
-            in_flight = [uid for _, order in self._in_flight.values() for uid in order.uids]
+            in_flight = [uid for one in self._in_flight.values() for uid in one.uids]
             self.ledger.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
         """There are weights of that version, which makers take before their next piece."""
         with self._change():
-            self.version = version
+            swaps = self.weights.num_swaps + (version == self.version)
+            self.weights = Weights(swaps, version)
 
     def clear(self, reason: str) -> None:
         """Throw away what is queued; limit and settings stay."""
@@ -196,65 +330,56 @@ class ExperienceBuffer:
 
     @contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:
-        """Within, no maker makes anything: those that do have finished their pieces."""
+        """Within, makers only validate: what they were making is made."""
         with self._changed:
-            self._paused = True
+            self.is_paused = True
             while self._in_flight and self._makers and self._failure is None:
                 if not self._changed.wait(timeout_s):
-                    raise StalledError(f"makers do not come to rest: {self._who_waits()}")
+                    raise StalledError(f"makers do not come to rest: {self._activity.who_waits()}")
         try:
             yield
         finally:
             with self._change():
-                self._paused = False
+                self.is_paused = False
 
     def state_dict(self) -> tuple[dict[str, Any], list[Experience]]:
         """Where the prompts stand, the pieces that are being made, the ledger; and what is queued,
         which is not in the first.
         """
         with self._changed:
-            being_made = [order.piece for _, order in self._in_flight.values()]
             state = {
-                "stream": self.stream.state_dict(being_made),
+                "stream": self.stream.state_dict(self._in_flight.values()),
                 "ledger": self.ledger.as_dict(),
                 "num_taken": self._num_taken,
             }
             return state, list(self._ready)
 
-    def load_state_dict(
-        self, state: dict[str, Any], again: Sequence[Piece], kept: Sequence[Experience]
-    ) -> None:
-        """Go on from there: of what was queued `again` is made again, `kept` is queued still."""
+    def load_state_dict(self, state: dict[str, Any], queued: Sequence[Experience]) -> None:
+        """Go on from there: what was queued still is, or is made again if its samples are gone."""
         with self._change():
             self.stream.load_state_dict(state["stream"])
-            self.stream.hand_back(again)
-            self.ledger.load_state_dict(state["ledger"], MADE_AGAIN)
+            self.stream.hand_back(one for one in queued if one.samples is None)
+            self.ledger.load_state_dict(state["ledger"])
             self._num_taken = state["num_taken"]
-            for experience in kept:
-                per_prompt = experience.num_samples // len(experience.uids)
-                self.ledger.restore(experience.maker, experience.uids, per_prompt, MADE_AGAIN)
-                self._ready.append(experience)
+            self._ready = [one for one in queued if one.samples is not None]
+            for one in self._ready:
+                self.ledger.restore(one.maker, one.uids, one.num_samples // len(one.uids))
 
     def close(self) -> None:
         """Nothing is begun any more; makers' threads end."""
         with self._change():
-            self._closed = True
+            self.is_closed = True
 
     @property
-    def is_paused(self) -> bool:
-        """Whether makers are to rest."""
-        return self._paused
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing is begun any more."""
-        return self._closed
+    def makers(self) -> list[int]:
+        """Those that live."""
+        with self._changed:
+            return sorted(self._makers)
 
     @property
     def depth(self) -> int:
         """Samples that are queued."""
-        with self._changed:
-            return self._queued()
+        return num_samples_of(self.ready)
 
     @property
     def ready(self) -> list[Experience]:
@@ -262,10 +387,10 @@ class ExperienceBuffer:
         with self._changed:
             return list(self._ready)
 
-    def in_flight(self, maker: int | None = None) -> list[Piece]:
-        """Pieces that are being made, by one maker or by any."""
+    def in_flight(self, maker: int | None = None) -> list[Experience]:
+        """What is being made, by one maker or by any."""
         with self._changed:
-            return [o.piece for who, o in self._in_flight.values() if maker in (None, who)]
+            return [one for one in self._in_flight.values() if maker in (None, one.maker)]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -280,154 +405,119 @@ class ExperienceBuffer:
         self._idle.clear()
         self._changed.notify_all()
 
-    def _wait_for_batch(self, num_samples: int) -> list[Experience]:
-        stall = StallWarning(self._settings.stall_s, self._activity.who_waits)
+    def _wait_for(self, found: Callable[[], Found]) -> Found:
+        """What the trainer waits for, once it is there."""
+        began = time.monotonic()
+        looks_at, warns_at = began + LOOK_S, began + self.settings.stall_s
         while True:
             if self._failure is not None:
                 raise self._failure
-            choice = self._choose(num_samples)
-            for experience, reason in choice.dropped:
-                self._drop(experience, reason)
-                self._look_again()
-            if choice.taken:
-                for experience in choice.taken:
-                    self._ready.remove(experience)
-                    self.ledger.move(experience.uids, TAKEN)
-                self._num_taken += 1
-                return choice.taken
-
-            self._raise_if_nobody_can_go_on(num_samples)
+            if result := found():
+                return result
+            self._raise_if_nobody_can_go_on()
             self._changed.wait(LOOK_S)
-            stall.look()
+            now = time.monotonic()
+            if now > warns_at:
+                logger.warning("no batch for %.0f s: %s", now - began, self._activity.who_waits())
+                warns_at = now + self.settings.stall_s
+            if now > looks_at:
+                self._check_trainers()
+                looks_at = now + LOOK_S
 
-    def _choose(self, num_samples: int) -> Choice:
-        """What the sampler chooses: for each trainer rank that has makers of its own, its share."""
-        ranks = self.stream.ranks
+    def _raise_if_nobody_can_go_on(self) -> None:
+        if self._in_flight or self._idle < self._makers:
+            return
+        wanted, queued = self._demand.num_samples, num_samples_of(self._ready)
+        if self.stream.has_ended and not self.is_paused:
+            size = f", a batch has {wanted}" if wanted else ""
+            raise EndOfSamples(f"the prompts have ended: {queued} samples are left{size}")
+        where = f"the trainer waits for {wanted} samples, {queued} are queued, "
+        if not self._makers:
+            raise StalledError(where + "and there is no maker left.")
+        raise StalledError(
+            f"{where}nothing is being made, and every maker waits: {self._activity.who_waits()}. A "
+            "larger detached.limit or detached.max_staleness, or another sampler, would let them "
+            "go on."
+        )
+
+    def _take_chosen(self, num_samples: int) -> list[Experience]:
+        """A batch, as the sampler chooses it: for each trainer rank with makers its share."""
         whole = Choice()
-        for rank in ranks:
-            choice = chosen(self._sampler, self._stock(rank, num_samples // len(ranks)))
+        for rank in self.stream.ranks:
+            choice = chosen(self._sampler, self._stock(rank, num_samples // len(self.stream.ranks)))
             whole.dropped += choice.dropped
             if not choice.taken:
-                return Choice([], whole.dropped)
+                whole.taken = []
+                break
             whole.taken += choice.taken
-        return whole
+        for experience, reason in whole.dropped:
+            self._drop(experience, reason)
+            self._look_again()
+        for experience in whole.taken:
+            self._ready.remove(experience)
+            self.ledger.move(experience.uids, TAKEN)
+        self._num_taken += bool(whole.taken)
+        return whole.taken
 
     def _stock(self, rank: int, num_samples: int) -> Stock:
         """What there is for one trainer rank, or for any."""
         # one past the highest piece that was ever begun and is still open
-        horizon = max([one.piece.number for one in self._ready] + [*self._in_flight, -1]) + 1
-        coming: list[tuple[Piece, int | None]] = []
-        coming += [(order.piece, order.version) for _, order in self._in_flight.values()]
-        coming += [(piece, None) for piece in self.stream.waiting if piece.number < horizon]
+        horizon = max([one.number for one in self._ready] + [*self._in_flight, -1]) + 1
         return Stock(
-            ready=tuple(one for one in self._ready if one.piece.rank == rank),
-            coming=[(piece, version) for piece, version in coming if piece.rank == rank],
+            ready=tuple(one for one in self._ready if one.rank == rank),
+            coming=[one for one in self._in_flight.values() if one.rank == rank],
+            lost=[p for p in self.stream.waiting if p.rank == rank and p.number < horizon],
             num_samples=num_samples,
             version=self.version,
-            max_staleness=self.pacing.max_staleness,
-            samples_per_version=self.pacing.samples_per_version // len(self.stream.ranks),
+            max_staleness=self.settings.max_staleness,
+            samples_per_version=self._samples_per_version // len(self.stream.ranks),
             rest_of_version=self._demand.rest_of_version // len(self.stream.ranks),
-            seed=(self._settings.seed, self._num_taken),
-            window=self._settings.window,
+            seed=(self._seed, self._num_taken),
+            window=self.settings.window,
         )
 
-    def _raise_if_nobody_can_go_on(self, num_samples: int) -> None:
-        if self._in_flight or self._idle < self._makers:
-            return
-        if self.stream.has_ended:
-            size = f", a batch has {num_samples}" if num_samples else ""
-            raise EndOfSamples(f"the prompts have ended: {self._queued()} samples are left{size}")
-        who = self._who_waits() if self._makers else None
-        raise StalledError.of_trainer(num_samples, self._queued(), who)
+    def _begin_next(self, maker: int, version: int) -> Experience | None:
+        """The first piece that this maker may make and for which there is room, handed out."""
+        if self.is_paused:
+            mine = [p for p in self._to_validate if p.maker == maker or p.maker not in self._makers]
+            if not mine:
+                return None
+            piece = mine[0]
+            self._to_validate.remove(piece)
+        else:
+            found = self.stream.offer(maker)
+            if found is None or not self._has_room(found, version):
+                return None
+            piece = self._hand_out(found, maker, version)
+        piece.maker = maker
+        self._in_flight[piece.number] = piece
+        self._idle.discard(maker)
+        return piece
 
-    def _next_piece(self, maker: int, version: int) -> Piece | None:
-        """The first piece that this maker may make, if there is room for it."""
-        piece = self.stream.offer(maker)
-        return piece if piece is not None and self._has_room(piece, version) else None
+    def _hand_out(self, piece: Experience, maker: int, version: int) -> Experience:
+        self.stream.waiting.remove(piece)
+        if piece.submission is not None and not self._has_room(piece, piece.version):
+            self.ledger.drop_there(piece.maker, piece.submission.num_there)
+            piece.submission = None
+        piece.version = version if piece.submission is None else min(version, piece.version)
+        piece.rows, piece.attempt = self.stream.rows(piece), self._demand.attempt
+        self.ledger.begin(maker, piece.uids, piece.num_samples // len(piece.uids))
+        return piece
 
-    def _has_room(self, piece: Piece, version: int) -> bool:
+    def _has_room(self, piece: Experience, version: int) -> bool:
         """Whether a piece that weights of this version make may be open, too."""
-        opened = [one.piece for one in self._ready]
-        opened += [order.piece for _, order in self._in_flight.values()]
-        opened += [piece, *self.stream.waiting_before(piece)]
-        if not self._settings.evicts and num_samples_of(opened) > self._settings.limit:
+        before = [other for other in self.stream.waiting if other.number < piece.number]
+        opened = [*self._ready, *self._in_flight.values(), piece, *before]
+        if not self._evicts and num_samples_of(opened) > self._limit:
             return False
-        bound = self.pacing.bound(self._demand, self.version - version)
+        demand, lag = self._demand, self.version - version
+        ahead = (self.settings.max_staleness - lag) * self._samples_per_version
+        room = max(demand.num_samples + demand.rest_of_version + ahead, 0)
+        if demand.rest_of_run is not None:
+            room = min(room, demand.num_samples + demand.rest_of_run)
         of_rank = [one for one in opened if one.rank == piece.rank]
-        return num_samples_of(of_rank) <= bound // len(self.stream.ranks)
-
-    def _hand_out(self, piece: Piece, maker: int, version: int) -> Order:
-        begun = self.stream.hand_out(piece)
-        if begun is not None and not self._has_room(piece, begun.version):
-            self.ledger.drop_kept(begun.maker, begun.submission.num_there, TOO_OLD)
-            begun = None
-        prompts = self.stream.prompts(piece)
-        uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        self.ledger.begin(maker, uids, piece.num_samples // len(uids))
-        oldest = version if begun is None else min(version, begun.version)
-        order = Order(piece, prompts, uids, oldest, self._demand.attempt, begun)
-        self._in_flight[piece.number] = maker, order
-        return order
+        return num_samples_of(of_rank) <= room // len(self.stream.ranks)
 
     def _drop(self, experience: Experience, reason: str) -> None:
         self._ready.remove(experience)
         self.ledger.drop(experience.uids, reason)
-
-    def _queued(self) -> int:
-        return num_samples_of([one.piece for one in self._ready])
-
-    def _why(self, version: int) -> str:
-        """What a maker with weights of that version waits for, in words."""
-        if self._paused:
-            return "the end of a validation or a checkpoint"
-        return (
-            f"room: {self._queued()} samples are queued, and weights of version {version} may be "
-            f"at most {self.pacing.max_staleness} versions old"
-        )
-
-    def _who_waits(self) -> str:
-        return "; ".join(self._activity.who_waits())
-
-
-logger = logging.getLogger(__name__)
-
-
-class StalledError(VerlLikeError, RuntimeError):
-    """Makers and trainer wait for each other; the message says who waits for what."""
-
-    @classmethod
-    def of_trainer(cls, num_samples: int, num_queued: int, who_waits: str | None) -> StalledError:
-        """The trainer waits for so many; `who_waits` is None where no maker is left."""
-        where = f"the trainer waits for {num_samples} samples, {num_queued} are queued, "
-        if who_waits is None:
-            return cls(where + "and there is no maker left.")
-        return cls(
-            f"{where}nothing is being made, and every maker waits: {who_waits}. A larger "
-            "detached.limit or detached.max_staleness, or another sampler, would let them go on."
-        )
-
-
-class StallWarning:
-    """Says who waits for whom, each time that a wait has lasted so many seconds more."""
-
-    def __init__(self, every_s: float, who_waits: Callable[[], Sequence[str]]) -> None:
-        """The wait begins."""
-        self._every_s, self._who_waits = every_s, who_waits
-        self._began = self._warned = time.monotonic()
-
-    def look(self) -> None:
-        """Warn if it is time."""
-        now = time.monotonic()
-        if now - self._warned > self._every_s:
-            logger.warning(
-                "no batch for %.0f s: %s", now - self._began, "; ".join(self._who_waits())
-            )
-            self._warned = now
-
-
-class EndOfSamples(Exception):
-    """No maker has prompts left, and no batch can be filled."""
-
-
-class ToldToStop(Exception):
-    """The run is to stop, while a maker without which it gets no batch waited for a node."""

@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from trainer.detached.topology import Topology, maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
+from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.config_key import When, key, when
-from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
 
 MAKER_SETTINGS = "detached.maker_settings"
 ROLLOUT = "actor_rollout_ref.rollout"
-
-
-def by_number(maker_settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """The settings by the number of their maker, as text: `{1: ...}` of a dict or of YAML is `.1`
-    of a command.
-    """
-    found: dict[str, Any] = {}
-    for maker, settings in maker_settings.items():
-        if str(maker) in found:
-            raise ConfigError(
-                f"{MAKER_SETTINGS} names maker {maker} twice: {found[str(maker)]} and {settings}. "
-                "Say all of it in one."
-            )
-        found[str(maker)] = settings
-    return found
-
-
-def own_rollout(rollout: RolloutConfig, maker: str, settings: Any) -> RolloutConfig:
-    """The rollout of a maker: the run's, with these settings, which have the types of its keys."""
-    where = f"{MAKER_SETTINGS}.{maker}"
-    if not isinstance(settings, Mapping):
-        raise ConfigError(
-            f"{where}={settings!r} is no setting of a rollout: give keys of {ROLLOUT} with "
-            f"their values, as in {where}={{name: hf}}."
-        )
-    known = [field.name for field in dataclasses.fields(RolloutConfig)]
-    typed = OmegaConf.structured(RolloutConfig)
-    for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"{where} names {name!r}, no key of rollout.{nearest(name, known)}")
-        try:
-            OmegaConf.update(typed, name, value)
-        except OmegaConfBaseException as error:
-            why = str(error).partition("\n")[0]  # the rest are OmegaConf's own names
-            raise ConfigError(f"{where}.{name}={value}: {why}. See {ROLLOUT}.{name}.") from error
-    own = OmegaConf.to_object(typed)
-    return dataclasses.replace(rollout, **{name: getattr(own, name) for name in settings})
-
-
+ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
+REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
+CRITIC_COPY_WORKER = "workers.roles.critic_copy.CriticCopyWorker"
 OWN_TRAINER = "trainer.detached.step.DetachedTrainer"
 """The trainer of a detached run, or what a user's is a subclass of."""
 BY_NUMBERS = when("topology", None, otherwise="detached.topology gives the numbers")
@@ -68,6 +29,24 @@ HAS_WINDOW = When(
     lambda detached, _: detached.sampler == "version_window" or "." in detached.sampler,
     "detached.sampler is not version_window",
 )
+
+
+@dataclass(kw_only=True)
+class MakerSettings:
+    """What a maker has otherwise than `actor_rollout_ref.rollout` says; null: as that says."""
+
+    name: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    max_num_seqs: int | None = None
+    kv_cache_gb: float | None = None
+    max_new_tokens_per_call: int | None = None
+    tensor_model_parallel_size: int | None = None
+    gpu_memory_utilization: float | None = None
+
+    def chosen(self) -> dict[str, Any]:
+        """The keys that are set."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -84,10 +63,12 @@ class DetachedSettings:
     """Whose samples go to which trainer rank; null is an even graph."""
     weight_edges: list[list[int]] | None = key(None, allows="a list of [trainer, maker]")
     """Which trainer rank sends its weights to whom; null is an even graph."""
-    maker_settings: dict[Any, Any] = key(
-        factory=dict, allows="number of a maker: {key of actor_rollout_ref.rollout: value}"
+    maker_settings: dict[Any, MakerSettings] = key(
+        factory=dict, allows=f"number of a maker: {{{', '.join(vars(MakerSettings()))}}}"
     )
-    """How a maker generates, where that is not as `actor_rollout_ref.rollout` says."""
+    """Engine, precision and sizes of a maker, where these are not as `actor_rollout_ref.rollout`
+    says.
+    """
     prompts_per_piece: int | None = key(None, above=0, hint="or null for a batch in equal parts")
     """Prompts that a maker answers in one call; null shares every batch out among the makers."""
     limit: int | None = key(None, above=0, hint="or null for what max_staleness lets be open")
@@ -179,49 +160,60 @@ class DetachedConfig(PPOConfig):
         return Topology.of(detached.makers, detached.trainers, *edges)
 
     @property
+    def steps_per_version(self) -> int:
+        """Steps of a round, which a version of the weights ends."""
+        return self.detached.update_steps * self.detached.train_epochs
+
+    @property
     def piece_size(self) -> int:
         """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
         asked = self.detached.prompts_per_piece
         return self.topology.piece_size(self.data.train_batch_size) if asked is None else asked
 
+    @property
+    def score_roles(self) -> dict[str, str]:
+        """Roles with which every maker scores, as maker 0 has them -> their classes."""
+        if self.detached.score_on == "trainer":
+            return {}
+        inactive, found = inactive_roles(self), {}
+        if "ref" not in inactive:
+            found["ref"] = REFERENCE_WORKER
+        if "critic" not in inactive:
+            found[CRITIC_COPY] = CRITIC_COPY_WORKER
+        return found | dict.fromkeys(model_rewards(self), REWARD_MODEL_WORKER)
+
+    @property
+    def maker_roles(self) -> dict[str, tuple[str, int]]:
+        """Every role of every maker -> its name at maker 0, and the maker's number."""
+        makers, kinds = range(self.detached.makers), ["rollout", *self.score_roles]
+        return {role_on(kind, maker): (kind, maker) for maker in makers for kind in kinds}
+
     def kind_of(self, role: str) -> str:
         """What maker 0 calls the role of another maker."""
-        further = range(1, self.detached.makers)
-        kinds = {role_on(kind, maker): kind for kind in self._maker_kinds for maker in further}
-        return kinds.get(role, role)
+        return self.maker_roles.get(role, (role, 0))[0]
 
     def reads_in(self, role: str) -> str:
         """Makers read their samples as they make them."""
-        return "gen" if role in self._maker_kinds else super().reads_in(role)
+        return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
 
     def prompts_per_call(self, role: str) -> int:
         """Of a maker's roles a piece."""
-        if self.kind_of(role) in self._maker_kinds:
-            return self.piece_size
-        return super().prompts_per_call(role)
-
-    @property
-    def _maker_kinds(self) -> list[str]:
-        """Roles that every maker may have."""
-        if self.detached.score_on == "trainer":
-            return ["rollout"]
-        return ["rollout", "ref", CRITIC_COPY, *model_rewards(self)]
+        return self.piece_size if role in self.maker_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> DetachedConfig:
         """With `detached.maker_settings` for a maker that has some; a further maker's reward model
         is told the one reward that is its.
         """
-        kind = self.kind_of(role)
+        kind, maker = self.maker_roles.get(role, (role, 0))
         if kind != role and self.rewards and kind in model_rewards(self):
             return dataclasses.replace(self, rewards=[model_rewards(self)[kind]])
-        for maker, settings in self.detached.maker_settings.items():
-            if role == maker_role(int(maker)):
-                policy = self.actor_rollout_ref
-                rollout = own_rollout(policy.rollout, maker, settings)
-                return dataclasses.replace(
-                    self, actor_rollout_ref=dataclasses.replace(policy, rollout=rollout)
-                )
-        return self
+        settings = self.detached.maker_settings.get(maker)
+        if kind != "rollout" or settings is None:
+            return self
+        policy = self.actor_rollout_ref
+        rollout = dataclasses.replace(policy.rollout, **settings.chosen())
+        own = dataclasses.replace(policy, rollout=rollout)
+        return dataclasses.replace(self, actor_rollout_ref=own)
 
     def rollout_of(self, maker: int) -> RolloutConfig:
         """The settings of a maker's rollout, its own ones included."""
@@ -233,24 +225,8 @@ def samples_per_batch(config: DetachedConfig) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
 
 
-def open_samples(config: DetachedConfig) -> int:
-    """Samples that the bound of staleness lets be open while the trainer waits for a batch."""
-    detached = config.detached
-    return (detached.max_staleness + 1) * detached.update_steps * samples_per_batch(config)
-
-
 def open_at_once(config: DetachedConfig) -> int:
-    """Samples that staleness and the buffer let be queued or in the making."""
-    limit = config.detached.limit
-    return open_samples(config) if limit is None else min(limit, open_samples(config))
-
-
-def idle_makers(config: DetachedConfig) -> int:
-    """Makers for whom no piece is left, so few are open at once."""
-    topology = config.topology
-    samples_per_piece = config.piece_size * config.actor_rollout_ref.rollout.n
-    num_open = open_at_once(config) // len(topology.routed_ranks) // samples_per_piece
-    busy: set[int] = set()
-    for rank in topology.routed_ranks:
-        busy.update(topology.makers_for(rank)[:num_open])
-    return topology.makers - len(busy)
+    """Samples that staleness and the buffer's limit let be queued or in the making."""
+    detached = config.detached
+    num_batches = (detached.max_staleness + 1) * detached.update_steps
+    return min(detached.limit or sys.maxsize, num_batches * samples_per_batch(config))

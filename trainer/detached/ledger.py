@@ -3,9 +3,9 @@
     made = trained + queued + dropped (by reason) + in flight
 
 A sample is made from the moment that a maker begins it. One that was lost with its maker counts as
-dropped there, and as made again where it is made again; what was kept of its group counts as made
-by whoever makes the rest. Groups (a prompt's samples) stay together,
-so a uid stands for all of them.
+dropped there, and as made again where it is made again; what was there of its group counts as made
+by whoever makes the rest. Groups (a prompt's samples) stay together, so a uid stands for all of
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.report.detached import ledger_table
 from verl_like.errors import LedgerError
+from verl_like.terminal import draw_table
 
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """Where an open group is: being made, in the buffer, in the trainer's present step."""
@@ -44,7 +46,6 @@ class Ledger:
     """Not thread-safe: `ExperienceBuffer` calls it under its lock."""
 
     def __init__(self) -> None:
-        """Nothing is made yet."""
         self.makers: dict[int, Account] = {}
         self.trainers: Counter[int] = Counter()
         """Trainer rank -> samples that it trained on."""
@@ -69,7 +70,7 @@ class Ledger:
     def move(self, uids: Iterable[str], state: str) -> None:
         """These groups are elsewhere now: `QUEUED` or `TAKEN`."""
         for uid in uids:
-            self._group(uid).state = state
+            self._open[uid].state = state
 
     def trained(self, uid: str, ranks: Sequence[int], made_by: Sequence[int], version: int) -> None:
         """A group was trained on: the trainer rank of each sample, and the version that made it.
@@ -82,32 +83,26 @@ class Ledger:
         self.versions.update(made_by)
         self.staleness.update(version - made for made in made_by)
 
-    def drop(self, uids: Iterable[str], reason: str, kept: Iterable[str] = ()) -> None:
-        """These groups are not trained on, but for samples that are `kept`, by their uids.
+    def drop(self, uids: Iterable[str], reason: str, there: Iterable[str] = ()) -> None:
+        """These groups are not trained on, but for samples that are `there`, by their uids.
 
         Those are then of the maker that makes the rest of their group.
         """
-        num_kept = Counter(kept)
+        num_there = Counter(there)
         for uid in uids:
             group = self._close(uid)
             account = self.makers[group.maker]
-            account.made -= num_kept[uid]
-            account.dropped[reason] += group.num_samples - num_kept[uid]
+            account.made -= num_there[uid]
+            account.dropped[reason] += group.num_samples - num_there[uid]
 
-    def drop_kept(self, maker: int, num_samples: int, reason: str) -> None:
-        """Samples of a lost maker were kept, and are made again all the same."""
-        account = self.makers[maker]
-        account.made += num_samples
-        account.dropped[reason] += num_samples
+    def drop_there(self, maker: int, num_samples: int) -> None:
+        """Samples of a lost maker were there, and are made again all the same."""
+        self.makers[maker].made += num_samples
+        self.makers[maker].dropped[TOO_OLD] += num_samples
 
     def uids(self, state: str) -> list[str]:
         """The open groups in that state."""
         return [uid for uid, group in self._open.items() if group.state == state]
-
-    def count(self, state: str, maker: int | None = None) -> int:
-        """Samples in that state, of one maker or of all."""
-        groups = (group for group in self._open.values() if group.state == state)
-        return sum(group.num_samples for group in groups if maker in (None, group.maker))
 
     def check(self, found: Mapping[str, Iterable[str]] | None = None) -> None:
         """Raise if the ledger does not add up, for a maker or as a whole.
@@ -119,13 +114,12 @@ class Ledger:
                 raise LedgerError(
                     f"by the ledger other groups are {state} than there are: {sorted(astray)[:8]}."
                 )
-        for maker, account in self.makers.items():
-            row = self._row(maker, account)
+        for maker, row in self._rows().items():
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
-            if account.made != accounted + row["in_flight"]:
+            if row["made"] != accounted + row["in_flight"]:
                 raise LedgerError(f"maker {maker}: the ledger does not add up: {row}")
         trained = sum(account.trained for account in self.makers.values())
-        if trained != sum(self.trainers.values()):
+        if trained != self.trainers.total():
             raise LedgerError(
                 f"makers gave {trained} samples that were trained on, trainers trained on "
                 f"{dict(self.trainers)}."
@@ -133,69 +127,56 @@ class Ledger:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it; what a trainer's step has taken counts as queued."""
-        return {
-            "makers": {str(m): self._row(m, self.makers[m]) for m in sorted(self.makers)},
-            "trainers": {str(rank): count for rank, count in sorted(self.trainers.items())},
-            "staleness": {str(k): count for k, count in sorted(self.staleness.items())},
-            "versions": {str(v): count for v, count in sorted(self.versions.items())},
+        counts = {name: getattr(self, name) for name in ("trainers", "staleness", "versions")}
+        return {"makers": self._rows()} | {
+            name: {str(number): count for number, count in sorted(of.items())}
+            for name, of in counts.items()
         }
 
     def describe(self) -> str:
-        """A table: a line a maker, and one for all."""
-        rows = {f"maker {m}": self._row(m, self.makers[m]) for m in sorted(self.makers)}
-        names = ("made", "trained", "queued", "dropped", "in_flight")
-        lines = ["samples".ljust(10) + "".join(f"{name.replace('_', ' '):>11}" for name in names)]
-        total: Counter[str] = Counter()
-        reasons: Counter[str] = Counter()
-        for who, row in rows.items():
-            numbers = row | {"dropped": sum(row["dropped"].values())}
-            total.update({name: numbers[name] for name in names})
+        """A table: a line a maker, and one for all; then the reasons of what was dropped."""
+        rows, reasons = self._rows(), Counter[str]()
+        for row in rows.values():
             reasons.update(row["dropped"])
-            lines.append(who.ljust(10) + "".join(f"{numbers[name]:>11}" for name in names))
-        if len(rows) > 1:
-            lines.append("all".ljust(10) + "".join(f"{total[name]:>11}" for name in names))
-        for reason, count in reasons.items():
-            lines.append(f"  dropped: {count} ({reason})")
+        lines = draw_table(ledger_table(rows), flush_right=True) if rows else []
+        lines += [f"  dropped: {count} ({reason})" for reason, count in reasons.items()]
         return "\n".join(lines)
 
-    def load_state_dict(self, state: dict[str, Any], open_is: str) -> None:
-        """Go on with this ledger; what was open then was not kept: dropped as `open_is`."""
-        self.trainers = Counter({int(rank): n for rank, n in state["trainers"].items()})
-        self.staleness = Counter({int(k): n for k, n in state["staleness"].items()})
-        self.versions = Counter({int(v): n for v, n in state["versions"].items()})
-        self._open = {}
-        self.makers = {}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this ledger; what was open then is made again, but for groups of `restore`."""
+        for name in ("trainers", "staleness", "versions"):
+            setattr(self, name, Counter({int(key): n for key, n in state[name].items()}))
+        self._open, self.makers = {}, {}
         for maker, row in state["makers"].items():
-            dropped = Counter(row["dropped"])
-            if left := row["queued"] + row["in_flight"]:
-                dropped[open_is] += left
-            self.makers[int(maker)] = Account(row["made"], row["trained"], dropped)
+            account = Account(row["made"], row["trained"], Counter(row["dropped"]))
+            account.dropped[MADE_AGAIN] += row["queued"] + row["in_flight"]
+            account.dropped += Counter()  # a reason without samples is none
+            self.makers[int(maker)] = account
 
-    def restore(
-        self, maker: int, uids: Iterable[str], samples_per_group: int, counted_as: str
-    ) -> None:
-        """These groups of the ledger that was loaded were kept: they are queued still."""
+    def restore(self, maker: int, uids: Sequence[str], samples_per_group: int) -> None:
+        """These groups of the ledger that was loaded are queued still."""
         account = self.makers[maker]
+        account.dropped[MADE_AGAIN] -= samples_per_group * len(uids)
+        account.dropped += Counter()
         for uid in uids:
-            account.dropped[counted_as] -= samples_per_group
             self._open[uid] = _Group(maker, samples_per_group, QUEUED)
-        account.dropped += Counter()  # a reason without samples is none
 
-    def _row(self, maker: int, account: Account) -> dict[str, Any]:
+    def _rows(self) -> dict[str, dict[str, Any]]:
+        counted = Counter[tuple[int, str]]()
+        for group in self._open.values():
+            counted[group.maker, group.state] += group.num_samples
         return {
-            "made": account.made,
-            "trained": account.trained,
-            "queued": self.count(QUEUED, maker) + self.count(TAKEN, maker),
-            "dropped": dict(account.dropped),
-            "in_flight": self.count(IN_FLIGHT, maker),
+            str(maker): {
+                "made": account.made,
+                "trained": account.trained,
+                "queued": counted[maker, QUEUED] + counted[maker, TAKEN],
+                "dropped": dict(account.dropped),
+                "in_flight": counted[maker, IN_FLIGHT],
+            }
+            for maker, account in sorted(self.makers.items())
         }
 
-    def _group(self, uid: str) -> _Group:
+    def _close(self, uid: str) -> _Group:
         if uid not in self._open:
             raise LedgerError(f"nobody made samples of uid {uid}, or they are done with already.")
-        return self._open[uid]
-
-    def _close(self, uid: str) -> _Group:
-        group = self._group(uid)
-        del self._open[uid]
-        return group
+        return self._open.pop(uid)

@@ -11,13 +11,12 @@ takes batches from a buffer and sends its weights back. All keys of `verl-like p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from trainer.config.recipe import Recipe
-from trainer.detached.config import MAKER_SETTINGS, OWN_TRAINER, DetachedConfig, by_number
-from trainer.detached.roles import place_makers
-from trainer.detached.topology import TRAINER_POOL, counts
+from trainer.detached.config import MAKER_SETTINGS, OWN_TRAINER, ROLLOUT_WORKER, DetachedConfig
+from trainer.detached.topology import TRAINER_POOL, counts, maker_pool
 from trainer.ppo.recipe import (
     PPO,
     check,
@@ -26,6 +25,7 @@ from trainer.ppo.recipe import (
     inactive_roles,
     rows_where_asked,
 )
+from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
@@ -40,12 +40,12 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     detached = config.detached
     if detached.topology is not None:
         detached.makers, detached.trainers = counts(detached.topology)
-    detached.maker_settings = by_number(detached.maker_settings)
-    makers = place_makers(config, config.topology)
+    _number_settings(config)
+    makers = {role: maker_pool(maker) for role, (_, maker) in config.maker_roles.items()}
+    _name_workers(config)
 
     mapped = expand_roles(config.role_mapping)
-    wanted = {role: TRAINER_POOL for role in TRAINER_ROLES} | makers
-    for role, pool in wanted.items():
+    for role, pool in {**dict.fromkeys(TRAINER_ROLES, TRAINER_POOL), **makers}.items():
         if role not in mapped:
             config.role_mapping[role] = pool
 
@@ -62,14 +62,35 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     return [*rows_where_asked(config, keys), *notices]
 
 
+def _number_settings(config: DetachedConfig) -> None:
+    """`{1: ...}` of a dict or of YAML, and `.1` of a command, are both of maker 1."""
+    given = config.detached.maker_settings
+    for maker in given:
+        if not str(maker).isdecimal() or (str(maker) in given and maker != str(maker)):
+            raise ConfigError(
+                f"{MAKER_SETTINGS} has {maker!r}: give each maker's number once, 0 to "
+                f"{config.detached.makers - 1}."
+            )
+    config.detached.maker_settings = {int(maker): own for maker, own in given.items()}
+
+
+def _name_workers(config: DetachedConfig) -> None:
+    """The classes of makers' roles that are not built in."""
+    classes = {"rollout": ROLLOUT_WORKER, **config.score_roles}
+    for role, (kind, maker) in config.maker_roles.items():
+        if maker or kind == CRITIC_COPY:
+            cls = config.role_workers.get(kind) or classes[kind]
+            config.role_workers.setdefault(role, cls)
+
+
 def _other_weights(config: DetachedConfig) -> str:
     """Why samples may be of other weights than the trainer's, by the keys of detached runs."""
     detached = config.detached
     if detached.max_staleness:
         return f"detached.max_staleness={detached.max_staleness} lets samples be of older weights"
-    for maker, settings in detached.maker_settings.items():
-        if isinstance(settings, Mapping) and settings.get("quantization"):
-            rounds = f"quantization={settings['quantization']} rounds that maker's weights"
+    for maker, own in detached.maker_settings.items():
+        if own.quantization:
+            rounds = f"quantization={own.quantization} rounds that maker's weights"
             return f"{MAKER_SETTINGS}.{maker}.{rounds}"
     return ""
 

@@ -1,4 +1,4 @@
-"""What a sampler is asked and what it answers, and the names that `detached.sampler` may have.
+"""What is queued, and the samplers that choose a batch of it: the names of `detached.sampler`.
 
     @SAMPLERS.register("newest_first")
     class NewestFirst(Sampler):
@@ -17,10 +17,70 @@ from typing import Any
 
 import numpy as np
 
-from trainer.detached.pieces import Experience, Piece
+from trainer.detached.topology import ANY_RANK
+from trainer.loop import Metrics
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_methods
+from workers.rollout.client import Submission
+
+
+@dataclass(eq=False, kw_only=True)
+class Experience:
+    """A piece of a batch: consecutive prompts, all samples of which one maker makes.
+
+    Of a validation's rows, which belong to no batch, the number is below 0.
+    """
+
+    number: int
+    """Its place in the order of the run's prompts."""
+    num_samples: int
+    batch: int = 0
+    start: int = 0
+    stop: int = 0
+    """It is the prompts `start` to `stop` of the loader's batch."""
+    rank: int = ANY_RANK
+    """The trainer rank whose makers may make it."""
+    maker: int = 0
+    """Who makes it, or did."""
+    version: int = 0
+    """Of the weights that the maker held when it began: no token is older."""
+    attempt: int = 0
+    """The number of the draw, within its step, that it is made for."""
+    uids: list[str] = field(default_factory=list)
+    """One for each prompt."""
+    rows: DataProto | None = field(default=None, repr=False)
+    """The rows of prompts, one for each sample, while it is being made."""
+    submission: Submission | None = field(default=None, repr=False)
+    """What of it is there, while it is being made and after its maker was lost."""
+    samples: DataProto | None = field(default=None, repr=False)
+    """What the maker has made of it."""
+    metrics: Metrics = field(default_factory=dict)
+    """Numbers that came with the maker's scores."""
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether it is a part of a validation's rows."""
+        return self.number < 0
+
+    @property
+    def uids_there(self) -> list[str]:
+        """Of the samples of a lost maker that are there."""
+        if self.submission is None:
+            return []
+        uids = self.submission.rows.non_tensor_batch["uid"]
+        return [str(uids[row]) for row in self.submission.rows_there]
+
+    def place(self) -> dict[str, int]:
+        """Which prompts it is, as JSON has it."""
+        names = "number", "num_samples", "batch", "start", "stop", "rank"
+        return {name: getattr(self, name) for name in names}
+
+
+def num_samples_of(experiences: Iterable[Experience]) -> int:
+    """Of all of them."""
+    return sum(one.num_samples for one in experiences)
 
 
 @dataclass(frozen=True)
@@ -29,8 +89,8 @@ class Stock:
 
     ready: Sequence[Experience]
     """In the order in which they came."""
-    coming: Sequence[tuple[Piece, int | None]]
-    """Pieces that are being made with that version, or (None) were lost and wait to be made."""
+    coming: Sequence[Experience]
+    """Those that are being made."""
     num_samples: int
     """Of the batch."""
     version: int
@@ -40,6 +100,8 @@ class Stock:
     """Trained on between two versions of the weights."""
     seed: Sequence[int]
     """Of this batch's own randomness: the run's seed and the number of the batch."""
+    lost: Sequence[Experience] = ()
+    """Those whose maker was lost, and that wait for another one."""
     rest_of_version: int = 0
     """Samples of the batches that come after this one, before the next version."""
     window: int | None = None
@@ -74,7 +136,7 @@ class SamplerError(VerlLikeError, RuntimeError):
 def chosen(sampler: Sampler, stock: Stock) -> Choice:
     """The sampler's choice, of exactly one batch or nothing, and of nothing too old."""
     choice, name = sampler.choose(stock), type(sampler).__name__
-    num_samples = sum(one.num_samples for one in choice.taken)
+    num_samples = num_samples_of(choice.taken)
     if choice.taken and num_samples != stock.num_samples:
         raise SamplerError(
             f"the sampler {name} took {num_samples} samples for a batch of {stock.num_samples}: "
@@ -109,9 +171,10 @@ def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experienc
     """The first ones that make exactly so many samples; none if they do not."""
     taken: list[Experience] = []
     for experience in experiences:
-        if sum(one.num_samples for one in taken) + experience.num_samples <= num_samples:
+        if experience.num_samples <= num_samples:
             taken.append(experience)
-    return taken if sum(one.num_samples for one in taken) == num_samples else []
+            num_samples -= experience.num_samples
+    return [] if num_samples else taken
 
 
 def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experience] | None:
@@ -120,20 +183,25 @@ def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experie
     For every version, no more samples of it and of older ones may be left over than later batches
     take in time. None: one that this batch must have is still coming.
     """
-    coming = [(piece, version) for piece, version in stock.coming if version is not None]
     head: dict[int, Experience] = {}
-    for made_by in sorted({one.version for one in ready} | {version for _, version in coming}):
-        due = [one for one in ready if one.version <= made_by and one.piece.number not in head]
-        num_left = sum(one.num_samples for one in due)
-        num_left += sum(piece.num_samples for piece, version in coming if version <= made_by)
+    for made_by in sorted({one.version for one in [*ready, *stock.coming]}):
+        due = [one for one in ready if one.version <= made_by and one.number not in head]
+        coming = [one for one in stock.coming if one.version <= made_by]
+        num_left = num_samples_of(due) + num_samples_of(coming)
         for one in due:
             if num_left <= stock.room_after(made_by):
                 break
-            head[one.piece.number] = one
+            head[one.number] = one
             num_left -= one.num_samples
         if num_left > stock.room_after(made_by):
             return None
-    return [*head.values(), *(one for one in ready if one.piece.number not in head)]
+    return [*head.values(), *(one for one in ready if one.number not in head)]
+
+
+def _in_time(stock: Stock, ready: Sequence[Experience]) -> Choice:
+    """The first of these, after those that would be too old for the batch after this one."""
+    ordered = most_urgent_first(stock, ready)
+    return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
 
 
 @SAMPLERS.register("in_order")
@@ -141,13 +209,9 @@ class InOrder(Sampler):
     """Waits for a slow piece."""
 
     def choose(self, stock: Stock) -> Choice:
-        """The lowest piece numbers, once all of them are there."""
-        ready = sorted(stock.ready, key=lambda one: one.piece.number)
-        taken = up_to(ready, stock.num_samples)
-        if not taken:
-            return Choice()
-        last = taken[-1].piece.number
-        waits = any(piece.number < last for piece, _ in stock.coming)
+        """The lowest numbers, once all of them are there."""
+        taken = up_to(sorted(stock.ready, key=lambda one: one.number), stock.num_samples)
+        waits = any(one.number < taken[-1].number for one in [*stock.coming, *stock.lost] if taken)
         return Choice() if waits else Choice(taken)
 
 
@@ -156,11 +220,9 @@ class RandomOrder(Sampler):
     """Drawn by the run's seed and the batch's number, without replacement."""
 
     def choose(self, stock: Stock) -> Choice:
-        """Any that are ready, after those that would be too old for the batch after this one."""
+        """Any that are ready, in time."""
         order = np.random.default_rng(list(stock.seed)).permutation(len(stock.ready))
-        shuffled = [stock.ready[place] for place in order]
-        ordered = most_urgent_first(stock, shuffled)
-        return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
+        return _in_time(stock, [stock.ready[place] for place in order])
 
 
 @SAMPLERS.register("ready_first")
@@ -168,9 +230,8 @@ class ReadyFirst(Sampler):
     """Long responses come later than short ones: a batch's lengths are biased by its place."""
 
     def choose(self, stock: Stock) -> Choice:
-        """The first to come, after those that would be too old for the batch after this one."""
-        ordered = most_urgent_first(stock, stock.ready)
-        return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
+        """The first to come, in time."""
+        return _in_time(stock, stock.ready)
 
 
 @SAMPLERS.register("version_window")
@@ -180,9 +241,7 @@ class VersionWindow(Sampler):
     def choose(self, stock: Stock) -> Choice:
         """The first to come within the window, the oldest versions first."""
         window = stock.max_staleness if stock.window is None else stock.window
-        oldest = stock.version - window
-        reason = f"older than {window} versions"
-        dropped = [(one, reason) for one in stock.ready if one.version < oldest]
-        inside = [one for one in stock.ready if one.version >= oldest]
-        inside.sort(key=lambda one: one.version)
-        return Choice(up_to(inside, stock.num_samples), dropped)
+        inside = sorted(stock.ready, key=lambda one: one.version)
+        dropped = [one for one in inside if one.version < stock.version - window]
+        taken = up_to(inside[len(dropped) :], stock.num_samples)
+        return Choice(taken, [(one, f"older than {window} versions") for one in dropped])

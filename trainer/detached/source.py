@@ -8,25 +8,22 @@ the order in which they arrive, then the same ones E - 1 times over, each time i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.buffer import Demand, ExperienceBuffer
 from trainer.detached.maker import Maker
-from trainer.detached.pieces import Experience, Piece
+from trainer.detached.samplers import Experience
 from trainer.ppo.sample import Draw, Samples, SampleSource, over_draws
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
 
 Metrics = dict[str, float]
-PAUSE_S = 600.0
-"""How long a pause waits for what the makers are making."""
 NAMED_UIDS = 8
 """Uids in a message, at most."""
 END_S = 10.0
@@ -79,7 +76,7 @@ class DetachedSource(SampleSource):
         assemble: Callable[[Draw], Samples],
     ) -> None:
         """`assemble` makes a step's samples of as many draws as it needs."""
-        self.buffer, self.makers, self.rounds = buffer, list(makers), rounds
+        self.buffer, self._makers, self.rounds = buffer, list(makers), rounds
         self._assemble = assemble
         self._step = 0
         self._num_steps: int | None = None
@@ -99,7 +96,7 @@ class DetachedSource(SampleSource):
 
     def take(self) -> Samples:
         """The samples of the step that was asked for."""
-        self._start()
+        self.start()
         number, epoch, place = self.rounds.place(self._step)
         if epoch:
             chosen = self.rounds.order(number, epoch)[place]
@@ -134,60 +131,47 @@ class DetachedSource(SampleSource):
         if self.rounds.train_epochs > 1 and epoch == 0:
             self._kept.append(batch.select())
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within, makers do nothing: their groups are the caller's."""
-        with self.buffer.paused(PAUSE_S), ExitStack() as kept:
-            for maker in self.makers:
-                kept.enter_context(maker.keeps_group())
-            yield
-
     def state_dict(self) -> dict[str, Any]:
         """The place in the prompts, the ledger, and what is queued, but for its samples."""
         state, self._queued = self.buffer.state_dict()
-        queued = [
-            {
-                "piece": asdict(one.piece),
-                "maker": one.maker,
-                "version": one.version,
-                "uids": one.uids,
-            }
+        facts = [
+            {"piece": one.place(), "maker": one.maker, "version": one.version, "uids": one.uids}
             for one in self._queued
         ]
-        return state | {"queued": queued}
+        return state | {"queued": facts}
 
     def write_samples(self, folder: Path) -> None:
         """The samples that were queued at the last `state_dict`, a file a piece."""
         folder.mkdir()
         for one in self._queued:
-            one.rows.save_to_disk(folder / f"{one.piece.number}.safetensors")
+            assert one.samples is not None, "what is queued is made"
+            one.samples.save_to_disk(folder / f"{one.number}.safetensors")
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
         """Go on there: with the samples that were queued if they are in `folder`, else they are
         made again.
         """
-        again, kept = [], []
+        queued = []
         for facts in state.pop("queued"):
-            piece = Piece(**facts.pop("piece"))
-            path = None if folder is None else folder / f"{piece.number}.safetensors"
-            if path is None or not path.is_file():
-                again.append(piece)
-            else:
-                kept.append(Experience(piece, rows=DataProto.load_from_disk(path), **facts))
-        self.buffer.load_state_dict(state, again, kept)
+            one = Experience(**facts.pop("piece"), **facts)
+            path = None if folder is None else folder / f"{one.number}.safetensors"
+            if path is not None and path.is_file():
+                one.samples = DataProto.load_from_disk(path)
+            queued.append(one)
+        self.buffer.load_state_dict(state, queued)
 
     def close(self) -> None:
         """Begin nothing more; what is being made is waited for a little."""
         self.buffer.close()
         until = time.monotonic() + END_S
-        for maker in self.makers:
+        for maker in self._makers:
             maker.wait_for_end(max(until - time.monotonic(), 0.0))
 
-    def _start(self) -> None:
-        if not self._has_started:
-            self._has_started = True
-            for maker in self.makers:
-                maker.start()
+    def start(self) -> None:
+        """The makers' threads, the first time."""
+        for maker in [] if self._has_started else self._makers:
+            maker.start()
+        self._has_started = True
 
     def _draw(self, attempt: int) -> DataProto:
         """As many samples as the step has, at the next attempt with other prompts."""
@@ -200,15 +184,15 @@ class DetachedSource(SampleSource):
             total = self.rounds.num_fresh(self._num_steps)
             rest = range(rest.start, min(rest.stop, total))
             # no further than makers may go ahead: the bound of staleness is the lower one there
-            ahead = (self.buffer.pacing.max_staleness + 1) * self.rounds.update_steps
+            ahead = (self.buffer.settings.max_staleness + 1) * self.rounds.update_steps
             rest_of_run = sum(map(sizes, range(fresh + 1, min(total, fresh + 1 + ahead))))
 
         rest_of_version = sum(map(sizes, rest))
-        experiences = self.buffer.take(sizes(fresh), attempt, rest_of_version, rest_of_run)
-        experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
-        self._drawn += [uid for experience in experiences for uid in experience.uids]
-        self._read += [experience.metrics for experience in experiences]
-        drawn = concat_rows([experience.rows for experience in experiences])
+        experiences = self.buffer.take(Demand(sizes(fresh), attempt, rest_of_version, rest_of_run))
+        experiences.sort(key=lambda one: (one.rank, one.number))
+        self._drawn += [uid for one in experiences for uid in one.uids]
+        self._read += [one.metrics for one in experiences]
+        drawn = concat_rows([one.samples for one in experiences if one.samples is not None])
         self._num_tokens += int(count_ones(drawn, "response_mask").sum())
         return drawn
 

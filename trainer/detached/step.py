@@ -9,35 +9,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import EndOfSamples, ExperienceBuffer, ToldToStop
+from trainer.detached.buffer import EndOfSamples, ExperienceBuffer
 from trainer.detached.checks import check_start
-from trainer.detached.config import MAKER_SETTINGS, DetachedConfig, open_samples, samples_per_batch
-from trainer.detached.ledger import Ledger
+from trainer.detached.config import MAKER_SETTINGS, DetachedConfig
 from trainer.detached.maker import (
+    MADE_BY_MAKERS,
+    REWARD_METHOD,
     Maker,
-    MakerCalls,
     MakerLosses,
-    at_once,
-    generate_in_parts,
-    replace_lost,
-    validators_of,
+    ScoresHere,
+    ToldToStop,
 )
-from trainer.detached.pieces import BufferSettings, Pacing, PieceStream
 from trainer.detached.plan import plan_lines
-from trainer.detached.roles import maker_roles, score_roles
-from trainer.detached.samplers import SAMPLERS
-from trainer.detached.scoring import MADE_BY_MAKERS, REWARD_METHOD, ScoresHere, score_samples
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import ANY_RANK, maker_role, role_on
-from trainer.detached.watch import TrainerWatch
+from trainer.detached.topology import ANY_RANK, role_on
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
@@ -47,12 +39,16 @@ from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, WorkerDiedError
+from verl_like.calls.future import gather
+from verl_like.errors import ConfigError
 from verl_like.files import write_whole
+from verl_like.placement.roles import expand_roles
 from workers.columns import has_column, read_columns, rm_column
 
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds what was queued."""
+PAUSE_S = 600.0
+"""How long a validation waits for what the makers are making."""
 
 
 class DetachedTrainer(PPOTrainer):
@@ -85,98 +81,48 @@ class DetachedTrainer(PPOTrainer):
     def make_source(self) -> DetachedSource:
         """Makers' threads, the buffer, and the ledger."""
         config, detached = self.config, self.config.detached
-        self.topology = config.topology
-        self.activity, self.ledger = Activity(), Ledger()
+        self.topology, self.activity = config.topology, Activity()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
-        self._roles_of_makers = maker_roles(config)
         self.feed = WeightFeed(config, self.groups, self.topology)
+        self.buffer = ExperienceBuffer(config, self.loader, self.activity, self.check_trainers)
+        self.losses = MakerLosses(config, self.groups, self.init_arguments, self.is_ending)
+        makers = [Maker(number, self) for number in range(self.topology.makers)]
+        return DetachedSource(self.buffer, makers, self.rounds, self.make_samples)
 
-        samples = config.actor_rollout_ref.rollout.n
-        stream = PieceStream(
-            self.loader,
-            config.piece_size,
-            samples,
-            self.topology.routed_ranks,
-            self.topology.makers_of,
-        )
+    def is_ending(self) -> bool:
+        """Whether a maker that was lost is not waited for."""
+        return bool(self.stop.received) or self.buffer.is_closed
 
-        limit = open_samples(config) if detached.limit is None else detached.limit
-        settings = BufferSettings(
-            limit=limit,
-            evicts=detached.when_full == "evict_oldest",
-            seed=config.trainer.seed,
-            window=detached.window,
-            stall_s=detached.stall_s,
-        )
-        per_version = detached.update_steps * samples_per_batch(config)
-        pacing = Pacing(detached.max_staleness, per_version)
-        sampler = SAMPLERS.look_up(detached.sampler)()
-        buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
-
-        trainers = [role for role in self.groups if role not in self._roles_of_makers]
-        self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
-        self.maker_losses = MakerLosses(
-            config,
-            self.groups,
-            self.topology,
-            self.init_arguments,
-            lambda: bool(self.stop.received) or buffer.is_closed,
-        )
-
-        makers = [
-            Maker(
-                number,
-                buffer,
-                self.activity,
-                self.calls_of(number),
-                max_tokens=config.rollout_of(number).max_new_tokens_per_call,
-                weights_at_once=detached.new_weights == "at_once",
-                keeps_samples=detached.on_maker_loss != "fail",
-            )
-            for number in range(self.topology.makers)
-        ]
-        return DetachedSource(buffer, makers, self.rounds, self.make_samples)
-
-    def calls_of(self, maker: int) -> MakerCalls:
-        """What a maker's thread asks for."""
-        role = maker_role(maker)
-        own_roles = {kind: role_on(kind, maker) for kind in score_roles(self.config)}
-
-        def asked(rows: DataProto, attempt: int) -> DataProto:
-            needed = self.needed(rows, role, "generate_sequences")
-            needed.meta_info = needed.meta_info | {"attempt": attempt}
-            return needed
-
-        return MakerCalls(
-            group=lambda: self.groups[role],
-            asked=asked,
-            take_weights=lambda: self.feed.deliver(maker),
-            on_loss=partial(self.maker_losses, maker),
-            score=partial(score_samples, self.groups, own_roles) if own_roles else None,
-        )
+    def check_trainers(self) -> None:
+        """Ask every process that trains for an answer: nobody would miss it meanwhile."""
+        pools, of_makers = expand_roles(self.config.role_mapping), self.config.maker_roles
+        of_pool = {pools[role]: role for role in self.groups if role not in of_makers}
+        gather(*(self.groups[role].ping.remote() for role in of_pool.values()))
 
     # ------------------------------------------------------------------ what is different from PPO
 
     @property
-    def validators(self) -> list[Maker]:
-        """The makers that validate; the first of them scores, where makers do."""
-        return validators_of(self.source.makers, self.config)
+    def validators(self) -> list[int]:
+        """The makers that validate: those with the settings of the first one that lives.
+
+        That one scores, where makers do.
+        """
+        makers = self.buffer.makers or [0]
+        first = self.config.rollout_of(makers[0])
+        return [maker for maker in makers if self.config.rollout_of(maker) == first]
 
     def ask_rollout(self, asked: DataProto) -> DataProto:
         """Of a validation's samples each maker that validates makes a part."""
-        return generate_in_parts(self.groups, self.validators, asked)
+        return self.buffer.validate(asked, self.validators)
 
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
     ) -> Any:
-        """A reward model is not asked again about what a maker has had it score.
-
-        Of makers' roles, those of the first maker that validates answer.
-        """
+        """A reward model is not asked again about what a maker has had it score."""
         if method == REWARD_METHOD and has_column(batch, rm_column(role)):
             return ScoresHere(batch, role)
-        if self._roles_of_makers.get(role) == 0:
-            role = role_on(role, self.validators[0].number)
+        if role in self.config.score_roles:
+            role = role_on(role, self.validators[0])
         return super().call(role, method, batch, *more, **settings)
 
     @property
@@ -219,21 +165,21 @@ class DetachedTrainer(PPOTrainer):
         self._trained_by = self.weight_version
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
-            self.source.buffer.trained(self._ranks_and_versions(batch))
+            self.buffer.trained(self._ranks_and_versions(batch))
         return metrics
 
     def sync(self) -> Metrics:
-        """The weights are published as a new version, if a round has ended; makers take them."""
-        if self.source.buffer.is_paused:  # a validation by other weights, or the end of one
-            metrics = self.feed.publish(self.weight_version)
-            at_once(lambda maker: self.feed.deliver(maker.number), self.validators)
-            return metrics
-        if self.weight_version and not self.rounds.ends_with(self.global_step):
-            return {}
-        self.weight_version += 1
+        """The weights are published, which makers take: as a new version, if a round has ended.
+
+        A validation's averaged weights, and those after it, are other ones of the same version.
+        """
+        if not self.buffer.is_paused:
+            if self.weight_version and not self.rounds.ends_with(self.global_step):
+                return {}
+            self.weight_version += 1
         with self.activity.of("trainer").syncing(f"weights of version {self.weight_version}"):
             metrics = self.feed.publish(self.weight_version)
-        self.source.buffer.publish(self.weight_version)
+        self.buffer.publish(self.weight_version)
         return metrics
 
     @property
@@ -246,23 +192,15 @@ class DetachedTrainer(PPOTrainer):
         return self.rounds.length == 1 and super().policy_is_current(batch)
 
     def validation_metrics(self) -> Metrics:
-        """Makers rest meanwhile, and those that validate have the newest weights.
-
-        If one of them loses a process, it is looked after, and the validation begins anew.
-        """
-        with self.source.paused():
+        """Makers make a validation's samples, and no others meanwhile."""
+        self.source.start()
+        with self.buffer.paused(PAUSE_S):
             self._makers_rest_since = time.time()
-            while True:
-                makers = self.validators
-                try:
-                    at_once(Maker.take_weights, makers)
-                    return super().validation_metrics()
-                except WorkerDiedError as error:
-                    replace_lost(makers, self.maker_losses, error)
+            return super().validation_metrics()
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Makers make samples whatever trainers do; while they rest, it is for a validation."""
-        if call["method"] not in MADE_BY_MAKERS or call["role"] not in self._roles_of_makers:
+        if call["method"] not in MADE_BY_MAKERS or call["role"] not in self.config.maker_roles:
             return ended_in
         is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
         return ended_in if is_validation else "gen"
@@ -287,9 +225,8 @@ class DetachedTrainer(PPOTrainer):
         """Go on with them; what was open is made again."""
         super().load_state_dict(state)
         start = self.checkpoints.start
-        folder = None
-        if self.config.detached.on_resume == "restore" and start is not None:
-            folder = start / SAMPLES
+        restores = self.config.detached.on_resume == "restore"
+        folder = start / SAMPLES if restores and start is not None else None
         self.source.load_state_dict(state["detached"], folder)
 
     def write_more(self, folder: Path) -> None:
@@ -301,19 +238,12 @@ class DetachedTrainer(PPOTrainer):
         """None: makers are looked after by `detached.on_maker_loss`, beside the steps."""
         return frozenset()
 
-    def init_models(self) -> None:
-        """As PPO does; from then on a trainer that is lost is noticed."""
-        super().init_models()
-        self.watch.start()
-
     def close(self) -> None:
         """End the makers, and check the ledger."""
-        self.watch.stop()
-        self.source.buffer.close()
         self.source.close()
-        self.source.buffer.check()
-        print(self.ledger.describe(), flush=True)
-        facts = {"ledger": self.ledger.as_dict(), **self.activity.as_json()}
+        self.buffer.check()
+        print(self.buffer.ledger.describe(), flush=True)
+        facts = {"ledger": self.buffer.ledger.as_dict(), "activity": self.activity.seconds()}
         write_whole(self.folder / "detached.json", json.dumps(facts))
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
@@ -336,33 +266,21 @@ class DetachedTrainer(PPOTrainer):
         versions = read_columns(batch, "policy_version")["policy_version"].tolist()
         size = -(-len(batch) // self.groups["actor"].world_size)
         found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for row, (uid, version) in enumerate(
-            zip(batch.non_tensor_batch["uid"], versions, strict=True)
-        ):
-            found[str(uid)].append((row // size, version))
+        for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+            found[str(uid)].append((row // size, versions[row]))
         return found
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """PPO's, how old the samples were, and what makers and trainers did since the last step."""
         versions = read_columns(batch, "policy_version")["policy_version"]
         ages = self._trained_by - versions
-        return {
-            **super().batch_metrics(batch),
-            **self.activity.metrics(),
+        metrics = super().batch_metrics(batch) | self.activity.metrics()
+        for age, count in Counter(ages.tolist()).items():
+            metrics[f"detached/staleness/{age}"] = float(count)
+        if has_column(batch, "value_version"):  # of makers' copies of the critic
+            of_values = self._trained_by - read_columns(batch, "value_version")["value_version"]
+            metrics["detached/value_staleness/max"] = float(of_values.max())
+        return metrics | {
             "detached/staleness/mean": float(ages.float().mean()),
             "detached/staleness/max": float(ages.max()),
-            **self._value_ages(batch),
-            **{
-                f"detached/staleness/{age}": float(count)
-                for age, count in zip(
-                    *(of.tolist() for of in ages.unique(return_counts=True)), strict=True
-                )
-            },
         }
-
-    def _value_ages(self, batch: DataProto) -> Metrics:
-        """Versions between the values of makers' critics and the update."""
-        if not has_column(batch, "value_version"):
-            return {}
-        ages = self._trained_by - read_columns(batch, "value_version")["value_version"]
-        return {"detached/value_staleness/max": float(ages.max())}

@@ -153,16 +153,12 @@ class Topology:
                     f"detached.edges: maker {maker} sends its samples to nobody. Add "
                     f"[{maker},{maker % self.trainers}]."
                 )
-            senders = [trainer for trainer, receiver in self.weights if receiver == maker]
-            if not senders:
+            senders = [str(trainer) for trainer, receiver in self.weights if receiver == maker]
+            if len(senders) != 1:
                 raise ConfigError(
-                    f"detached.weight_edges: maker {maker} gets weights from nobody, so it would "
-                    f"sample from its first ones for ever. Add [{maker % self.trainers},{maker}]."
-                )
-            if len(senders) > 1:
-                raise ConfigError(
-                    f"detached.weight_edges: maker {maker} gets weights from trainers "
-                    f"{', '.join(map(str, senders))}, which hold the same ones. Keep one edge."
+                    f"detached.weight_edges: maker {maker} gets weights from "
+                    f"{'trainers ' + ', '.join(senders) if senders else 'nobody'}. Give it one "
+                    f"edge, such as [{maker % self.trainers},{maker}]: trainers hold the same ones."
                 )
         for trainer in range(self.trainers):
             if not self.makers_of(trainer):

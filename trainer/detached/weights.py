@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.detached.config import DetachedConfig
-from trainer.detached.topology import Topology, maker_role, role_on
+from trainer.detached.topology import Topology, role_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.sizes import CRITIC_COPY
@@ -76,31 +76,18 @@ class WeightFeed:
 
     def deliver(self, maker: int) -> int:
         """Bring that maker to the newest weights; gives their version."""
-        version = self._deliver(maker)
+        version = self._deliver(maker, "actor", "rollout")
         if CRITIC_COPY in self._groups:
-            self._deliver_critic(maker)
+            self._deliver(maker, "critic", CRITIC_COPY)
         return version
 
-    def _deliver_critic(self, maker: int) -> None:
-        role, sender = role_on(CRITIC_COPY, maker), self._topology.weight_sender(maker)
-        groups = self._groups["critic"], self._groups[role]
+    def _deliver(self, maker: int, sends: str, kind: str) -> int:
+        role, sender = role_on(kind, maker), self._topology.weight_sender(maker)
         try:
-            figures = deliver_weights(*groups, sender=sender)
+            figures = deliver_weights(self._groups[sends], self._groups[role], sender=sender)
         except WeightSyncError as error:
-            error.add_note(f"It was to bring maker {maker}'s copy of the critic to the critic's.")
+            error.add_note(f"It was to bring maker {maker} ({role}) to the {sends}'s.")
             raise
-        self._note(maker, role, figures)
-
-    def _deliver(self, maker: int) -> int:
-        role, sender = maker_role(maker), self._topology.weight_sender(maker)
-        try:
-            figures = deliver_weights(self._groups["actor"], self._groups[role], sender=sender)
-        except WeightSyncError as error:
-            error.add_note(f"It was to bring maker {maker} ({role}) to the actor's.")
-            raise
-        self._note(maker, role, figures)
-        return int(figures["training/weight_version"])
-
-    def _note(self, maker: int, role: str, figures: Metrics) -> None:
         if self._log is not None:
             self._log.add(maker, role, figures)
+        return int(figures["training/weight_version"])

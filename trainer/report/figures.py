@@ -27,6 +27,7 @@ METHOD_COLOURS = {
     "update_actor": "#0072b2",
     "update_critic": "#d55e00",
 }
+STATE_COLOURS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
 OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
 SMOOTHED_FROM, WINDOWS = 300, 50
@@ -233,6 +234,30 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     words = ", ".join(f"{name} {share:.1f} %" for name, _, share in rows)
     return bars(
         drawn, {}, 1.3, "per cent of a step", legend, f"Shares of a step's time: {words}", x_end=100
+    )
+
+
+def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
+    """A bar of 100 per cent for each role of a detached run."""
+    roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
+    if not roles:
+        return ""
+    drawn = []
+    for row, role in enumerate(roles):
+        left, whole = 0.0, sum(seconds[role].values())
+        for state, spent in seconds[role].items():
+            share = 100 * spent / whole
+            text = f"{share:.0f} %" if share >= 5 else ""
+            drawn.append(Bar(row, left, share, STATE_COLOURS[state], text=text))
+            left += share
+    return bars(
+        drawn,
+        dict(enumerate(roles)),
+        0.9 + 0.35 * len(roles),
+        "per cent of the wall time",
+        STATE_COLOURS,
+        "Share of the time in which each role was busy, waiting, syncing",
+        x_end=100,
     )
 
 

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.report import detached_figures
 from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
@@ -89,7 +88,7 @@ def _content(data: RunData) -> dict[str, Any]:
     panels = report_figures.panels_of(data)
     drawn = [(panel, report_figures.curves(data.metrics, panel)) for panel in panels]
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
-    drawings = detached_figures.drawings(data, data.detached) if data.detached else []
+    makers = data.detached
     phases = phase_shares(data.metrics, data.stages)
 
     return {
@@ -103,8 +102,8 @@ def _content(data: RunData) -> dict[str, Any]:
         "gantt_steps": len({call.step for call in calls}),
         "has_cuts": bool(cuts),
         "overlap": overlap_share(calls),
-        "drawings": [(drawing, Markup(drawing.svg)) for drawing in drawings],
-        "books": data.detached.books if data.detached else (),
+        "activity": Markup(report_figures.activity(makers.seconds)) if makers else "",
+        "ledger": makers.ledger if makers else (),
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,

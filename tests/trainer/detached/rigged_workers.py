@@ -24,6 +24,12 @@ from workers.weights.channel import SyncReport
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2
 ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
+LONGER = "TESTS_SLEEP_LONGER"
+"""An environment variable: so many times as long do sleeping workers sleep."""
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds * float(os.environ.get(LONGER, "1")))
 
 
 class LongRollout(RolloutWorker):
@@ -189,12 +195,12 @@ class SleepingRollout(RolloutWorker):
     """As long at every row as the phases of a prediction say, and at taking weights."""
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        time.sleep(ROW_S * len(data))
+        sleep(ROW_S * len(data))
         return super().requests_of(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
-        time.sleep(TAKE_S)
+        sleep(TAKE_S)
         return super().receive_weights(address, version)
 
 
@@ -203,5 +209,5 @@ class SleepingActor(ActorWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
-        time.sleep(UPDATE_S)
+        sleep(UPDATE_S)
         return super().update_actor(data, ptx)

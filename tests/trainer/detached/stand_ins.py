@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
-from trainer.detached.ledger import Ledger
-from trainer.detached.pieces import BufferSettings, Experience, Order, Pacing, PieceStream
-from trainer.detached.samplers import SAMPLERS, Sampler
+from trainer.detached.config import DetachedConfig, DetachedSettings
+from trainer.detached.maker import Maker
+from trainer.detached.samplers import Experience
+from trainer.detached.topology import maker_role
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
@@ -39,48 +40,36 @@ class NumberedPrompts:
         return DataProto.from_dict(tensors, {"uid": object_rows(uids)})
 
 
-def make_buffer(
-    *,
-    piece: int = 2,
-    batch: int = 4,
-    samples: int = 1,
-    max_staleness: int = 1,
-    sampler: str = "in_order",
-    limit: int = 1000,
-    evicts: bool = False,
-    num_batches: int | None = None,
-    window: int | None = None,
-    own_sampler: Sampler | None = None,
-    makers_of: Sequence[Sequence[int]] | None = None,
-    stall_s: float = 120.0,
-) -> ExperienceBuffer:
-    """A buffer of an unlimited run, at version 1 of the weights.
+def config_of(
+    *, piece: int = 2, batch: int = 4, samples: int = 1, makers: int = 1, **detached: Any
+) -> DetachedConfig:
+    """One whose bounds are those of the buffer and the makers."""
+    config = DetachedConfig()
+    config.data.train_batch_size, config.actor_rollout_ref.rollout.n = batch, samples
+    settings = {"prompts_per_piece": piece, "makers": makers, "limit": 1000, **detached}
+    config.detached = DetachedSettings(**settings)
+    return config
 
-    With `makers_of` every trainer rank has its own.
-    """
-    prompts = NumberedPrompts(batch, num_batches)
-    stream = PieceStream(prompts, piece, samples)
-    if makers_of is not None:
-        ranks = range(len(makers_of))
-        stream = PieceStream(prompts, piece, samples, ranks, makers_of.__getitem__)
-    pacing = Pacing(max_staleness, batch * samples)
-    settings = BufferSettings(limit, evicts, seed=1, window=window, stall_s=stall_s)
-    chosen = SAMPLERS.look_up(sampler)() if own_sampler is None else own_sampler
-    buffer = ExperienceBuffer(stream, pacing, chosen, settings, Ledger(), Activity())
+
+def make_buffer(num_batches: int | None = None, **settings: Any) -> ExperienceBuffer:
+    """A buffer at version 1 of the weights, of an unlimited run but for `num_batches`."""
+    config = config_of(**settings)
+    prompts = NumberedPrompts(config.data.train_batch_size, num_batches)
+    buffer = ExperienceBuffer(config, prompts, Activity())
     buffer.publish(1)
     return buffer
 
 
-def begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = None) -> Order:
+def begin(buffer: ExperienceBuffer, maker: int = 0) -> Experience:
     """What the maker is given, which must be something."""
-    order = buffer.begin(maker, buffer.version if version is None else version)
-    assert order is not None
-    return order
+    experience = buffer.begin(maker, buffer.weights)
+    assert experience is not None
+    return experience
 
 
-def finish(buffer: ExperienceBuffer, order: Order, maker: int = 0) -> Experience:
-    """The order is made, and queued."""
-    experience = Experience(order.piece, maker, order.version, order.uids, order.prompts)
+def finish(buffer: ExperienceBuffer, experience: Experience) -> Experience:
+    """It is made, and queued."""
+    experience.samples = experience.rows
     buffer.put(experience)
     return experience
 
@@ -88,7 +77,8 @@ def finish(buffer: ExperienceBuffer, order: Order, maker: int = 0) -> Experience
 def may_begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = None) -> bool:
     """Whether there is room for a maker's next piece at this moment."""
     held = buffer.version if version is None else version
-    return buffer._next_piece(maker, held) is not None
+    piece = buffer.stream.offer(maker)
+    return piece is not None and buffer._has_room(piece, held)
 
 
 def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
@@ -132,6 +122,27 @@ class StandInGroup:
         return rows.select([REQUEST]).union(DataProto.from_dict({"responses": ones}))
 
 
-def asked_of(rows: DataProto, attempt: int) -> DataProto:
+def asked_of(rows: DataProto, *_: str) -> DataProto:
     """What a stand-in for a group reads."""
     return rows.select(["sample_index", "input_ids"], ["uid"])
+
+
+def maker_of(
+    buffer: ExperienceBuffer,
+    group: Any,
+    deliver: Callable[[int], int],
+    losses: Callable[..., bool] = lambda *_: False,
+    number: int = 0,
+    **detached: Any,
+) -> Maker:
+    """A maker of that group."""
+    trainer: Any = SimpleNamespace(
+        config=config_of(makers=number + 1, **detached),
+        groups={maker_role(number): group},
+        buffer=buffer,
+        activity=Activity(),
+        feed=SimpleNamespace(deliver=deliver),
+        losses=losses,
+        needed=asked_of,
+    )
+    return Maker(number, trainer)

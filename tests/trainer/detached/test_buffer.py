@@ -10,10 +10,18 @@ import time
 import pytest
 
 from tests.trainer.detached.stand_ins import begin, finish, make_buffer, may_begin, train
-from trainer.detached.buffer import EndOfSamples, ExperienceBuffer, StalledError
+from trainer.detached.buffer import Demand, EndOfSamples, ExperienceBuffer, StalledError
 from trainer.detached.ledger import IN_FLIGHT, QUEUED
-from trainer.detached.pieces import Demand, Order
-from trainer.detached.samplers import Choice, Sampler, SamplerError, Stock, up_to
+from trainer.detached.samplers import (
+    Choice,
+    Experience,
+    Sampler,
+    SamplerError,
+    Stock,
+    chosen,
+    up_to,
+)
+from trainer.detached.topology import ANY_RANK
 from verl_like.errors import LedgerError
 
 
@@ -31,7 +39,7 @@ def test_a_synchronous_run_makes_nothing_before_it_is_asked() -> None:
 
     taken: list[str] = []
     trainer = threading.Thread(
-        target=lambda: taken.extend(uid for one in buffer.take(4) for uid in one.uids)
+        target=lambda: taken.extend(uid for one in buffer.take(Demand(4)) for uid in one.uids)
     )
     buffer.join(0)
     trainer.start()
@@ -58,7 +66,7 @@ def test_the_limit_counts_what_is_queued_and_what_is_being_made() -> None:
 
 
 def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
-    buffer = make_buffer(max_staleness=4, limit=4, evicts=True)
+    buffer = make_buffer(max_staleness=4, limit=4, when_full="evict_oldest")
     for _ in range(3):
         finish(buffer, begin(buffer))
     assert [one.uids for one in buffer.ready] == [["2", "3"], ["4", "5"]]
@@ -69,12 +77,13 @@ def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
 def test_what_a_lost_maker_was_making_comes_next_for_the_others() -> None:
     buffer = make_buffer(max_staleness=4)
     lost, kept = begin(buffer, maker=0), begin(buffer, maker=1)
-    assert buffer.lost(0, {}) == 2
+    assert buffer.lost(0, keeps=False) == 2
     again = begin(buffer, maker=1)
-    assert again.uids == lost.uids
-    finish(buffer, kept, maker=1)
-    finish(buffer, again, maker=1)
-    assert [one.piece.number for one in buffer.take(4)] == [0, 1]
+    assert (again.uids, again.maker) == (["0", "1"], 1)
+    assert again is lost
+    finish(buffer, kept)
+    finish(buffer, again)
+    assert [one.number for one in buffer.take(Demand(4))] == [0, 1]
     assert buffer.ledger.makers[0].dropped == {"lost with its maker": 2}
     buffer.ledger.check()
 
@@ -93,9 +102,9 @@ def test_clear_throws_away_what_is_queued_and_keeps_the_limit() -> None:
 def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
     buffer = make_buffer(num_batches=1, piece=4)
     finish(buffer, begin(buffer))
-    assert len(buffer.take(4)) == 1
+    assert len(buffer.take(Demand(4))) == 1
     with pytest.raises(EndOfSamples, match="0 samples are left, a batch has 4"):
-        buffer.take(4)
+        buffer.take(Demand(4))
 
 
 def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
@@ -104,18 +113,21 @@ def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
     buffer.clear("asked for")
     left = finish(buffer, begin(buffer))
     with pytest.raises(EndOfSamples, match="2 samples are left, a batch has 4"):
-        buffer.take(4)
+        buffer.take(Demand(4))
     assert buffer.ledger.uids(QUEUED) == left.uids
-    assert " 4          0          2          2 " in buffer.ledger.describe()
+    line = buffer.ledger.describe().splitlines()[1]
+    assert line.split() == ["maker", "0", "4", "0", "2", "2", "0"]
 
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     buffer = make_buffer(limit=2, max_staleness=1, piece=2)
-    makers = threading.Thread(target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, 1)])
+    makers = threading.Thread(
+        target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, buffer.weights)]
+    )
     buffer.join(0)
     makers.start()
     with pytest.raises(StalledError, match=r"waits for 4 samples, 2 are queued.*maker 0.*room"):
-        buffer.take(4)
+        buffer.take(Demand(4))
     buffer.close()
     makers.join(30)
 
@@ -129,18 +141,18 @@ def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
     order = begin(buffer)
     threading.Timer(0.3, lambda: finish(buffer, order)).start()
     with buffer._activity.of("maker 0").busy("generate"):
-        buffer.take(4)
+        buffer.take(Demand(4))
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) > 1  # again after each 0.05 s
     assert all("no batch for" in warning for warning in warnings)
     assert re.search(
-        r"trainer has waited .* for samples; maker 0 has been busy with generate", warnings[0]
+        r"trainer has waited .* for samples; maker 0 was busy .* with generate", warnings[0]
     )
 
 
 def test_without_a_maker_the_trainer_does_not_wait() -> None:
     with pytest.raises(StalledError, match="there is no maker left"):
-        make_buffer().take(4)
+        make_buffer().take(Demand(4))
 
 
 def test_a_makers_error_is_the_trainers() -> None:
@@ -148,7 +160,7 @@ def test_a_makers_error_is_the_trainers() -> None:
     buffer.join(0)
     buffer.leave(0, ValueError("no such model"))
     with pytest.raises(ValueError, match="no such model"):
-        buffer.take(4)
+        buffer.take(Demand(4))
 
 
 def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
@@ -179,7 +191,7 @@ def test_no_sample_is_trained_on_too_late_whatever_the_makers_do(
     try:
         seen: list[str] = []
         for version in range(1, 25):
-            taken = buffer.take(4)
+            taken = buffer.take(Demand(4))
             assert all(version - one.version <= max_staleness for one in taken)
             seen += [uid for one in taken for uid in one.uids]
             train(buffer, taken, version + 1)
@@ -197,10 +209,10 @@ def _make(buffer: ExperienceBuffer, maker: int) -> None:
     """A maker of uneven speed, which takes newer weights as it sees them."""
     pace = random.Random(maker)
     while not buffer.is_closed:
-        order = buffer.begin(maker, buffer.version)
-        if order is not None:
+        experience = buffer.begin(maker, buffer.weights)
+        if experience is not None:
             time.sleep(pace.random() * 0.004 * (1 + 4 * maker))
-            finish(buffer, order, maker)
+            finish(buffer, experience)
 
 
 @pytest.mark.parametrize("num_slow", [0, 1, 5])
@@ -212,7 +224,7 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
 ) -> None:
     buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, piece=piece)
     buffer.join(0)
-    slow: list[Order] = []
+    slow: list[Experience] = []
     for version in range(1, 60):
         buffer._demand = Demand(4)  # as makers see it while the trainer waits
         while may_begin(buffer):
@@ -221,25 +233,27 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
                 slow.append(order)
             else:
                 finish(buffer, order)
-        while slow and not buffer._choose(4).taken:
+        while slow and not chosen(buffer._sampler, buffer._stock(ANY_RANK, 4)).taken:
             finish(buffer, slow.pop())
-        taken = buffer.take(4)
+        taken = buffer.take(Demand(4))
         assert max(version - one.version for one in taken) <= max_staleness
         train(buffer, taken, version + 1)
     assert not slow
 
 
 def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() -> None:
-    buffer = make_buffer(max_staleness=0, sampler="random", piece=1)
+    buffer = make_buffer(max_staleness=0, update_steps=2, sampler="random", piece=1)
     buffer._demand = Demand(4, rest_of_version=4)
     orders = [begin(buffer) for _ in range(8)]
     assert not may_begin(buffer)
     for order in orders[1:]:
         finish(buffer, order)
-    first = buffer.take(4, rest_of_version=4)  # does not wait for the one that is being made
+    first = buffer.take(
+        Demand(4, rest_of_version=4)
+    )  # does not wait for the one that is being made
     finish(buffer, orders[0])
-    second = buffer.take(4)
-    assert sorted(one.piece.number for one in first + second) == list(range(8))
+    second = buffer.take(Demand(4))
+    assert sorted(one.number for one in first + second) == list(range(8))
 
 
 class NewestAtFirst(Sampler):
@@ -258,32 +272,33 @@ class HalfABatch(Sampler):
 
 
 def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_run() -> None:
-    buffer = make_buffer(max_staleness=1, own_sampler=NewestAtFirst())
+    buffer = make_buffer(max_staleness=1, sampler=f"{__name__}.NewestAtFirst")
     buffer.join(0)
     for version in (1, 2, 3):
         buffer._demand = Demand(4)
         while may_begin(buffer):
             finish(buffer, begin(buffer))
         if version < 3:
-            train(buffer, buffer.take(4), version + 1)
+            train(buffer, buffer.take(Demand(4)), version + 1)
     words = "NewestAtFirst took samples of version 1 for the update of version 3, and .*staleness=1"
     with pytest.raises(SamplerError, match=words):
-        buffer.take(4)
+        buffer.take(Demand(4))
 
 
 def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> None:
-    buffer = make_buffer(own_sampler=HalfABatch())
+    buffer = make_buffer(sampler=f"{__name__}.HalfABatch")
     buffer.join(0)
     while may_begin(buffer):
         finish(buffer, begin(buffer))
     with pytest.raises(SamplerError, match="HalfABatch took 2 samples for a batch of 4"):
-        buffer.take(4)
+        buffer.take(Demand(4))
 
 
 def test_makers_of_one_rank_do_not_fill_the_room_of_another() -> None:
-    buffer = make_buffer(max_staleness=1, makers_of=[[0], [1]], sampler="random", piece=1)
+    apart = {"makers": 2, "trainers": 2, "edges": [[0, 0], [1, 1]]}
+    buffer = make_buffer(max_staleness=1, sampler="random", piece=1, **apart)
     for _ in range(2):  # the two of each rank that a batch of four has
-        finish(buffer, begin(buffer, maker=0), maker=0)
+        finish(buffer, begin(buffer, maker=0))
     assert not may_begin(buffer, maker=0)
     assert may_begin(buffer, maker=1)
     buffer.clear("asked for")  # what one rank lost is no room for the other
@@ -295,7 +310,7 @@ def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
     old = finish(buffer, begin(buffer))
     buffer.publish(3)
     young = [finish(buffer, begin(buffer)) for _ in range(2)]
-    assert buffer.take(4) == young
+    assert buffer.take(Demand(4)) == young
     assert buffer.ledger.makers[0].dropped == {"older than 1 versions": old.num_samples}
 
 
@@ -304,7 +319,7 @@ def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice(
         buffer = make_buffer(max_staleness=5, sampler="random")
         for _ in range(8):
             finish(buffer, begin(buffer))
-        return [[one.piece.number for one in buffer.take(4)] for _ in range(4)]
+        return [[one.number for one in buffer.take(Demand(4))] for _ in range(4)]
 
     first = drawn()
     assert first == drawn()
@@ -337,7 +352,9 @@ def test_a_group_that_is_not_where_the_ledger_has_it_is_named() -> None:
 def test_a_resumed_buffer_makes_again_what_was_open() -> None:
     state, queued = buffer_of_three_pieces().state_dict()
     resumed = make_buffer(max_staleness=4)
-    resumed.load_state_dict(state, [one.piece for one in queued], [])
+    for one in queued:
+        one.samples = None
+    resumed.load_state_dict(state, queued)
     assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
     assert resumed.ledger.makers[0].dropped == {"made again after a resume": 6}
     resumed.ledger.check()
@@ -346,7 +363,7 @@ def test_a_resumed_buffer_makes_again_what_was_open() -> None:
 def test_a_resumed_buffer_may_keep_what_was_queued() -> None:
     state, queued = buffer_of_three_pieces().state_dict()
     resumed = make_buffer(max_staleness=4)
-    resumed.load_state_dict(state, [], queued)
+    resumed.load_state_dict(state, queued)
     assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
     assert resumed.depth == 4
     assert resumed.ledger.makers[0].dropped == {"made again after a resume": 2}

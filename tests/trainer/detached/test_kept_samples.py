@@ -12,7 +12,7 @@ from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_n
 from trainer import load_config, run
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.ledger import LOST, TOO_OLD
-from trainer.detached.pieces import Order
+from trainer.detached.samplers import Experience
 from workers.rollout.client import Submission
 
 TWO_RANKS = (
@@ -23,30 +23,31 @@ TWO_RANKS = (
 )
 
 
-def half_made(buffer: ExperienceBuffer) -> Order:
+def half_made(buffer: ExperienceBuffer) -> Experience:
     """Maker 0 is lost with a piece of two prompts, of which it has made the second one's sample."""
-    order = begin(buffer, maker=0)
-    submission = Submission(order.prompts)
-    submission.add([1], order.prompts[1:2])
-    assert buffer.lost(0, {order.piece.number: submission}) == 1
-    return order
+    piece = begin(buffer, maker=0)
+    assert piece.rows is not None
+    piece.submission = Submission(piece.rows)
+    piece.submission.add([1], piece.rows[1:2])
+    assert buffer.lost(0, keeps=True) == 1
+    return piece
 
 
 def test_whoever_makes_the_piece_again_gets_what_is_there_of_it() -> None:
     buffer = make_buffer(max_staleness=4)
     lost = half_made(buffer)
     again = begin(buffer, maker=1)
-    assert again.piece == lost.piece
-    assert again.begun is not None
-    assert again.begun.submission.missing == [0]
-    finish(buffer, again, maker=1)
-    assert begin(buffer, maker=1).begun is None
+    assert again is lost
+    assert again.submission is not None
+    assert again.submission.missing == [0]
+    finish(buffer, again)
+    assert begin(buffer, maker=1).submission is None
 
 
 def test_the_ledger_counts_what_was_kept_for_the_maker_of_the_rest() -> None:
     buffer = make_buffer(max_staleness=4)
     half_made(buffer)
-    finish(buffer, begin(buffer, maker=1), maker=1)
+    finish(buffer, begin(buffer, maker=1))
     buffer.ledger.check()
     first, second = buffer.ledger.makers[0], buffer.ledger.makers[1]
     assert (first.made, first.dropped) == (1, {LOST: 1})
@@ -65,7 +66,7 @@ def test_what_would_be_too_old_by_now_is_made_again_too() -> None:
     half_made(buffer)
     buffer.publish(3)
     again = begin(buffer, maker=0)
-    assert (again.begun, again.version) == (None, 3)
+    assert (again.submission, again.version) == (None, 3)
     buffer.ledger.check()
     account = buffer.ledger.makers[0]
     assert (account.made, account.dropped) == (4, {LOST: 1, TOO_OLD: 1})

@@ -51,7 +51,7 @@ def test_a_ledger_that_does_not_add_up_is_refused() -> None:
 
 def test_a_resume_drops_what_was_open_with_its_reason() -> None:
     ledger = Ledger()
-    ledger.load_state_dict(filled().as_dict(), "made again after a resume")
+    ledger.load_state_dict(filled().as_dict())
     ledger.check()
     assert ledger.makers[0].dropped == {"made again after a resume": 4}
     ledger.begin(0, ["b"], 2)

@@ -16,7 +16,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overr
 from tests.trainer.detached import rigged_workers
 from tests.waiting import wait_until
 from trainer import load_config, restarts, run
-from trainer.detached import source, watch
+from trainer.detached import buffer, source
 from trainer.detached.recipe import DETACHED
 from verl_like.errors import WorkerDiedError
 
@@ -57,7 +57,7 @@ class KillTrainerOnce(KillTrainer):
 def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_over(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PING_S", 0.1)
+    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
     monkeypatch.setattr(source, "END_S", 0.1)
     settings = (*SETTINGS, "detached.max_staleness=0", f"role_workers.rollout={RIGGED}.LongRollout")
     killer = KillTrainer()
@@ -82,7 +82,7 @@ def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint_by_itself(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(watch, "PING_S", 0.1)
+    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
     steps = ("trainer.total_training_steps=4", "trainer.save_freq=2")
     common = (*TRAINERS_APART, *FEW_ROWS, *steps, "trainer.max_restarts=3")
     killed, ahead = tmp_path / "killed", f"detached.max_staleness={staleness}"

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from tests.trainer.detached.stand_ins import StandInGroup, asked_of, make_buffer
-from trainer.detached.activity import Activity
-from trainer.detached.maker import Maker, MakerCalls
+from tests.trainer.detached.stand_ins import StandInGroup, asked_of, make_buffer, maker_of
+from trainer.detached.buffer import StalledError
+from trainer.detached.maker import Maker
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
 
@@ -39,7 +39,7 @@ class Group(StandInGroup):
         self.goes_on.clear()
         return super().finished()
 
-    def take_weights(self) -> int:
+    def deliver(self, maker: int) -> int:
         if self.buffer.version == 2 and not self.lost:
             self.is_dead = True
         if self.is_dead:
@@ -47,16 +47,15 @@ class Group(StandInGroup):
         self.taken.append(self.buffer.version)
         return self.buffer.version
 
-    def on_loss(self, error: WorkerDiedError, num_lost: int) -> bool:
+    def losses(self, maker: int, error: WorkerDiedError, num_lost: int) -> bool:
         self.lost.append(num_lost)
         self.is_dead, self.running = not self.restarts, []
         return self.restarts
 
 
-def begun_maker(group: Group, **settings: bool) -> Maker:
+def begun_maker(group: Group, **settings: str) -> Maker:
     """A maker of that group, which generates its first piece."""
-    calls = MakerCalls(lambda: group, asked_of, group.take_weights, group.on_loss)
-    maker = Maker(0, group.buffer, Activity(), calls, **settings)
+    maker = maker_of(group.buffer, group, group.deliver, group.losses, **settings)
     maker.start()
     assert group.generating.wait(WAIT_S)
     group.generating.clear()
@@ -78,7 +77,7 @@ def group(request: pytest.FixtureRequest) -> Group:
 def test_a_group_that_dies_within_a_piece_makes_it_again_with_newest_weights_or_ends(
     group: Group,
 ) -> None:
-    maker = begun_maker(group, weights_at_once=True)
+    maker = begun_maker(group, new_weights="at_once")
     group.buffer.publish(2)
     if group.restarts:
         assert group.generating.wait(WAIT_S)
@@ -89,40 +88,30 @@ def test_a_group_that_dies_within_a_piece_makes_it_again_with_newest_weights_or_
     assert group.lost == [2]
 
 
-@pytest.mark.parametrize("weights_at_once", [True, False])
-def test_no_weights_are_taken_while_others_than_the_policys_may_be_published(
-    weights_at_once: bool,
-) -> None:
-    group = Group(restarts=True)
-    group.lost = [0]  # version 2 kills nobody
-    maker = begun_maker(group, weights_at_once=weights_at_once)
-    with maker.keeps_group():
-        group.buffer.publish(2)
-        group.goes_on.set()
-        assert not group.generating.wait(0.2)
-        assert group.taken == [1]
-    group.goes_on.set()
-    assert group.generating.wait(WAIT_S)
-    assert group.taken[-1] == 2
-    end(group, maker)
-
-
-def test_a_group_that_dies_while_the_trainer_validates_is_replaced_by_the_trainer(
+def test_a_maker_validates_with_weights_that_came_for_it_and_goes_on_with_the_policys(
     group: Group,
 ) -> None:
+    """Where it dies meanwhile, whoever comes in its place makes the samples, or nobody does."""
+    group.lost = [0]  # version 2 kills nobody
     maker = begun_maker(group)
     threading.Timer(0.05, group.goes_on.set).start()
-    with group.buffer.paused(WAIT_S), maker.keeps_group():
+    with group.buffer.paused(WAIT_S):
+        group.buffer.publish(1)  # averaged ones, say
         group.is_dead = True
-        assert maker.replace(WorkerDiedError("the rollout is gone")) is group.restarts
-        assert group.lost == [0]
-        assert maker.has_ended != group.restarts
+        rows = make_buffer(samples=1).stream
+        piece = rows.offer(0)
+        assert piece is not None
+        asked = asked_of(rows.rows(piece), 0)
         if group.restarts:
-            maker.take_weights()
+            threading.Timer(0.2, group.goes_on.set).start()
+            assert len(group.buffer.validate(asked, [0])) == len(asked)
+            assert group.taken == [1, 1]
+        else:
+            with pytest.raises(StalledError, match="no maker left"):
+                group.buffer.validate(asked, [0])
+        group.buffer.publish(1)
     if group.restarts:
+        group.generating.clear()
         assert group.generating.wait(WAIT_S)
-        assert group.taken == [1, 1]
-    else:
-        maker.wait_for_end(WAIT_S)
-        assert group.buffer.in_flight() == []
+        assert group.taken == [1, 1, 1]
     end(group, maker)

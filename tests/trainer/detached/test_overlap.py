@@ -6,14 +6,12 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from tests.trainer.detached.stand_ins import StandInGroup, asked_of, make_buffer, train
-from trainer.detached.activity import Activity
-from trainer.detached.maker import Maker, MakerCalls
-from trainer.detached.overlap import Phases, Setup, simulate, what_limits
+from tests.trainer.detached.stand_ins import StandInGroup, make_buffer, maker_of, train
+from trainer.detached.buffer import Demand
+from trainer.detached.plan import Phases, Setup, simulate, what_limits
 from verl_like.batch.protocol import DataProto
 
 PHASES = Phases([1.2], [0.3], [0.8], [0.1])
@@ -168,26 +166,23 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
     buffer = make_buffer(
         piece=size // setup.num_pieces, batch=size, max_staleness=setup.max_staleness
     )
-    taken_at = buffer.version
+    taken_at = buffer.weights
 
-    def take_weights() -> int:
+    def deliver(maker: int) -> int:
         version = buffer.version
         time.sleep(phases.sync[0])
         return version
 
-    group = partial(SleepingGroup, phases, setup, size)
     makers = [
-        Maker(
-            number, buffer, Activity(), MakerCalls(group, asked_of, take_weights, lambda *_: False)
-        )
+        maker_of(buffer, SleepingGroup(phases, setup, size), deliver, number=number)
         for number in range(setup.num_makers)
     ]
     began = time.perf_counter()
     for maker in makers:
-        maker.version = taken_at
+        maker._weights = taken_at
         maker.start()
     for step in range(num_steps):
-        taken = buffer.take(size)
+        taken = buffer.take(Demand(size))
         time.sleep(phases.score[0] + phases.update[step % len(phases.update)])
         train(buffer, taken, buffer.version + 1)
     spent = time.perf_counter() - began

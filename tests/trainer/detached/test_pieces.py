@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from tests.trainer.detached.stand_ins import NumberedPrompts
-from trainer.detached.pieces import Piece, PieceStream, num_samples_of
+from typing import Any
+
+from tests.trainer.detached.stand_ins import NumberedPrompts, config_of
+from trainer.detached.buffer import PieceStream
+from trainer.detached.samplers import Experience
 
 
-def uids(stream: PieceStream, piece: Piece) -> list[str]:
-    return list(stream.prompts(piece).non_tensor_batch["uid"])
+def stream_of(prompts: NumberedPrompts, **settings: Any) -> PieceStream:
+    """Of pieces of two prompts."""
+    return PieceStream(config_of(**settings), prompts)
 
 
-def next_of(stream: PieceStream, maker: int = 0) -> Piece:
+def uids(stream: PieceStream, piece: Experience) -> list[str]:
+    stream.rows(piece)
+    return piece.uids
+
+
+def next_of(stream: PieceStream, maker: int = 0) -> Experience:
     piece = stream.offer(maker)
     assert piece is not None
-    stream.hand_out(piece)
+    stream.waiting.remove(piece)
     return piece
 
 
 def test_a_batch_is_cut_in_the_order_of_its_prompts() -> None:
-    stream = PieceStream(NumberedPrompts(5), prompts_per_piece=2, samples_per_prompt=3)
+    stream = stream_of(NumberedPrompts(5), samples=3)
     pieces = [next_of(stream) for _ in range(4)]
     assert [uids(stream, piece) for piece in pieces] == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
     assert [piece.num_samples for piece in pieces] == [6, 6, 3, 6]
 
 
+def test_a_piece_has_a_row_for_each_sample_of_its_prompts() -> None:
+    stream = stream_of(NumberedPrompts(), samples=3)
+    rows = stream.rows(next_of(stream))
+    assert rows.non_tensor_batch["uid"].tolist() == ["0"] * 3 + ["1"] * 3
+
+
 def test_a_piece_handed_back_is_the_next_to_go_out() -> None:
-    stream = PieceStream(NumberedPrompts(), 2, 1)
+    stream = stream_of(NumberedPrompts(), samples=1)
     first, second = next_of(stream), next_of(stream)
     stream.hand_back([second, first])
     assert [next_of(stream), next_of(stream)] == [first, second]
@@ -33,25 +48,26 @@ def test_a_piece_handed_back_is_the_next_to_go_out() -> None:
 
 
 def test_makers_of_one_rank_get_its_part_of_every_batch() -> None:
-    stream = PieceStream(NumberedPrompts(4), 2, 1, ranks=(0, 1), makers_of=lambda rank: [rank])
+    apart = {"makers": 2, "trainers": 2, "edges": [[0, 0], [1, 1]]}
+    stream = stream_of(NumberedPrompts(4), **apart)
     of_rank_1 = [next_of(stream, maker=1) for _ in range(2)]
     assert [uids(stream, piece) for piece in of_rank_1] == [["2", "3"], ["6", "7"]]
-    assert num_samples_of(stream.waiting_before(of_rank_1[1])) == 4  # both parts of rank 0
+    assert [piece.rank for piece in stream.waiting] == [0, 0]
     assert uids(stream, next_of(stream, maker=0)) == ["0", "1"]
 
 
 def test_prompts_that_end_give_nothing_more() -> None:
-    stream = PieceStream(NumberedPrompts(2, num_batches=1), 2, 1)
+    stream = stream_of(NumberedPrompts(2, num_batches=1), samples=1)
     assert uids(stream, next_of(stream)) == ["0", "1"]
     assert stream.has_ended
     assert stream.offer(0) is None
 
 
 def test_a_resumed_stream_goes_on_with_what_was_open_first() -> None:
-    stream = PieceStream(NumberedPrompts(4), 2, 1)
+    stream = stream_of(NumberedPrompts(4), samples=1)
     pieces = [next_of(stream) for _ in range(3)]
     state = stream.state_dict([pieces[2], pieces[0]])
 
-    resumed = PieceStream(NumberedPrompts(4), 2, 1)
+    resumed = stream_of(NumberedPrompts(4), samples=1)
     resumed.load_state_dict(state)
     assert [next_of(resumed).number for _ in range(4)] == [0, 2, 3, 4]

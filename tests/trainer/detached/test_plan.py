@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.detached.config import DetachedConfig
-from trainer.detached.overlap import Phases, simulate
-from trainer.detached.plan import plan_lines, prediction_lines, setup_of
+from trainer.detached.plan import Phases, plan_lines, prediction_line, setup_of, simulate
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
@@ -98,6 +97,6 @@ def test_the_prediction_is_that_of_the_simulation() -> None:
     setup = setup_of(config)
     assert (setup.num_makers, setup.max_staleness, setup.pieces, setup.limit) == (2, 1, 4, 6)
     phases = Phases([2.0], [0.1], [0.4], [0.05])
-    (line,) = prediction_lines(config, phases)
+    line = prediction_line(config, phases)
     assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s a step; busy: maker 0 ")
     assert line.endswith("limited by: makers")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import POLICY_ALONE, overrides
+from tests.trainer.detached.rigged_workers import LONGER
 from trainer import load_config, run
-from trainer.detached.overlap import Phases, measured_phases, simulate
-from trainer.detached.plan import setup_of
+from trainer.detached.plan import Phases, measured_phases, setup_of, simulate
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.config import PPOConfig
 
@@ -76,11 +76,16 @@ def measured_by_predicted(phases: Phases, tiny: Path, folder: Path, *more: str) 
 
 @pytest.mark.usefixtures("processes_apart")
 def test_a_synchronous_runs_folder_predicts_detached_steps_within_15_per_cent(
-    tiny_dir: Path, tmp_path: Path
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A busy machine makes every call some milliseconds longer, more of them in some runs.
+
+    Of longer sleeps these are a smaller part, while a wrong prediction is as wrong for all of them.
+    """
     left = dict.fromkeys(RUNS, 0.0)
-    for number in range(2):  # of two tries of a run the better one: others use the machine, too
-        home = tmp_path / str(number)
+    for longer in (1, 4, 12):
+        monkeypatch.setenv(LONGER, str(longer))
+        home = tmp_path / str(longer)
         phases = synchronous_phases(tiny_dir, home / "synchronous")
         for place, more in enumerate(list(left)):
             left[more] = measured_by_predicted(phases, tiny_dir, home / str(place), *more)

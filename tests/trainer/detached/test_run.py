@@ -260,11 +260,15 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
 def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_named(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    for setting in ("={0: {top_p: 1, max_num_seqs: 8}}", ".0={top_p: '1', max_num_seqs: '8'}"):
+    for setting in (
+        "={0: {kv_cache_gb: 1, max_num_seqs: 8}}",
+        ".0={kv_cache_gb: '1', dtype: null}",
+    ):
         by_key = f"detached.maker_settings{setting}"
         config = load_config(overrides(tiny_dir, tmp_path, LOCAL, by_key), DETACHED)
         rollout = config.of_role("rollout").actor_rollout_ref.rollout
-        assert (rollout.top_p, type(rollout.top_p), rollout.max_num_seqs) == (1.0, float, 8)
+        assert (rollout.kv_cache_gb, type(rollout.kv_cache_gb)) == (1.0, float)
+        assert rollout.max_num_seqs == (8 if "8" in setting else 256)
 
 
 @pytest.mark.parametrize(
@@ -273,35 +277,36 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
         (["detached.limit=4"], "limit=4 samples hold no batch of 16"),
         (["detached.prompts_per_piece=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
         (["algorithm.adv_estimator=remax"], "remax compares every sample with a greedy answer"),
-        (["role_mapping.rollout=trainer_pool"], "is the pool of .* too; a maker"),
+        (["role_mapping.rollout=trainer_pool"], "is the pool of .* too: a maker"),
         (["detached.edges=[[0,3]]"], "names trainer 3"),
         (["detached.topology=2x"], "topology '2x' is none"),
         (["detached.when_full=evict_oldest"], "needs a detached.limit"),
-        (["detached.maker_settings.4={name: hf}"], "maker '4'; this run has makers 0 to 0"),
-        (["detached.maker_settings.0={sync: changed}"], "0.sync would differ.*trainers send alike"),
+        (["detached.maker_settings.4={name: hf}"], "settings.4: this run has makers 0 to 0"),
+        (["detached.maker_settings.0={sync: changed}"], "no key 'detached.maker_settings.0.sync'"),
+        (["detached.maker_settings.x={name: hf}"], "has 'x': give each maker's number once"),
         (
             ["trainer.cls=trainer.ppo.PPOTrainer"],
             "trainer.ppo.PPOTrainer is no subclass of trainer.detached.step.DetachedTrainer",
         ),
-        (["detached.maker_settings.0={nam: hf}"], "names 'nam', no key of rollout.*'name'"),
+        (["detached.maker_settings.0={nam: hf}"], "settings.0.nam'. Did you mean 'name'"),
         (["detached.maker_settings.0={name: sglang}"], "maker_settings.0: .*sglang"),
-        (["detached.maker_settings.0={n: 3}"], "as many samples"),
         (
             ["detached.maker_settings.0={tensor_model_parallel_size: 2}"],
             "0.tensor_model_parallel_size is set, but that maker does not read it: .*vllm",
         ),
-        (["detached.maker_settings.0={temperature: 0.5}"], "0.temperature would differ.*log-prob"),
-        (["detached.maker_settings.0=hf"], "0='hf' is no setting.*0={name: hf}"),
-        (["detached.maker_settings.0={top_p: 2}"], "0: .*top_p=2.0: it must be above 0"),
-        (["detached.maker_settings={0: {top_k: 0}}"], "0: .*top_k=0: it must be above 0"),
-        (["detached.maker_settings.0={top_p: lots}"], "0.top_p=lots: .*could not be converted"),
-        (["detached.maker_settings.0={max_num_seqs: many}"], "0.max_num_seqs=many: .*to Integer"),
-        (["detached.maker_settings.0={name: null}"], "0.name=None: .*not Optional"),
-        (["detached.maker_settings.0={sampling_kwargs: {min_q: 1}}"], "Did you mean 'min_p'"),
-        (["detached.maker_settings.0.val_kwargs.n=2"], "0.val_kwargs would differ"),
         (
-            ["detached.maker_settings={0: {name: hf}}", "detached.maker_settings.0.top_p=0.5"],
-            "names maker 0 twice",
+            ["detached.maker_settings.0=hf"],
+            "0=hf: .*str is not a subclass of MakerSettings",
+        ),
+        (
+            ["detached.maker_settings.0={kv_cache_gb: -1}"],
+            "0: .*kv_cache_gb=-1.0: it must be",
+        ),
+        (["detached.maker_settings={0: {max_num_seqs: 0}}"], "0: .*max_num_seqs=0: it must be"),
+        (["detached.maker_settings.0={max_num_seqs: many}"], "'many' .*converted to Integer"),
+        (
+            ["detached.maker_settings={0: {name: hf}}", "detached.maker_settings.0.dtype=float32"],
+            "has 0: give each maker's number once",
         ),
         (
             ["detached.new_weights=at_once", "actor_rollout_ref.rollout.name=builtins.object"],
@@ -331,7 +336,7 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
         ),
         (
             ["detached.makers=2", "role_mapping.rollout_1=maker_0_pool"],
-            "the 2 makers have the pools maker_0_pool, maker_0_pool: each needs its own",
+            "maker_0_pool is the pool of rollout_1 too: .* each needs its own",
         ),
         (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, and detached.trainers=1"),
         (

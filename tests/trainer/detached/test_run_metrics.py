@@ -14,6 +14,7 @@ from tests.trainer.detached.test_run import LOCAL, ledger_of
 from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
+from trainer.detached.samplers import num_samples_of
 from workers.columns import read_columns
 
 LIMIT, BATCH, STEPS = 32, 16, 4
@@ -35,7 +36,7 @@ class Watches:
         if trainer.global_step == 1:
             wait_until(lambda: buffer.depth >= LIMIT)
             time.sleep(0.1)  # what a maker that does not stop would begin the next piece in
-            being_made = sum(piece.num_samples for piece in buffer.in_flight())
+            being_made = num_samples_of(buffer.in_flight())
             self.open_samples = buffer.depth + being_made
         versions = read_columns(batch, "policy_version")["policy_version"].tolist()
         self.ages.append(Counter(trainer.weight_version - version for version in versions))

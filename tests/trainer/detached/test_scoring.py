@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.detached.scoring import ScoresHere, score_samples
+from trainer.detached.maker import ScoresHere, score_samples
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result
 

@@ -10,9 +10,8 @@ import pytest
 from tests.integration.runs import overrides
 from trainer import load_config, restarts
 from trainer.detached import maker as maker_losses
-from trainer.detached.buffer import ToldToStop
 from trainer.detached.config import DetachedConfig
-from trainer.detached.maker import MakerLosses
+from trainer.detached.maker import MakerLosses, ToldToStop
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
 from trainer.run_folder.signals import RunStopped
@@ -59,9 +58,8 @@ def config_of(tiny: Path, folder: Path, *more: str) -> DetachedConfig:
 
 
 def losses(config: DetachedConfig, cluster: Cluster, is_ending: bool = False) -> MakerLosses:
-    topology = config.topology
     groups: Any = cluster
-    return MakerLosses(config, groups, topology, lambda role: {}, lambda: is_ending)
+    return MakerLosses(config, groups, lambda role: {}, lambda: is_ending)
 
 
 def no_room(times: int) -> list[Exception]:
