@@ -59,9 +59,8 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("alarms", "data", "groups", "run_folder", "sample_ledger"),
+        ("alarms", "data", "groups", "run_folder"),
         ("chaos", "memory", "restarts"),
-        ("recovery",),
         ("loop",),
         ("command_errors", "dry_run"),
         ("launch",),

@@ -24,9 +24,8 @@ from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Trainer
-from trainer.recovery import bring_back
 from trainer.report.page import close_run
-from trainer.restarts import LOSSES, Restarts
+from trainer.restarts import LOSSES, Restarts, bring_back
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from trainer.run_folder.result import RunResult

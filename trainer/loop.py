@@ -24,8 +24,7 @@ from trainer.chaos import Chaos, Fault
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
-from trainer.recovery import replace_within_step
-from trainer.restarts import Restarts
+from trainer.restarts import Restarts, replace_within_step
 from trainer.run_folder.checkpoint import IS_LAST, Checkpoints
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.stopping import reached_goal

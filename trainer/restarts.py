@@ -1,8 +1,9 @@
-"""Whether a run that lost a worker goes on, how often, and after which pause.
+"""Whether a run that lost a worker goes on, how often, after which pause, and with what it keeps.
 
-Asked after an attempt that failed, and within a step for a group that can be replaced there. What
-is kept of the groups is said in `trainer.recovery`; the numbers are those of an undisturbed run in
-any case.
+A lost group whose roles hold no state of their own (rollout, frozen readers) is replaced within the
+step by `replace_within_step`: the others keep what the step has made so far. After any other loss
+`bring_back` makes the groups whole for another attempt, which loads the last checkpoint. The
+numbers are those of an undisturbed run in any case.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
+from trainer.groups.worker_groups import WorkerGroups
 from trainer.report.disturbances import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.waiting import Deadlines, WaitClock
 from verl_like.errors import (
     NoRoomError,
+    PlacementError,
     VerlLikeError,
     WaitTimeoutError,
     WeightSyncError,
     WorkerDiedError,
+    WorkerError,
 )
 from verl_like.files import json_line
 from verl_like.masking import mask_text
@@ -39,6 +44,8 @@ FIRST_WAIT_S = 2.0
 """Before a restart; each further one waits twice as long while no step after it succeeds."""
 FIRST_WORD_S, LOOK_AGAIN_S = 1.0, 1.0
 """While a run waits for a node: the first line about it, and how often it looks."""
+TURN_S = 60.0
+"""So long the other processes may go on with what they are doing; then they count as lost, too."""
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=RunConfig)
@@ -151,6 +158,73 @@ class Restarts:
         time_of = datetime.now(UTC).isoformat(timespec="seconds")
         with self._record.open("a", encoding="utf-8") as file:
             file.write(json_line({"time": time_of, "step": step, **facts}))
+
+
+def bring_back(
+    groups: WorkerGroups, replaceable: frozenset[str], restarts: Restarts, since: float
+) -> bool:
+    """Make the groups whole, with roles as at the start of the run; False: none can be kept.
+
+    Pools of `replaceable` roles alone stay as they are. Other living pools are constructed again in
+    their own processes, but for those that such a role shares: an engine may not be had twice in
+    one process. A pool whose node is lost moves to another, which is waited for while the rest
+    stays; the failure was noticed at `since`.
+    """
+    lost, roles_of = groups.lost_pools(TURN_S), groups.roles_of_pools()
+    if not lost or len(lost) == len(roles_of):
+        return False
+    for pool, why in lost.items():
+        logger.warning("pool %s is started anew, the others stay: %s", pool, why)
+    try:
+        for pool in lost:
+            restarts.when_there_is_room(partial(groups.restart, pool), since)
+        for pools in groups.pools_by_processes():
+            stay = replaceable.issuperset(role for pool in pools for role in roles_of[pool])
+            for pool in pools:
+                if stay or pool in lost:
+                    continue
+                if replaceable.intersection(roles_of[pool]):
+                    groups.restart(pool)
+                else:
+                    groups.construct_again(pool)
+    except NoRoomError:
+        raise  # nor has the cluster room for all of them
+    except (WorkerError, PlacementError) as error:
+        logger.warning("the lost group cannot be brought back, so all are started anew: %s", error)
+        return False
+    return True
+
+
+def replace_within_step(
+    groups: WorkerGroups,
+    replaceable: frozenset[str],
+    restarts: Restarts,
+    error: WorkerDiedError,
+    step: int,
+) -> None:
+    """Start lost groups of `replaceable` roles anew; they have no models yet.
+
+    Where another role is lost, or none, the error is raised.
+    """
+    since, roles_of = time.monotonic(), groups.roles_of_pools()
+    lost = {pool: roles_of[pool] for pool in groups.lost_pools(TURN_S)}
+    if not lost or not all(replaceable.issuperset(roles) for roles in lost.values()):
+        raise error
+    restarts.wait_for_next(error, step)
+    try:
+        for pool in lost:
+            restarts.when_there_is_room(partial(groups.restart, pool), since)
+    except NoRoomError:
+        raise
+    except PlacementError as problem:
+        error.add_note(str(problem))
+        raise error from None
+    seconds = time.monotonic() - since
+    for pool, roles in lost.items():
+        names = "+".join(roles)
+        logger.warning(
+            "group %s (%s) is back after %.1f s; step %d goes on.", names, pool, seconds, step
+        )
 
 
 def wait_for_room(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.recovery import bring_back
+from trainer.restarts import bring_back
 from verl_like.errors import PlacementError
 
 ROLLOUT = frozenset({"rollout"})

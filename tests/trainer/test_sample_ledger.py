@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.sample_ledger import SampleLedger
+from trainer.chaos import SampleLedger
 from verl_like.errors import LedgerError
 
 

@@ -1,20 +1,21 @@
 """The nodes of a run, what its pools need of them, and the devices of this machine.
 
-All of it is found out before the pools are planned.
+All of it is found out before the pools are planned, and anew when a pool of a run on Ray is
+restarted that has lost a node.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from trainer.config.schema import PoolResources, RunConfig
 from trainer.config.user_modules import modules_of_the_user
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import PlacementError
+from verl_like.errors import NoRoomError, PlacementError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node, ProcessNeeds
 
@@ -41,27 +42,49 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     `worker_code` are the dotted paths that workers import.
     """
     trainer = config.trainer
-    if trainer.backend == "ray":
-        return _join_cluster(config, worker_code)
-    kind = _devices_here(config)
-    cpus = float(os.cpu_count() or 1)
-    return [Node("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
+    if trainer.backend != "ray":
+        kind, cpus = _devices_here(config), float(os.cpu_count() or 1)
+        return [Node("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
 
-
-def _join_cluster(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     _connect(config, worker_code)
-    nodes = nodes_of_cluster(config)
+    nodes = living_nodes(config)
     if _device_of_nodes(config) == "cuda" and not any(node.kind == "GPU" for node in nodes):
         raise _no_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
     return nodes
 
 
-def nodes_of_cluster(config: RunConfig) -> list[Node]:
-    """What the Ray cluster that this process is in has for the run."""
-    from verl_like.backends import ray as ray_backend
+def living_nodes(config: RunConfig) -> list[Node]:
+    """Those of the Ray cluster that answer: Ray itself may take half a minute to miss one."""
+    from verl_like.backends.ray.cluster import cluster_nodes
+    from verl_like.backends.ray.probes import why_gone
 
-    slots, has_gpus = config.trainer.n_gpus_per_node, _device_of_nodes(config) != "cpu"
-    return ray_backend.cluster_nodes(slots, use_gpu=has_gpus)
+    has_gpus = _device_of_nodes(config) != "cpu"
+    nodes = cluster_nodes(config.trainer.n_gpus_per_node, use_gpu=has_gpus)
+    return [node for node in nodes if why_gone(node.key) is None]
+
+
+def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Placement:
+    """The plan with this pool on nodes that live; the same one where none of its own is lost.
+
+    NoRoomError: another node would do. PlacementError: there is room if all pools are planned anew.
+    """
+    if config.trainer.backend != "ray":
+        return placement
+    from verl_like.backends.ray.probes import why_gone
+
+    if not any(why_gone(node.key) for node in placement.pools[pool].nodes):
+        return placement
+    nodes = living_nodes(config)
+    try:
+        moved = placement.moved(pool, nodes)
+    except NoRoomError as error:
+        try:
+            plan_on(config, nodes)
+        except PlacementError:
+            raise error from None
+        raise PlacementError(f"{error} Planned anew, all pools fit.") from None
+    require_shared_folder(config, moved)
+    return moved
 
 
 def plan_on(config: RunConfig, nodes: Sequence[Node]) -> Placement:
@@ -104,9 +127,9 @@ def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
     at_end.callback(thread.join)  # whatever happens until then, it ends in order
 
 
-def require_shared_folder(config: RunConfig, nodes: Iterable[Node]) -> None:
+def require_shared_folder(config: RunConfig, placement: Placement) -> None:
     """Where there is more than one node, all of them must see the run folder."""
-    by_key = {node.key: node for node in nodes}
+    by_key = {node.key: node for plan in placement.pools.values() for node in plan.nodes}
     if len(by_key) > 1:
         from verl_like.backends.ray import shared_folder
 
@@ -126,25 +149,18 @@ def _devices_here(config: RunConfig) -> str:
     """Their kind: `GPU`, or `CPU slot`, of which there are as many as are asked for."""
     import torch
 
-    if not _uses_gpus_here(config):
+    device, wanted = _device_of_nodes(config), config.trainer.n_gpus_per_node
+    if device == "cuda" and not torch.cuda.is_available():
+        raise _no_gpu(config, f"torch {torch.__version__} sees none on this machine")
+    if device == "cpu" or not torch.cuda.is_available():
         return "CPU slot"
-    wanted, there = config.trainer.n_gpus_per_node, torch.cuda.device_count()
+    there = torch.cuda.device_count()
     if wanted > there:
         raise PlacementError(
             f"trainer.n_gpus_per_node={wanted} GPUs, and this machine has {there}. Set "
             f"trainer.n_gpus_per_node={there}, or trainer.device=cpu for process slots on CPUs."
         )
     return "GPU"
-
-
-def _uses_gpus_here(config: RunConfig) -> bool:
-    """Whether processes of this machine compute on GPUs."""
-    import torch
-
-    device, has_gpu = _device_of_nodes(config), torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise _no_gpu(config, f"torch {torch.__version__} sees none on this machine")
-    return has_gpu and device != "cpu"
 
 
 def _no_gpu(config: RunConfig, why: str) -> PlacementError:

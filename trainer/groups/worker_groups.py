@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.lost_nodes import living_nodes, without_lost_nodes
-from trainer.groups.nodes import find_nodes, plan_on, require_shared_folder
+from trainer.groups.nodes import (
+    find_nodes,
+    plan_on,
+    require_shared_folder,
+    without_lost_nodes,
+)
 from trainer.groups.pool_starter import PoolStarter, side_by_side
 from verl_like.calls.group import WorkerGroup
 from verl_like.calls.transport import Transport
@@ -31,6 +35,7 @@ from verl_like.placement.plan import PoolPlan
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 
+FACTS_OF_CALL = ("role", "method", "rank", "pid", "start", "end", "cpu_s")
 logger = logging.getLogger(__name__)
 
 
@@ -68,13 +73,9 @@ class WorkerGroups:
         self._needed: list[Transport] = []
 
         code = list(config.role_workers.values() if worker_code is None else worker_code)
-        nodes = find_nodes(config, code)
-        if config.trainer.backend == "ray":
-            nodes = living_nodes(config)
-        self.placement = plan_on(config, nodes)
+        self.placement = plan_on(config, find_nodes(config, code))
         self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
-        plans = self.placement.pools.values()
-        require_shared_folder(config, (node for plan in plans for node in plan.nodes))
+        require_shared_folder(config, self.placement)
         self._starter = PoolStarter(config, self.placement)
         self._start_all()
 
@@ -263,17 +264,8 @@ class WorkerGroups:
         records = []
         for pool, group in list(self._fused.items()):
             for header in group.transport.take_finished():
-                record = {
-                    "role": header.role,
-                    "method": header.method,
-                    "rank": header.rank,
-                    "pid": header.pid,
-                    "start": header.start,
-                    "end": header.end,
-                    "cpu_s": header.cpu_s,
-                    "pool": pool,
-                }
-                records.append(record)
+                facts = {name: getattr(header, name) for name in FACTS_OF_CALL}
+                records.append({**facts, "pool": pool})
         return records
 
     def shutdown(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trainer.chaos import Fault
+from trainer.chaos import MADE, Fault
 from trainer.data.encoded_rows import LMRow
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
@@ -50,7 +50,6 @@ from trainer.rollouts.trainer import SamplingTrainer, join_results
 from trainer.run_folder.batches import SavedBatches
 from trainer.run_folder.metrics import reduce_metrics
 from trainer.run_folder.timeline import call_seconds
-from trainer.sample_ledger import MADE
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.chaos import TRAINED
 from trainer.data.encoded_rows import LMRow
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
-from trainer.sample_ledger import TRAINED
 from verl_like.batch.protocol import DataProto
 from workers.columns import drawn_from, read_columns, require, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig

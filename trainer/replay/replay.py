@@ -11,21 +11,24 @@ import copy
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
-from trainer.loop import Trainer
+from trainer.loop import Metrics, Trainer
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.step import PPOTrainer
 from trainer.replay.difference import counted, differing_columns, differing_metrics
 from trainer.replay.saved_run import SavedRun
-from trainer.replay.stage import Asked, replaying
 from trainer.run_folder.batches import STAGES, batch_file
 from trainer.run_folder.folder import FolderLock, open_run_folder
-from verl_like.errors import PlacementError
+from trainer.run_folder.timeline import Timeline
+from trainer.run_folder.tracking import Tracking
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.sandbox import refuse_runs_inside
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -64,17 +67,16 @@ def replay(
         config = settings_of_replay(saved.config, start, folder, backend)
         print(announcement(saved, start, step, config), flush=True)
         _make(config, trainer_cls)
-        names = counted(asked.metrics) if stage else None
-        differences = differing_metrics(was, {"step": step, **asked.metrics}, names)
-        compared = []
+        now = {"step": step, **asked.metrics}
+        names = counted(asked.metrics if stage else was.keys() | now.keys())
+        differences, compared = differing_metrics(was, now, names), []
         for name in STAGES:
             kept, made = (batch_file(each, step, name) for each in (saved.folder, folder))
             if kept.is_file() and made.is_file():
                 compared.append(name)
                 lines = differing_columns(kept, made)
                 differences += [f"batch of {name}: {line}" for line in lines]
-    num_metrics = len(counted(was) if names is None else names)
-    return Replayed(start, num_metrics, compared, differences)
+    return Replayed(start, len(names), compared, differences)
 
 
 def settings_of_replay(config: Config, start: Path | None, folder: Path, backend: str) -> Config:
@@ -132,3 +134,87 @@ def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConf
             "works in the driver, not in these"
         )
     return "\n".join(lines)
+
+
+@dataclass
+class Asked:
+    """What is made again, and what came of it."""
+
+    run_folder: Path
+    step: int
+    stage: str = ""
+    """Empty: the whole step."""
+    breaks: bool = False
+    """Whether the debugger is entered right before."""
+    metrics: Metrics = field(default_factory=dict)
+    """Those of the step, or of the stage alone."""
+
+
+def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
+    """The trainer's class, with an end after the step that is asked for."""
+    if asked.stage and not issubclass(trainer_cls, PPOTrainer):
+        raise ConfigError(
+            f"--stage: a step of {trainer_cls.__qualname__} has no stages {', '.join(STAGES)}; "
+            "they are those of verl-like ppo. Leave --stage out."
+        )
+    if asked.stage and trainer_cls.step is not PPOTrainer.step:
+        raise ConfigError(
+            f"--stage: {trainer_cls.__qualname__} has a step of its own, whose stages only it "
+            "knows. Leave --stage out; --break stops before that step."
+        )
+
+    class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
+        def step(self) -> Metrics:
+            if self.global_step != asked.step:
+                return super().step()  # type: ignore[no-any-return]
+            if asked.stage:
+                return one_stage(self, asked)
+            if asked.breaks:
+                breakpoint()  # noqa: T100 - `step` goes into the run's own step
+            return super().step()  # type: ignore[no-any-return]
+
+        def validation_is_due(self) -> bool:
+            ends_early = bool(asked.stage) and self.global_step == asked.step
+            return not ends_early and super().validation_is_due()
+
+        def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
+            reached = super()._next_step(tracking, timeline)
+            if self.global_step == asked.step:
+                return f"step {asked.step} has been made again"
+            return reached  # type: ignore[no-any-return]
+
+        def on_step_end(self, metrics: Metrics) -> None:
+            super().on_step_end(metrics)
+            if self.global_step == asked.step:
+                asked.metrics = dict(metrics)
+
+    Replaying.__qualname__ = trainer_cls.__qualname__
+    return Replaying
+
+
+def one_stage(trainer: PPOTrainer, asked: Asked) -> Metrics:
+    """The stage, of the batch that the run kept, or of one that the stages before it make."""
+    batch = stage_input(trainer, asked)
+    stage = getattr(trainer, asked.stage)
+    if asked.breaks:
+        breakpoint()  # noqa: T100 - `step` goes into the stage, `batch` is what it gets
+    result = stage(batch)
+
+    if asked.stage == "update":
+        return dict(result)
+    batch, metrics = result
+    following = STAGES[STAGES.index(asked.stage) + 1]
+    trainer.batches.save(following, batch, trainer.global_step)
+    return dict(metrics)
+
+
+def stage_input(trainer: PPOTrainer, asked: Asked) -> DataProto:
+    """What goes into the stage."""
+    path = batch_file(asked.run_folder, asked.step, asked.stage)
+    if path.is_file():
+        return DataProto.load_from_disk(path)
+
+    batch, _ = trainer.source.take()
+    for stage in STAGES[: STAGES.index(asked.stage)]:
+        batch, _ = getattr(trainer, stage)(batch)
+    return batch

@@ -149,13 +149,20 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def saved_config(folder: Path) -> dict[str, Any]:
-    """Dotted key -> value of what a run wrote when it started."""
+def saved_tree(folder: Path) -> Any:
+    """What a run wrote of its configuration when it started."""
     path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_FILE}.")
     try:
-        return flatten(OmegaConf.to_container(OmegaConf.load(path)))
+        return OmegaConf.load(path)
     except (OSError, ValueError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """The same as dotted key -> value."""
+    return flatten(OmegaConf.to_container(saved_tree(folder)))
 
 
 def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:

@@ -37,6 +37,7 @@ from workers.training.file_copies import FileCopies, SavesInBackground
 from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, refuse_damaged, write_manifest
 from workers.training.shards import read_shards, stored_tensors, write_shards
+from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
     from workers.config import CheckpointConfig
@@ -295,26 +296,20 @@ def refuse_other_model(
             f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "
             "lacked 'model'."
         )
-
-    other_shape = []
-    for name, shape in here.items():
-        if name in there and there[name] != shape:
-            other_shape.append(f"{name} (there {there[name]}, here {shape})")
+    both = [name for name in here if name in there]
+    other_shape = [
+        f"{name} (there {there[name]}, here {here[name]})"
+        for name in both
+        if there[name] != here[name]
+    ]
     problems = {
         "missing in it": [name for name in here if name not in there],
         "unknown here": [name for name in there if name not in here],
         "of another shape": other_shape,
     }
-
-    found = []
-    for kind, names in problems.items():
-        if names:
-            listed = ", ".join(name.removeprefix("model.") for name in names[:20])
-            found.append(f"{len(names)} {kind}: {listed}")
-    if found:
-        raise CheckpointError(
-            f"the checkpoint {folder} is of another model; tensors {'; '.join(found)}. {way_out}"
-        )
+    named = {kind: [n.removeprefix("model.") for n in names] for kind, names in problems.items()}
+    if text := describe_problems(f"the checkpoint {folder} is of another model", **named):
+        raise CheckpointError(f"{text} {way_out}")
 
 
 def _make_empty(part: Path) -> None:

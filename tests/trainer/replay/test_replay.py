@@ -25,10 +25,16 @@ from trainer.config.recipe import Recipe
 from trainer.loop import Metrics
 from trainer.ppo.step import PPOTrainer
 from trainer.preference.recipe import DPO
-from trainer.replay.difference import differing_columns, differing_metrics
-from trainer.replay.replay import Replayed, announcement, replay, settings_of_replay
+from trainer.replay.difference import counted, differing_columns, differing_metrics
+from trainer.replay.replay import (
+    Asked,
+    Replayed,
+    announcement,
+    replay,
+    replaying,
+    settings_of_replay,
+)
 from trainer.replay.saved_run import SavedRun
-from trainer.replay.stage import Asked, replaying
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.run_folder.batches import STAGES, batch_file
 from trainer.sft.recipe import SFT
@@ -337,7 +343,7 @@ def test_columns_are_compared_bit_by_bit(tmp_path: Path) -> None:
 def test_numbers_of_the_clock_are_not_compared() -> None:
     was = {"loss": float("nan"), "timing_s/step": 1.0, "perf/x": 2.0, "gone": 0.5}
     now = {"loss": float("nan"), "timing_s/step": 3.0, "new": 1.0}
-    assert differing_metrics(was, now) == [
+    assert differing_metrics(was, now, counted(was.keys() | now.keys())) == [
         "gone was 0.5, is absent",
         "new was absent, is 1.0",
     ]
