@@ -59,18 +59,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(part: Path, folder: Path, to_disk: bool = True) -> None:
-    """Rename a finished folder to its name; an older folder of that name goes only then.
-
-    Without `to_disk` nobody waits for the disk, as for a copy that this process alone reads.
-    """
+def put_in_place(part: Path, folder: Path) -> None:
+    """Rename a finished folder to its name; an older folder of that name goes only then."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.replace(old)
     part.replace(folder)
-    if to_disk:
-        sync_folder(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -154,28 +154,18 @@ class Checkpoints:
         `write_more` puts further files into the folder. The checkpoint before is committed first.
         """
         self.finish()
-        part = self._part(step)
+        part, roles = self._part(step), list(groups)
+        save = "start_checkpoint" if self.trainer.async_save else "save_checkpoint"
         with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            self._unwritten = self._save_roles(part, step, groups)
+            saves = [getattr(groups[role], save).remote(str(part / role), step) for role in roles]
+            left = zip(roles, gather(*saves), strict=True)
+            self._unwritten = {role: groups[role] for role, ranks in left if any(ranks or ())}
             save_random_state(part / "random.json")
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
         self._written = step
-
-    def _save_roles(self, part: Path, step: int, groups: Any) -> dict[str, Any]:
-        """Save every role; the groups of those that have only copied what they have to write."""
-        if not self.trainer.async_save:
-            gather(
-                *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
-            )
-            return {}
-        roles = list(groups)
-        left = gather(
-            *(groups[role].start_checkpoint.remote(str(part / role), step) for role in roles)
-        )
-        return {role: groups[role] for role, ranks in zip(roles, left, strict=True) if any(ranks)}
 
     def commit(self) -> list[Path]:
         """Give what was written, if anything was, its name: `global_step_<step>`.

@@ -48,7 +48,7 @@ class SavedModel:
         exported = self.folder / EXPORT
         if exported.is_dir():
             return exported
-        self.export(scratch, to_disk=False)
+        self.export(scratch)
         return scratch
 
 

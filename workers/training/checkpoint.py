@@ -33,14 +33,13 @@ from workers.models.state import persistent_buffers
 from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
-from workers.training.file_copies import FileCopies, SavesInBackground
+from workers.training.file_copies import SavesInBackground
 from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, refuse_damaged, write_manifest
 from workers.training.shards import read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
-    from workers.config import CheckpointConfig
     from workers.training.average import WeightAverage
     from workers.training.engine import TrainEngine
 
@@ -60,9 +59,55 @@ class Checkpointed(SavesInBackground):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
-        """Write the folder `path`, whole or not at all; one of that name is replaced."""
-        settings = self.config.checkpoint
-        save_engine(self.engine, Path(path), step, settings, self.average, self.copies)
+        """Write the folder `path`, whole or not at all; one of that name is replaced.
+
+        Whatever fails, a folder that was there before stays as it is. What `self.copies` takes is
+        written later, into a folder that nobody reads yet.
+        """
+        folder = Path(path)
+        what = f"the checkpoint {folder} was not written (an earlier one is untouched)"
+        ranks = Ranks(self.engine.group, what)
+        part = folder if self.copies is not None else folder.with_name(folder.name + ".part")
+        try:
+            self._write_part(ranks, part, step)
+            if part != folder:
+                ranks.first_does(lambda: put_in_place(part, folder))
+        except CheckpointError:
+            if ranks.mine == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def _write_part(self, ranks: Ranks, part: Path, step: int) -> None:
+        """All files, the manifest last; it names those that are there."""
+        engine, contents = self.engine, self.config.checkpoint.save_contents
+        writer = self.copies or AT_ONCE
+        tensors = weights(engine) | averages(self.average) if "model" in contents else {}
+        tensors |= optimizer_state(engine) if "optimizer" in contents else {}
+        ranks.first_does(lambda: _make_empty(part))
+        if tensors:
+            shards = part / "shards"
+            ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, ranks.count, writer))
+        if "extra" in contents:
+            ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
+        if engine.model_config.lora_rank > 0:
+            adapter, folder = _adapter_tensors(engine), part / "lora_adapter"
+            ranks.first_does(
+                lambda: save_adapter(folder, engine.module, engine.model_config, adapter, writer)
+            )
+        if "hf_model" in contents:
+            exported, is_first = part / "huggingface", ranks.mine == 0
+            ranks.all_do(lambda: export_huggingface(engine, exported, is_first, writer=writer))
+
+        manifest = {
+            "step": step,
+            "num_ranks": ranks.count,
+            "contents": list(contents),
+            "schedule_step": engine.scheduler.num_steps,
+            "skipped_steps": engine.guard.total,
+            "skipped_in_a_row": engine.guard.in_a_row,
+            "files": ranks.share_files(part, fingerprint),
+        }
+        ranks.first_does(lambda: write_manifest(part, manifest))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -70,82 +115,39 @@ class Checkpointed(SavesInBackground):
 
         One that is damaged, or of another model, is refused.
         """
-        load_engine(self.engine, Path(path), self.average)
-
-
-def save_engine(
-    engine: TrainEngine,
-    folder: Path,
-    step: int,
-    config: CheckpointConfig,
-    average: WeightAverage | None = None,
-    copies: FileCopies | None = None,
-) -> None:
-    """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is.
-
-    With `copies`, what is large is written later, into a folder that nobody reads yet.
-    """
-    ranks = Ranks(
-        engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)"
-    )
-    part = folder if copies is not None else folder.with_name(folder.name + ".part")
-    try:
-        _write(engine, ranks, part, step, config.save_contents, average, copies)
-        if part != folder:
-            ranks.first_does(lambda: put_in_place(part, folder))
-    except CheckpointError:
-        if ranks.mine == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        raise
-
-
-def _write(
-    engine: TrainEngine,
-    ranks: Ranks,
-    part: Path,
-    step: int,
-    contents: list[str],
-    average: WeightAverage | None,
-    copies: FileCopies | None,
-) -> None:
-    """All files, the manifest last; it names those that are there."""
-    tensors = saved_tensors(engine, contents, average)
-    writer = copies or AT_ONCE
-    ranks.first_does(lambda: _make_empty(part))
-    if tensors:
-        shards = part / "shards"
-        ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, ranks.count, writer))
-    if "extra" in contents:
-        ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
-    if engine.model_config.lora_rank > 0:
-        adapter = _adapter_tensors(engine)
-        ranks.first_does(
-            lambda: save_adapter(
-                part / "lora_adapter", engine.module, engine.model_config, adapter, writer
-            )
+        folder, engine, average = Path(path), self.engine, self.average
+        ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
+        manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
+        files = {folder / name: facts for name, facts in manifest["files"].items()}
+        faults = ranks.share_files(
+            folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
         )
-    if "hf_model" in contents:
-        exported, is_first = part / "huggingface", ranks.mine == 0
-        ranks.all_do(lambda: export_huggingface(engine, exported, is_first, writer=writer))
+        refuse_damaged(folder, faults)
 
-    manifest = {
-        "step": step,
-        "num_ranks": ranks.count,
-        "contents": list(contents),
-        "schedule_step": engine.scheduler.num_steps,
-        "skipped_steps": engine.guard.total,
-        "skipped_in_a_row": engine.guard.in_a_row,
-        "files": ranks.share_files(part, fingerprint),
-    }
-    ranks.first_does(lambda: write_manifest(part, manifest))
+        shards = folder / "shards"
+        saved = stored_tensors(shards) if shards.is_dir() else {}
+        shapes = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
+        refuse_other_model(folder, shapes, saved)
+        with engine.running(engine.optimizer):
+            state = empty_optimizer_state(engine, saved)
+            averaged = {name: own for name, own in averages(average).items() if name in saved}
+            tensors = weights(engine) | state | averaged
+            ranks.all_do(lambda: read_shards(tensors, shards))
+            put_optimizer_state(engine, state)
+            if average is not None and not averaged:
+                logger.warning("%s holds no moving average: it starts from the weights.", folder)
+                average.restart()
 
-
-def saved_tensors(
-    engine: TrainEngine, contents: list[str], average: WeightAverage | None
-) -> dict[str, Tensor]:
-    """This rank's shards of what goes into `shards/`."""
-    tensors = weights(engine) | averages(average) if "model" in contents else {}
-    return tensors | (optimizer_state(engine) if "optimizer" in contents else {})
+        if "optimizer" not in manifest["contents"]:
+            logger.warning(
+                "%s holds no optimizer state (save_contents): the moments start from zero.", folder
+            )
+        if "extra" in manifest["contents"]:
+            engine.scheduler.set_step(manifest["schedule_step"])
+            engine.guard.total = manifest["skipped_steps"]
+            engine.guard.in_a_row = manifest["skipped_in_a_row"]
+            if manifest["num_ranks"] == ranks.count:
+                ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
 
 
 def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
@@ -156,42 +158,6 @@ def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
             if parameter.requires_grad:
                 found.append((name, full_tensor(parameter).cpu()))
     return found
-
-
-def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None = None) -> None:
-    """Weights, optimizer, schedule and random state of `folder` into a built engine; collective."""
-    ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
-    manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
-    files = {folder / name: facts for name, facts in manifest["files"].items()}
-    faults = ranks.share_files(
-        folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
-    )
-    refuse_damaged(folder, faults)
-
-    shards = folder / "shards"
-    saved = stored_tensors(shards) if shards.is_dir() else {}
-    shapes = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
-    refuse_other_model(folder, shapes, saved)
-    with engine.running(engine.optimizer):
-        state = empty_optimizer_state(engine, saved)
-        averaged = {name: own for name, own in averages(average).items() if name in saved}
-        tensors = weights(engine) | state | averaged
-        ranks.all_do(lambda: read_shards(tensors, shards))
-        put_optimizer_state(engine, state)
-        if average is not None and not averaged:
-            logger.warning("%s holds no moving average: it starts from the weights.", folder)
-            average.restart()
-
-    if "optimizer" not in manifest["contents"]:
-        logger.warning(
-            "%s holds no optimizer state (save_contents): the moments start from zero.", folder
-        )
-    if "extra" in manifest["contents"]:
-        engine.scheduler.set_step(manifest["schedule_step"])
-        engine.guard.total = manifest["skipped_steps"]
-        engine.guard.in_a_row = manifest["skipped_in_a_row"]
-        if manifest["num_ranks"] == ranks.count:
-            ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -296,11 +262,10 @@ def refuse_other_model(
             f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "
             "lacked 'model'."
         )
-    both = [name for name in here if name in there]
     other_shape = [
-        f"{name} (there {there[name]}, here {here[name]})"
-        for name in both
-        if there[name] != here[name]
+        f"{name} (there {there[name]}, here {shape})"
+        for name, shape in here.items()
+        if there.get(name, shape) != shape
     ]
     problems = {
         "missing in it": [name for name in here if name not in there],

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from verl_like.errors import CheckpointError
 from verl_like.files import file_fault, put_in_place
@@ -40,13 +39,11 @@ def export_checkpoint(
     as_adapter: bool = False,
     of_average: bool = False,
     settings: Mapping[str, Any],
-    to_disk: bool = True,
 ) -> None:
     """Write the folder `out`, whole or not at all.
 
     `model_config` is what the role was trained with, `of_average` takes the moving average of the
-    weights in their place, `settings` goes into a classifier's `config.json`, and without
-    `to_disk` nobody waits for the disk.
+    weights in their place, `settings` goes into a classifier's `config.json`.
     """
     if as_adapter and model_config.lora_rank == 0:
         raise CheckpointError(
@@ -63,7 +60,7 @@ def export_checkpoint(
             weights = ((name, weight.detach()) for name, weight in named_state(module))
             merged = merged_tensors(module, weights)
             write_model_folder(module, model_config, merged, part, settings)
-        put_in_place(part, out, to_disk)
+        put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -85,24 +82,13 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
     weights = stored_weights(module, has_adapter)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     refuse_other_model(checkpoint, shapes, saved, OTHER_BASE)
-    read_shards(weights, checkpoint / "shards")
     if of_average:
-        _put_average(checkpoint, module, saved)
+        averages = [name for name in saved if name.startswith("average.")]
+        if not averages:
+            raise CheckpointError(
+                f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. "
+                "Leave out --average."
+            )
+        weights |= {name: weights.pop(name.replace("average", "model", 1)) for name in averages}
+    read_shards(weights, checkpoint / "shards")
     return module
-
-
-def _put_average(checkpoint: Path, module: Any, saved: Mapping[str, Any]) -> None:
-    averages: dict[str, Tensor] = {}
-    for name, stored in saved.items():
-        if name.startswith("average."):
-            averages[name] = torch.empty(stored.size, dtype=torch.float32)
-    if not averages:
-        raise CheckpointError(
-            f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. Leave "
-            "out --average."
-        )
-    read_shards(averages, checkpoint / "shards")
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, average in averages.items():
-            parameters[name.removeprefix("average.")].copy_(average)

@@ -121,7 +121,7 @@ def _write_weights(
         path = folder / f"draft-{len(drafts)}"
         write_model_file(shard, path, writer)
         drafts.append((path, list(shard)))
-        total += sum(_num_bytes(tensor) for tensor in shard.values())
+        total += sum(tensor.nbytes for tensor in shard.values())
 
     if len(drafts) == 1:
         writer.rename(drafts[0][0], folder / "model.safetensors")
@@ -143,7 +143,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
     filled = 0
     for name, tensor in tensors:
         stored = tensor.contiguous()
-        size = _num_bytes(stored)
+        size = stored.nbytes
         if shard and filled + size > shard_bytes:
             yield shard
             shard.clear()  # the same dict, so that the caller's does not keep the tensors alive
@@ -151,7 +151,3 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         shard[name] = stored
         filled += size
     yield shard
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
