@@ -11,13 +11,13 @@ from tests.integration.runs import calls, overrides
 from tests.trainer.detached.test_lost_trainer import KillTrainer
 from tests.trainer.detached.test_topologies import curves
 from trainer import load_config, run
-from trainer.detached import source, watch
+from trainer.detached import buffer, source
 from trainer.detached.recipe import DETACHED
 from verl_like.errors import WorkerDiedError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 ON_RAY = ("trainer.backend=ray", "cpus_per_process=0.25")
-MAKING = {"__init__", "init_model", "receive_weights", "submit", "take"}
+MAKING = {"__init__", "init_model", "location", "receive_weights", "submit", "take"}
 
 
 def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
@@ -51,7 +51,7 @@ def test_every_maker_and_trainer_is_a_process_and_the_numbers_are_those_of_local
 def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PING_S", 0.1)
+    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
     monkeypatch.setattr(source, "END_S", 0.1)
     rollout = "role_workers.rollout=tests.trainer.detached.rigged_workers.LongRollout"
     settings = (*ON_RAY, "detached.topology=1m2t", "detached.max_staleness=0", rollout)
