@@ -4,7 +4,7 @@
 
 A tiny model, one maker, one trainer, local backend. Prints JSON: resident MiB of the driver, which
 trains as well, and of the maker's process, and the sizes of what the driver keeps of the samples
-(open groups of the ledger, the buffer, intervals of the report) after a quarter, a half, three
+(open groups of the ledger, the buffer, calls of the timeline) after a quarter, a half, three
 quarters and all of the steps.
 """
 
@@ -46,16 +46,14 @@ class Sizes:
         if step % (self.steps // 4):
             return
         buffer, maker = trainer.source.buffer, trainer.groups["rollout"].transport.pid_here(0)
-        intervals = trainer.activity.intervals()
         self.rows.append(
             {
                 "step": step,
                 "driver_mib": round((resident_bytes(os.getpid()) or 0) / 2**20, 1),
                 "maker_mib": round((resident_bytes(maker) or 0) / 2**20, 1),
-                "open_groups": len(trainer.ledger._open),
+                "open_groups": len(buffer.ledger._open),
                 "queued": buffer.depth,
                 "pieces_in_flight": len(buffer.in_flight()),
-                "intervals": sum(map(len, intervals.values())),
                 "calls": len(trainer.calls),
             }
         )

@@ -37,7 +37,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer import load_config, recovery, restarts, run
+from trainer import load_config, restarts, run
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import VerlLikeError
 
@@ -216,7 +216,7 @@ def measure(backend: str, cells: list[Cell], tiny: Path, folder: Path) -> None:
     """One run that is hit by all of them, one after the other."""
     import trainer.launch
 
-    restarts.FIRST_WAIT_S, recovery.TURN_S = 0.0, TURN_S
+    restarts.FIRST_WAIT_S, restarts.TURN_S = 0.0, TURN_S
     trainer.launch.Restarts = Noting  # type: ignore[misc]
     Struck.waiting, Struck.under_way = list(cells), None
     settings = [

@@ -59,6 +59,7 @@ class JsonLines:
         """Go on with the file in `folder`; what is not there is made."""
         self._path = Path(folder) / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line, to what has that name now: a resume may have cut the file back."""

@@ -18,7 +18,7 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 
 NO_READERS = ("checks.py", "unused_keys.py")
-READ = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|:))|[\"'](\w+)[\"']")
+READ = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")
 """An attribute that is not written here, or a name in quotes."""
 
 

@@ -14,14 +14,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import cloudpickle
 
-from verl_like.backends.local.references import Done, resolve
+from verl_like.backends.local.references import resolve, wait_for_any
 from verl_like.backends.rpc import ProcessTransport, Requests
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
@@ -146,9 +145,7 @@ class ChildTransport(ProcessTransport):
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are answered or failed."""
-        here = [r for r in references if isinstance(r, Done)]
-        left = [r for r in references if not isinstance(r, Done)]
-        return here + list(wait_futures(left, 0.0 if here else seconds, FIRST_COMPLETED).done)
+        return wait_for_any(references, seconds)
 
     def fetch(self, reference: Any) -> Any:
         """The answer."""

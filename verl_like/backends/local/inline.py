@@ -2,18 +2,18 @@
 
 A call runs when it is made; its future keeps the result or the error. Calls of several threads run
 in turn, whichever inline group they are for: they share the process's random state and environment.
+A call past the queue runs in a thread of its own, beside the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from verl_like.backends.local.references import Done
+from verl_like.backends.local.references import Done, resolve, wait_for_any
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
@@ -55,14 +55,26 @@ class InlineTransport(Transport):
         self.started = wait_for_start(self, [Done(header)])
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Runs the call now."""
+        """Runs the call now; one past the queue may last, as a checkpoint's writing does."""
         isolated = copy.deepcopy(call)
-        given = [self.fetch(part) if isinstance(part, Done | Future) else part for part in parts]
-        with contextlib.nullcontext() if call.past_queue else _one_call:
-            payload, header = self.host.call(isolated, given)
-        is_batch = isinstance(payload, DataProto)
-        own = payload.writable_copy() if is_batch else copy.deepcopy(payload)
-        return Pending(rank, Done(own), Done(header), call.role)
+        if call.past_queue:
+            payload, header = Future[Any](), Future[Any]()
+            args = isolated, payload, header
+            threading.Thread(target=self._call_beside, args=args, daemon=True).start()
+            return Pending(rank, payload, header, call.role)
+        with _one_call:
+            value, about = self.host.call(isolated, [resolve(part) for part in parts])
+        return Pending(rank, Done(_own(value)), Done(about), call.role)
+
+    def _call_beside(self, call: Call, payload: Future[Any], header: Future[Any]) -> None:
+        try:
+            value, about = self.host.call(call, ())
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+            payload.set_exception(error)
+            header.set_exception(error)
+        else:
+            payload.set_result(_own(value))
+            header.set_result(about)
 
     def construct_again(self) -> None:
         """At once."""
@@ -71,12 +83,12 @@ class InlineTransport(Transport):
         self.started = wait_for_start(self, [Done(header)])
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Everything is there."""
-        return list(references)
+        """All but calls past the queue are there."""
+        return wait_for_any(references, seconds)
 
     def fetch(self, reference: Any) -> Any:
         """The value."""
-        return reference.value if isinstance(reference, Done) else reference.result()
+        return resolve(reference)
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """The caller's own stack is where it waits."""
@@ -93,3 +105,8 @@ class InlineTransport(Transport):
     def shutdown(self) -> None:
         """Nothing runs between calls; logs are closed."""
         self.host.close()
+
+
+def _own(value: Any) -> Any:
+    """A copy for the caller."""
+    return value.writable_copy() if isinstance(value, DataProto) else copy.deepcopy(value)

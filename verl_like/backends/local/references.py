@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,3 +25,10 @@ def resolve(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(resolve, value))
     return value
+
+
+def wait_for_any(references: Sequence[Any], seconds: float) -> list[Any]:
+    """Those that are answered or failed: one at least, unless the seconds pass first."""
+    here = [r for r in references if isinstance(r, Done)]
+    left = [r for r in references if not isinstance(r, Done)]
+    return here + list(wait_futures(left, 0.0 if here else seconds, FIRST_COMPLETED).done)
