@@ -24,6 +24,8 @@ CheckColumns = Callable[[Sequence[str]], None]
 NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are no UTF-8, as Python's surrogateescape reads them."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
+DEEPEST = 100
+"""Levels of a row's lists and objects: what is deeper exhausts the stack of who reads it."""
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
@@ -113,7 +115,7 @@ def json_rows(path: Path) -> Placed:
 
 def _json_row(line: bytes) -> Any:
     try:
-        return parse_json(line)
+        row = parse_json(line)
     except UnicodeDecodeError as err:
         return ValueError(f"not UTF-8 ({err})")
     except ValueError as err:
@@ -121,3 +123,15 @@ def _json_row(line: bytes) -> Any:
             f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON object a "
             "line"
         )
+    if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
+        return ValueError(f"nested more than {DEEPEST} levels deep")
+    return row
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects within each other."""
+    levels, inner = 0, [value]
+    while inner := [one for one in inner if isinstance(one, dict | list) and one]:
+        levels += 1
+        inner = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return levels

@@ -16,6 +16,7 @@ import pytest
 from tests.trainer.data.test_prompts import make_config
 from trainer.data.config import DataConfig
 from trainer.data.encoded_rows import encode_rows
+from trainer.data.formats import DEEPEST
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.data.prompt_tokens import encode_prompt
@@ -92,6 +93,11 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "no UTF-8": (second(b'{"prompt": "\xff"}'), "p.jsonl, line 2: not UTF-8", 2),
     "half a line": (second(b'{"prompt": '), "p.jsonl, line 2: not JSON", 2),
     "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),
+    "deep": (
+        second(row(deep=json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))),
+        "line 2: nested more than 100 levels deep",
+        2,
+    ),
     "a huge number": (second(b'{"prompt": 1' + b"0" * 5000 + b"}"), "line 2: not JSON", 2),
     "null content": (second(row(chat(None))), "line 2: the content of message 0 is null", 2),
     "a role that is none": (second(row(chat("a", 3))), "line 2: the role of message 0 is 3", 2),
