@@ -146,7 +146,8 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
 
 
 def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:
-    """The batch with the columns that calls returned, and their metrics, one number each."""
+    """A batch that has the columns which calls returned, too; and one number for each metric."""
+    batch = batch.select()
     metrics: Metrics = {}
     for result in map(Result.of, results):
         metrics |= reduce_metrics(result.metrics)
