@@ -40,10 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 class SampleLedger:
-    """That of one run, by step: a step that is made again makes its samples again, too."""
+    """Counts of a run's samples by step; a step that is made again counts its samples again."""
 
     def __init__(self) -> None:
-        """Nothing is made yet."""
         self._steps: dict[int, Counter[str]] = {}
         self._lost: Counter[str] = Counter()
         """Of steps that came to nothing."""

@@ -56,7 +56,7 @@ class Trainer(Hooks, ABC):
     """What of a step's metrics is an alarm: the numbers, their bands and the words."""
 
     def __init__(self, config: RunConfig, groups: WorkerGroups) -> None:
-        """Nothing is computed yet; `fit` does it all."""
+        """No model is loaded before `fit`."""
         self.config = config
         self.groups = groups
         self.folder = Path(config.trainer.default_local_dir)

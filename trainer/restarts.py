@@ -52,7 +52,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Restarts:
-    """Those of one run; `restarts.jsonl` of its folder has a line a restart."""
+    """The restarts of one run; `restarts.jsonl` of its folder has a line for each."""
 
     def __init__(self, config: RunConfig, stop: StopSignals | None = None) -> None:
         """Where the run is told to `stop`, no pause is waited for."""

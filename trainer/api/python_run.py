@@ -38,7 +38,7 @@ SAVED = ["model", "optimizer", "extra", "hf_model"]
 
 
 class PythonRun:
-    """A run of a recipe: settings, and the files that they name. Nothing starts before `fit`."""
+    """A run of a recipe: settings, and the files that they name. `fit` starts it."""
 
     recipe: ClassVar[str]
     """Dotted path of the recipe; it is imported when the first run of it is made."""

@@ -51,7 +51,7 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Row:
-    """One predicted run."""
+    """A predicted run, with its speed-up over the synchronous run."""
 
     name: str
     setup: Setup
@@ -69,7 +69,6 @@ class Row:
         return cls(name, setup, found, speed_up, what_limits(phases, setup))
 
     def as_json(self) -> dict[str, Any]:
-        """Its numbers."""
         return {
             "run": self.name,
             **asdict(self.setup),
@@ -81,7 +80,7 @@ class Row:
         }
 
     def cells(self) -> list[str]:
-        """Its line of the table."""
+        """The cells of the run's line in the table."""
         share = self.prediction.share
         return [
             str(self.setup.num_makers),

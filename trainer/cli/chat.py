@@ -70,7 +70,7 @@ class Chat:
         return found
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Remove every message but the system prompt."""
         self.messages = list(self.first)
 
     def _inputs(self, text: str) -> Any:

@@ -78,7 +78,7 @@ def findings() -> Iterator[Finding]:
 
 
 def check_python() -> Finding:
-    """The interpreter."""
+    """Whether the interpreter is of a version that is tested."""
     version = sys.version_info[:2]
     if version < TESTED_PYTHON[0]:
         return Finding(
@@ -207,7 +207,7 @@ def show(found: Iterable[Finding]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Look at everything."""
+    """Print the findings of every check."""
     if arguments:
         sys.exit(__doc__)
     show(findings())

@@ -23,7 +23,7 @@ from verl_like.terminal import terminal_width
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the translation."""
+    """Print the translation of another framework's command."""
     if len(arguments) != 2:
         sys.exit(__doc__)
     system, source = arguments

@@ -32,7 +32,7 @@ def local() -> str:
 
 
 def ray() -> str:
-    """The same of two processes in a cluster on this machine."""
+    """A token of a tiny model in two processes of a Ray cluster on this machine."""
     return _generate("ray", 2)
 
 

@@ -94,7 +94,7 @@ class Key:
 
     @property
     def rules_in_words(self) -> str:
-        """Its rules on one line: values, when it is read, whether it may change, verl's name."""
+        """The key's rules on one line: values, when it is read, if it may change, verl's name."""
         said = [self.allowed]
         if self.rules.read_when:
             conditions = " and ".join(condition.says for condition in self.rules.read_when)

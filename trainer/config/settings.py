@@ -98,7 +98,7 @@ def _flatten(
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` strings."""
+    """The settings as `key=value` strings."""
     return [f"{key}={as_text(value, key)}" for key, value in settings.items()]
 
 

@@ -266,7 +266,7 @@ def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
 
 
 def own_columns(names: Iterable[str], prompt_key: str) -> list[str]:
-    """Those of the columns that verl's schema does not have."""
+    """The columns that verl's schema does not have, sorted."""
     return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info"})
 
 

@@ -161,7 +161,7 @@ class PromptRun(Protocol):
 
     @property
     def data(self) -> DataConfig:
-        """The prompts."""
+        """The section `data` of the configuration."""
 
     @property
     def trainer(self) -> TrainerConfig:

@@ -95,19 +95,19 @@ class RoleActivity:
         self._seconds = dict.fromkeys(STATES, 0.0)
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """It computes: generate, score, update."""
+        """The state of a role that computes: generate, score, update."""
         return self._enter("busy", what)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """It waits for what `what` says: `the buffer to have room`."""
+        """The state of a role that waits for `what`, such as `the buffer to have room`."""
         return self._enter("waiting", what)
 
     def syncing(self, what: str) -> AbstractContextManager[None]:
-        """It takes or gives weights: `weights of version 4`."""
+        """The state of a role that takes or gives weights, such as `weights of version 4`."""
         return self._enter("syncing", what)
 
     def seconds(self, now: float) -> dict[str, float]:
-        """Those of every state."""
+        """The seconds spent in each state until `now`."""
         self._seconds[self.state.name] += now - self._counted_to
         self._counted_to = now
         return dict(self._seconds)

@@ -231,7 +231,7 @@ class ExperienceBuffer:
         return None
 
     def put(self, experience: Experience) -> None:
-        """It is made; where the buffer is full and evicts, the oldest makes room."""
+        """Accept a finished experience; a full buffer that evicts drops its oldest ones."""
         with self._change():
             del self._in_flight[experience.number]
             experience.rows = experience.submission = None
@@ -366,13 +366,13 @@ class ExperienceBuffer:
                 self.ledger.restore(one.maker, one.uids, one.num_samples // len(one.uids))
 
     def close(self) -> None:
-        """Nothing is begun any more; makers' threads end."""
+        """Begin no more experiences, so that makers' threads end."""
         with self._change():
             self.is_closed = True
 
     @property
     def makers(self) -> list[int]:
-        """Those that live."""
+        """The numbers of the makers whose threads run, sorted."""
         with self._changed:
             return sorted(self._makers)
 

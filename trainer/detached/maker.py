@@ -249,7 +249,6 @@ class MakerLosses:
         return True
 
     def _look_again(self) -> None:
-        """In a moment."""
         if self._is_ending():
             raise ToldToStop
         time.sleep(LOOK_AGAIN_S)
@@ -307,9 +306,8 @@ class ScoresHere:
         return f"scores of {self._role}"
 
     def done(self) -> bool:
-        """Nothing is waited for."""
         return True
 
     def get(self, timeout: float | None = None) -> DataProto:
-        """What `compute_rm_score` returns."""
+        """The scores in a batch, as `compute_rm_score` returns them."""
         return DataProto.from_dict({"rm_scores": self._scores})

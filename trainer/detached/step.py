@@ -207,7 +207,6 @@ class DetachedTrainer(PPOTrainer):
 
     @classmethod
     def recipe_class(cls) -> type[PPOTrainer]:
-        """This one."""
         return DetachedTrainer
 
     @classmethod

@@ -55,7 +55,6 @@ class WeightFeed:
     """The trainers' newest weights, for any maker that asks."""
 
     def __init__(self, config: DetachedConfig, groups: WorkerGroups, topology: Topology) -> None:
-        """Nothing is published yet."""
         self._groups, self._topology = groups, topology
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None

@@ -54,7 +54,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
 
 
 def living_nodes(config: RunConfig) -> list[Node]:
-    """Those of the Ray cluster that answer: Ray itself may take half a minute to miss one."""
+    """The nodes of the Ray cluster that answer: Ray itself may take half a minute to miss one."""
     from verl_like.backends.ray.cluster import cluster_nodes
     from verl_like.backends.ray.probes import why_gone
 
@@ -146,7 +146,6 @@ def devices_in_words(config: RunConfig) -> str:
 
 
 def _devices_here(config: RunConfig) -> str:
-    """Their kind: `GPU`, or `CPU slot`, of which there are as many as are asked for."""
     import torch
 
     device, wanted = _device_of_nodes(config), config.trainer.n_gpus_per_node

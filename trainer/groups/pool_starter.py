@@ -28,7 +28,7 @@ class PoolStarter:
     """Starts pools of a plan; on Ray it keeps their places until they are released."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
-        """Nothing is started yet; a pool that this backend cannot have is refused."""
+        """A pool that this backend cannot have is refused."""
         self.config, self.placement = config, placement
         self.limits = Deadlines.of(config.watch)
         self._neighbours: dict[str, Worker] = {}

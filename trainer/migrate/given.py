@@ -43,7 +43,7 @@ class GivenFlags:
         return self._values.get(name, [])
 
     def value(self, name: str, default: str = "") -> str:
-        """Its value, or the default there: True of a flag alone, a list of several values."""
+        """The flag's value, or its default: True of a flag alone, a list of several values."""
         if name not in self._values:
             row = self._table.find(name)
             return default or (row.default if row else "")
@@ -55,7 +55,7 @@ class GivenFlags:
         return self.value(name).lower() not in ("", "false", "0")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Its value as a number; a shell variable has none."""
+        """The flag's value as a number; a shell variable is refused."""
         text = self.value(name, "" if default is None else str(default))
         try:
             return float(text)
@@ -66,7 +66,7 @@ class GivenFlags:
             ) from None
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Its value as a whole number."""
+        """The flag's value as a whole number."""
         return int(self.number(name, default))
 
     def ours(self, name: str) -> str:

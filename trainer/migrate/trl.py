@@ -251,8 +251,7 @@ def _loss(fields: GivenFlags) -> None:
 
 
 def _bound_of_cispo(fields: GivenFlags) -> None:
-    """Its bound is a ratio; ours is the distance from 1."""
-    bound = fields.number("epsilon_high", 5.0) - 1
+    bound = fields.number("epsilon_high", 5.0) - 1  # TRL bounds the ratio, we its distance from 1
     settings = {f"{ACTOR}.clip_ratio_low": "1.0", f"{ACTOR}.clip_ratio_high": f"{bound:g}"}
     fields.becomes("epsilon_high", settings)
     if not fields.has("epsilon_high"):

@@ -92,7 +92,7 @@ def check_columns(config: PPOConfig) -> None:
 
 
 def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> DataProto:
-    """The same batch with columns advantages and returns, from token_level_rewards.
+    """Add the columns advantages and returns to the batch, from token_level_rewards.
 
     `keys` are those of `algorithm`, such as `gamma`; those that are not given have their defaults.
     """
@@ -100,7 +100,7 @@ def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> Data
 
 
 def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """The same batch with the advantages and returns of the configured estimator."""
+    """Add the advantages and returns of the configured estimator to the batch."""
     estimator = get_estimator(algorithm.adv_estimator)
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(estimator).parameters.items():

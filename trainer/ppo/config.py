@@ -163,7 +163,7 @@ class PPOChaosConfig(ChaosConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(RunConfig, WorkersConfig):
-    """A PPO run."""
+    """The configuration of a PPO run."""
 
     data: DataConfig = key(factory=DataConfig)
     """Prompts."""

@@ -23,7 +23,6 @@ WIDEST_RANGE_OF_SEQUENCES = 0.05
 
 
 def log_warnings(config: PPOConfig) -> None:
-    """Log every warning."""
     for name, text in warnings_of(config):
         logger.warning("warning %s: %s", name, text)
 

@@ -115,7 +115,6 @@ class KLController:
     """
 
     def __init__(self, config: KLControlConfig) -> None:
-        """Start at `config.kl_coef`."""
         self.config = config
         self.value = config.kl_coef
 
@@ -131,7 +130,7 @@ class KLController:
 
 
 def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
-    """The same batch with every score inside [-limit, limit], and the share that this changed."""
+    """Clamp the batch's scores to [-limit, limit]; returns it and the share that this changed."""
     scores = read_columns(batch, "token_level_scores")["token_level_scores"]
     clamped = scores.clamp(-limit, limit)
     changed = (clamped != scores).any(dim=-1).double().mean().item()
@@ -145,7 +144,7 @@ def apply_kl_penalty(
     normalised_scores: Tensor | None = None,
     kl_penalty_per: str = "token",
 ) -> tuple[DataProto, dict[str, float]]:
-    """The same batch with rewards = scores - weight x KL on response tokens, and two metrics.
+    """Set the batch's rewards to scores - weight x KL on response tokens; returns two metrics, too.
 
     With `kl_penalty_per` sequence the mean KL of a response is taken from its last token alone.
     Scores are `token_level_scores`, or `normalised_scores` where these are given.
@@ -231,7 +230,7 @@ class RunningNorm:
         return normalised, self._metrics("rewards")
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """The same batch with its advantages normalised, where that is asked for, by tokens."""
+        """Normalise the batch's advantages, where that is asked for, by tokens."""
         if "advantages" not in self.moments:
             return batch, {}
 
@@ -273,10 +272,9 @@ def compute_distillation_advantage(
 
 
 def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, float]]:
-    """The same batch with the teacher's part in its advantages and returns, and the reverse KL.
+    """Add the teacher's part to the batch's advantages and returns; returns the reverse KL, too.
 
-    The KL is estimated by the mean over samples of their
-    tokens' mean.
+    The KL is estimated by the mean over samples of their tokens' mean.
     """
     columns = read_columns(batch, "old_log_probs", "teacher_log_prob", "response_mask")
     settings = config.distillation

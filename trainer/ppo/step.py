@@ -85,7 +85,7 @@ class PPOTrainer(SamplingTrainer):
         rewards: Rewards,
         ptx: RowLoader[LMRow] | None = None,
     ) -> None:
-        """Nothing is computed yet; `fit` does it all."""
+        """No model is loaded before `fit`."""
         super().__init__(config, groups, tokenizer, rewards)
         self.loader = loader
         self.ptx = ptx
@@ -331,12 +331,12 @@ class PPOTrainer(SamplingTrainer):
 
     @classmethod
     def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:
-        """Prompts and rewards."""
+        """Lines of a dry run about prompts and rewards."""
         return prepare.look_at(config, *inputs)
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
-        """Those of sampling, the policy loss, the optimizer and its schedule."""
+        """Dotted paths for sampling, and of the policy loss, the optimizer and its schedule."""
         actor = config.actor_rollout_ref.actor
         code = actor.policy_loss.loss_mode, actor.optim.optimizer, actor.optim.lr_scheduler_type
         return [*super().worker_code(config), *code]

@@ -116,7 +116,7 @@ def choose_tokens(
     step: int,
     old_log_probs: str = "old_log_probs",
 ) -> DataProto:
-    """The same batch, with the column `chosen_tokens` if the policy loss asks for it.
+    """Add the column `chosen_tokens` to the batch if the policy loss asks for it.
 
     Mini-batch k of K are the rows whose number leaves k when divided by K; `mini_batch_size` counts
     samples. `old_log_probs` names the column of the old policy's.
@@ -165,7 +165,7 @@ def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
 
 
 def without_skipped(batch: DataProto) -> DataProto:
-    """The same of samples that a failed reward skips, by its `on_failure`."""
+    """A batch whose `response_mask` is zero in samples that `on_failure` of a reward skips."""
     if SKIPPED not in batch.non_tensor_batch:
         return batch
     return _without(batch, torch.tensor(batch.non_tensor_batch[SKIPPED] == 1.0))

@@ -128,7 +128,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     # --------------------------------------------------------------------------------------- a step
 
     def step(self) -> Metrics:
-        """One optimizer step."""
+        """One optimizer step on the next rows; gives the metrics."""
         return shown(super().step(), "train")
 
     def with_columns(self, batch: DataProto) -> DataProto:

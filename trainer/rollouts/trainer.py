@@ -36,7 +36,6 @@ class SamplingTrainer(Trainer):
     config: Any
 
     def __init__(self, config: Any, groups: WorkerGroups, tokenizer: Any, rewards: Rewards) -> None:
-        """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups)
         self.tokenizer = tokenizer
         self.rewards = rewards

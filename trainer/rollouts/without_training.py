@@ -35,7 +35,6 @@ class SamplingOnlyTrainer(SamplingTrainer):
         rewards: Rewards,
         prompts: PromptSet,
     ) -> None:
-        """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups, tokenizer, rewards)
         self.prompts = prompts
 
@@ -58,7 +57,7 @@ class SamplingOnlyTrainer(SamplingTrainer):
 
     @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:
-        """Prompts and rewards."""
+        """Lines of a dry run about prompts and rewards."""
         tokenizer, rewards, prompts = inputs
         _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
         return [f"{len(prompts)} prompts", *lines]

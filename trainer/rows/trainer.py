@@ -62,7 +62,7 @@ class RowTrainer(Trainer, Generic[R]):
     # --------------------------------------------------------------------------------------- a step
 
     def step(self) -> Metrics:
-        """One optimizer step."""
+        """One optimizer step on the next rows; gives the metrics."""
         with self.clock("data"):
             batch = self.loader.take(self.num_rows_of_step)
         batch = self.with_columns(batch)
@@ -131,7 +131,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
-        """Sizes and memory."""
+        """The sizes of a step, and the plan of the memory."""
         sizes = f"A step: {step_sizes(config)}"
         memory = plan_text(config, cls.num_sides(config), max_columns)
         return [sizes, memory]

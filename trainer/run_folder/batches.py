@@ -24,10 +24,10 @@ def batch_file(run_folder: Path, step: int, stage: str) -> Path:
 
 
 class SavedBatches:
-    """Those of one run: of its newest steps, as many as are asked for."""
+    """The saved batches of a run's newest steps, as many as are asked for."""
 
     def __init__(self, run_folder: Path, num_steps: int) -> None:
-        """Nothing is written yet; 0 steps keep nothing."""
+        """With `num_steps` 0, no batch is saved."""
         self._run_folder, self._num_steps = run_folder, num_steps
 
     def save(self, stage: str, batch: DataProto, step: int) -> None:

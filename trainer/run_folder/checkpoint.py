@@ -106,7 +106,7 @@ class Checkpoints:
 
     @property
     def why_finished(self) -> str:
-        """That this very run has had its last step, in words; "" where it has not.
+        """A message that this very run has had its last step; "" where it has not.
 
         A run with another setting, such as a length, is started: it may have steps left.
         """

@@ -161,7 +161,7 @@ def saved_tree(folder: Path) -> Any:
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
-    """The same as dotted key -> value."""
+    """What a run wrote of its configuration, as dotted key -> value."""
     return flatten(OmegaConf.to_container(saved_tree(folder)))
 
 

@@ -104,9 +104,9 @@ def drop_old(folder: Path, keep: int | None) -> None:
 
 
 def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
-    """Those of the committed steps, oldest first, whose checkpoints do not stay.
+    """The committed steps whose checkpoints do not stay, oldest first.
 
-    The newest ones do, and that of the best validation, the later of equals.
+    The newest `keep` stay, and that of the best validation, the later of equals.
     """
     if keep is None:
         return []
