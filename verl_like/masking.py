@@ -35,7 +35,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def masked(tree: Any) -> Any:
-    """The same mappings (of a dataclass its fields), lists and values, with secrets masked."""
+    """A copy of the tree with secrets masked; dataclasses become dicts, tuples become lists."""
     if isinstance(tree, str):
         return _without_passwords(tree)
     if isinstance(tree, Mapping):
@@ -69,7 +69,6 @@ def mask_text(text: str) -> str:
 
 
 def _without_passwords(text: str) -> str:
-    """Those of the URLs in it."""
     return _IN_URL.sub(rf"\1:{MASK}", text) if "://" in text else text
 
 

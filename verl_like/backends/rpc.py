@@ -111,7 +111,7 @@ class Requests:
         return number, futures
 
     def send(self, number: int, method: str, args: Sequence[Any]) -> None:
-        """Send it now."""
+        """Send a request; if its arguments cannot be sent, its futures get the error."""
         try:
             send(self._connection, self._sending, number, method, args)
         except OSError:
@@ -324,7 +324,7 @@ class ProcessTransport(Transport):
         """The process of a rank, where that is on this machine."""
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those whose end of the connection is closed, or whose process is stopped."""
+        """The ranks whose connection is closed or whose process is stopped, and why."""
         gone = {}
         for rank in ranks:
             pid = self.pid_here(rank)

@@ -90,7 +90,11 @@ def prepare_dynamic_batch(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], Partitions]:
-    """The same for a `DataProto`, whose non-tensor columns and meta entries go along."""
+    """A `DataProto` in micro-batches of at most `max_token_len` tokens, and the rows of each.
+
+    Tokens are counted by `attention_mask`. Micro-batches have all columns and meta entries of the
+    batch. The arguments mean what they mean in `rearrange_micro_batches`.
+    """
     if "attention_mask" not in data.columns:
         raise MissingColumnError("prepare_dynamic_batch needs the tensor column 'attention_mask'.")
     _, rows = rearrange_micro_batches(
@@ -123,7 +127,6 @@ def restore_dynamic_batch(
 
 
 def _token_counts(columns: dict[str, Column]) -> list[int]:
-    """By row."""
     ids = columns.get("input_ids")
     if isinstance(ids, Ragged):
         sizes: list[int] = ids.lengths.tolist()

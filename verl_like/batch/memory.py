@@ -37,7 +37,6 @@ class BlockCache:
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        """Keeps nothing yet."""
         self.kept_bytes = kept_bytes
         self._unused: dict[int, Block] = {}
 
@@ -81,7 +80,7 @@ _blocks = BlockCache()
 
 
 def copy_of(column: torch.Tensor) -> torch.Tensor:
-    """The same values in memory of their own."""
+    """A copy of a column in memory of its own."""
     if column.nbytes < LARGE_BYTES or not _is_plain(column):
         return column.clone()
     return _room(column.shape, column.dtype).copy_(column)
@@ -97,7 +96,6 @@ def join_rows(parts: list[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
 
 
 def _unkept_room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The same in pages of its own."""
     pages = mmap.mmap(-1, shape.numel() * dtype.itemsize)
     if len(pages) >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -524,7 +524,7 @@ class DataProto:
         return self
 
     def chunk(self, chunks: int) -> list[Self]:
-        """This many parts; sizes differ by one at most, and longer ones come first.
+        """The batch in `chunks` parts; sizes differ by one at most, and longer ones come first.
 
         Parts are empty when rows run out.
         """
@@ -653,7 +653,7 @@ class DataProto:
         return copied
 
     def writable_copy(self) -> Self:
-        """The same batch, shard facts included, with private memory under every column.
+        """A copy of the batch, shard facts included, with private memory under every column.
 
         Objects stay shared.
         """

@@ -130,17 +130,17 @@ class Ragged:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the rectangle."""
+        """The shape of the rectangle that `padded` returns."""
         return torch.Size([*self.lengths.shape, self.width, *self.values.shape[1:]])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the values."""
+        """The device of the values."""
         return self.values.device
 
     @property
@@ -153,15 +153,15 @@ class Ragged:
         return f"Ragged({len(self.values)} values of {tuple(self.shape)}, {self.dtype})"
 
     def to(self, device: torch.device | str, **options: Any) -> Ragged:
-        """The same column there."""
+        """The column with its values on `device`; `options` are those of `Tensor.to`."""
         return self.with_values(self.values.to(device, **options), self.fill)
 
     def cpu(self) -> Ragged:
-        """The same column in this machine's memory."""
+        """The column with its values on the CPU."""
         return self.to("cpu")
 
     def clone(self) -> Ragged:
-        """The same column in memory of its own."""
+        """The column with a copy of its values; lengths and starts stay shared."""
         return self.with_values(join_rows([self.values], keeps=False), self.fill)
 
     def __getitem__(self, rows: slice) -> Ragged:

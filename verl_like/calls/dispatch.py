@@ -144,7 +144,7 @@ def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[...
 
 @_per_worker
 def dispatch_one_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
-    """The same value for every worker."""
+    """Every worker gets the same arguments."""
     return [value] * target.world_size
 
 

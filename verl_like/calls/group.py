@@ -209,7 +209,7 @@ class WorkerGroup:
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """The same, as a future at once."""
+        """Run a method by its name on every worker: a future of what they return, in rank order."""
         return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ class WorkerGroup:
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """The same, as a future at once."""
+        """Run a method by its name on rank 0 alone: a future of what it returns."""
         return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
 
     def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:

@@ -61,7 +61,7 @@ class Progress:
 def progress_of_call(
     num_calls: int, runs_calls: CodeType, loop: asyncio.AbstractEventLoop | None
 ) -> Progress:
-    """That of this process, asked in a thread of its own.
+    """What this process is doing, asked in a thread of its own.
 
     Its call is in the thread that has the code `runs_calls` on its stack.
     """

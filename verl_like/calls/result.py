@@ -131,7 +131,6 @@ def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:
 
 
 def _plain_metrics(metrics: dict[Any, Any], where: str) -> Metrics:
-    """The same names, with values that a header can carry."""
     plain: Metrics = {}
     for name, value in metrics.items():
         if not isinstance(name, str):

@@ -16,7 +16,6 @@ class StoppedProcesses:
     """Since when processes have been stopped, as far as somebody has looked."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """None yet."""
         self._clock = clock
         self._since: dict[int, float] = {}
 

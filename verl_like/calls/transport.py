@@ -48,7 +48,6 @@ class Transport(ABC):
     """Name and header references of every call whose future nobody read."""
 
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
-        """Nothing is started yet."""
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
         self.started, self.finished, self.abandoned = [], deque(maxlen=FINISHED_KEPT), deque()
@@ -67,9 +66,9 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Those of the references that are there (or failed) within that time.
+        """The references that are there, or have failed, within that time.
 
-        Returns as soon as all of them are.
+        Returns as soon as all of them are; a backend may return as soon as one is.
         """
 
     @abstractmethod
@@ -125,7 +124,7 @@ class Transport(ABC):
         return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks that can never answer, and why: their process is gone or stopped.
+        """The ranks that can never answer, each with the reason: its process is gone or stopped.
 
         References to calls do not always say so, and an idle rank has none.
         """

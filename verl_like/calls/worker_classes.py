@@ -18,7 +18,6 @@ class ClassWithInitArgs:
     """A worker class and its constructor's arguments, for a worker process to construct later."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        """Nothing is constructed yet."""
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
@@ -53,7 +52,7 @@ class ColocatedClasses(ClassWithInitArgs):
 
     @property
     def prefixed(self) -> frozenset[str]:
-        """All of them."""
+        """The names of all roles in the process."""
         return frozenset(self.class_dict)
 
 

@@ -47,7 +47,7 @@ class PoolPlan:
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """The number of processes on all nodes together."""
         return sum(self.process_on_nodes)
 
     @property
@@ -117,7 +117,7 @@ class Placement:
 
     @property
     def role_mapping(self) -> dict[str, str]:
-        """Role to pool."""
+        """The name of every role's pool, by role."""
         return {role: plan.name for plan in self.pools.values() for role in plan.roles}
 
     def __str__(self) -> str:

@@ -79,7 +79,7 @@ class ResourcePool:
 
     @classmethod
     def named(cls, name: str, process_on_nodes: Sequence[int]) -> ResourcePool:
-        """That of `resource_pool_spec.<name>`, which a refusal names."""
+        """The pool of the key `resource_pool_spec.<name>`; an error names that key."""
         try:
             return cls(list(process_on_nodes))
         except PlacementError as error:
@@ -88,12 +88,12 @@ class ResourcePool:
 
     @property
     def store(self) -> list[int]:
-        """Processes per node."""
+        """The number of processes on each node."""
         return self._store
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """The number of processes on all nodes together."""
         return sum(self._store)
 
     def add_node(self, process_count: int) -> None:
@@ -132,7 +132,7 @@ class ResourcePool:
         self.release()
 
     def __repr__(self) -> str:
-        """Its kind, and its processes on each node."""
+        """The name of the class, and the number of processes on each node."""
         return f"{type(self).__name__}({self._store})"
 
 
@@ -147,7 +147,7 @@ class PoolManager:
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
     ) -> None:
-        """Check the mapping."""
+        """Raises `PlacementError` if `mapping` names a missing pool, or a pool has no role."""
         self.resource_pool_spec = {
             name: list(counts) for name, counts in resource_pool_spec.items()
         }

@@ -253,7 +253,6 @@ class WorkerHost:
 
     @contextlib.contextmanager
     def _borrowing(self, state: RoleState) -> Iterator[None]:
-        """The same in the caller's own thread, whose random state comes back after every call."""
         if self._turn is state:  # a call within a call
             yield
             return

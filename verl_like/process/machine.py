@@ -67,7 +67,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def words_of(path: str) -> list[bytes]:
-    """Those of a file in /proc, none if its process is gone.
+    """The words of a file in /proc; an empty list if its process is gone.
 
     Read without a file object: whoever watches processes asks for many of them.
     """

@@ -91,11 +91,11 @@ class RotatingLog(io.TextIOBase):
         return self._file.write(text)
 
     def flush(self) -> None:
-        """To the file."""
+        """Write what is buffered to the file."""
         self._file.flush()
 
     def close(self) -> None:
-        """The file, too."""
+        """Close the log and its file."""
         super().close()
         self._file.close()
 

@@ -56,7 +56,10 @@ class SignedStore(Store):
         return self._store.host
 
     def over_another_connection(self) -> SignedStore:
-        """The same part: what waits on this connection holds up whoever else asks on it."""
+        """This part of the store over a connection of its own.
+
+        A request that waits holds up all other requests on its connection.
+        """
         store = TCPStore(self._store.host, self._store.port, is_master=False)
         other = SignedStore(store, self._secret, "")
         other._prefix = self._prefix

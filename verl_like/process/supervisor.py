@@ -310,7 +310,7 @@ class Supervised:
         remove_folder(self._folder)
 
     def close(self) -> None:
-        """Forget it."""
+        """Close the handle on the child's process; the process is left as it is."""
         if self._handle is not None:
             os.close(self._handle)
 

@@ -78,7 +78,7 @@ class Worker:
         return self
 
     def __init__(self) -> None:
-        """Nothing to do: the facts are there already."""
+        """Takes no arguments: rank, role and device are known before any `__init__` runs."""
 
     @property
     def rank(self) -> int:
@@ -246,7 +246,6 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_dispatch_info(self, mesh_name: str) -> int:
-        """This rank's data-parallel rank on a mesh."""
         return self._place_on(mesh_name)[0]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -38,10 +38,10 @@ class ChildProcess(Protocol):
     pid: int
 
     def kill(self) -> None:
-        """End it."""
+        """End the process."""
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Its exit status once it has ended; None where another process waits for it."""
+        """The process's exit status once it has ended; None where another process waits for it."""
 
 
 StartRank = Callable[[ProcessFacts, Mapping[str, str]], tuple[ChildProcess, Connection]]
@@ -53,7 +53,7 @@ pipe to it.
 def start_child_rank(
     facts: ProcessFacts, env: Mapping[str, str]
 ) -> tuple[ChildProcess, Connection]:
-    """A new process."""
+    """Start a child process for one rank; returns the process and the pipe to it."""
     return start_child("verl_like.backends.local.child", env={**ONE_THREAD, **env})
 
 
@@ -144,15 +144,15 @@ class ChildTransport(ProcessTransport):
         self.started = wait_for_start(self, asked)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Those that are answered or failed."""
+        """The references that are answered or have failed."""
         return wait_for_any(references, seconds)
 
     def fetch(self, reference: Any) -> Any:
-        """The answer."""
+        """The value behind the reference."""
         return resolve(reference)
 
     def pid_here(self, rank: int) -> int:
-        """The child's."""
+        """The process id of the rank's child."""
         return self.children[rank].process.pid
 
     def place(self, rank: int) -> str:

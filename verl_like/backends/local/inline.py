@@ -77,7 +77,7 @@ class InlineTransport(Transport):
             header.set_result(about)
 
     def construct_again(self) -> None:
-        """At once."""
+        """Construct the roles anew in the caller's thread."""
         with _one_call:
             header = self.host.construct_again()
         self.started = wait_for_start(self, [Done(header)])
@@ -87,7 +87,7 @@ class InlineTransport(Transport):
         return wait_for_any(references, seconds)
 
     def fetch(self, reference: Any) -> Any:
-        """The value."""
+        """The value behind the reference."""
         return resolve(reference)
 
     def stacks(self, seconds: float) -> dict[int, str]:
@@ -99,11 +99,11 @@ class InlineTransport(Transport):
         return {0: self.host.progress()}
 
     def place(self, rank: int) -> str:
-        """Here."""
+        """The caller's thread, in words."""
         return "in the caller's thread"
 
     def shutdown(self) -> None:
-        """Nothing runs between calls; logs are closed."""
+        """Close the roles' logs and stop their event loop; there is no process to end."""
         self.host.close()
 
 

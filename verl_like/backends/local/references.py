@@ -28,7 +28,7 @@ def resolve(value: Any) -> Any:
 
 
 def wait_for_any(references: Sequence[Any], seconds: float) -> list[Any]:
-    """Those that are answered or failed: one at least, unless the seconds pass first."""
+    """The references that are answered or have failed: at least one, unless the time runs out."""
     here = [r for r in references if isinstance(r, Done)]
     left = [r for r in references if not isinstance(r, Done)]
     return here + list(wait_futures(left, 0.0 if here else seconds, FIRST_COMPLETED).done)

@@ -34,7 +34,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class and its arguments, with options for the Ray actor that will hold it."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        """Nothing is constructed yet."""
         # what `ray.remote(Worker)` made: take the worker out again
         metadata = getattr(cls, "__ray_metadata__", None)
         worker = metadata.modified_class.__ray_actor_class__ if metadata else cls

@@ -29,7 +29,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """What travels."""
+        """Bytes of the pickle and its buffers together."""
         return len(self.head) + sum(buffer.raw().nbytes for buffer in self.buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes 
 
 
 def pack_batch(value: Any) -> Packed | None:
-    """The same of a batch, with its buffers; None: it is none, or only Ray can."""
+    """A batch pickled with its buffers; None for other values and for what only Ray can pickle."""
     buffers: list[pickle.PickleBuffer] = []
     head = pack(value, buffers) if type(value) is DataProto else None
     return None if head is None else Packed(head, buffers)

@@ -196,7 +196,7 @@ class SubRayResourcePool(RayResourcePool):
         self.sources = list(sources)
 
     def release(self) -> None:
-        """Nothing: the places belong to the pools this one is made of."""
+        """Does nothing: the places belong to the pools that this one is made of."""
 
     def _reserve(self) -> list[Bundle]:
         taken = [pool.bundles()[rank] for pool, ranks in self.sources for rank in ranks]

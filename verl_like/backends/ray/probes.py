@@ -33,7 +33,7 @@ class ClusterProbe:
         self._trying = threading.Lock()
 
     def address(self, node_id: str) -> str:
-        """Of a node."""
+        """The network address of a node."""
         return str(self._nodes[node_id]["NodeManagerAddress"])
 
     def why_node_gone(self, node_id: str) -> str | None:

@@ -26,7 +26,7 @@ class Stored:
     """A value in the store, as long as this is held."""
 
     def __init__(self, reference: Any) -> None:
-        """`reference` is Ray's."""
+        """`reference` is a Ray `ObjectRef`."""
         self.reference = reference
 
 

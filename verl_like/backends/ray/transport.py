@@ -110,7 +110,7 @@ class RayTransport(ProcessTransport):
         return self._tasks[key]
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Those that are in the store, or failed; none when Ray has been shut down."""
+        """The references that are in the store or have failed; none when Ray has been shut down."""
         if not ray.is_initialized():
             return []
         until = time.monotonic() + seconds

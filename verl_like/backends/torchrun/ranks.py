@@ -104,7 +104,7 @@ class _ServingProcess:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Its status is torchrun's to ask for."""
+        """Does nothing: torchrun waits for the process and knows its exit status."""
 
 
 def serve(limit_s: float) -> None:
