@@ -258,9 +258,9 @@ def drawn_from(columns: Any) -> str:
 
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
-    """The same batch, with these columns added or replaced.
+    """The batch with these columns added or replaced.
 
-    Those of the shape of its responses are held as these are.
+    Columns of the responses' shape are held as the responses are.
     """
     responses = batch.columns.get("response_mask")
     shape = None if responses is None else responses.shape

@@ -126,7 +126,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(kw_only=True)
 class ActorConfig(ShardedConfig):
-    """The policy's update."""
+    """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
     """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""

@@ -38,7 +38,7 @@ REFERENCE_IS_APART = unless("ref.model.path")
 
 @dataclass(kw_only=True)
 class ReferenceModelConfig:
-    """The reference's model."""
+    """Where the weights of the reference model come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
     """Folder of the reference, or its name on the Hugging Face hub, with the tokenizer of

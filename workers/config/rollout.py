@@ -74,7 +74,7 @@ class ValidationSamplingConfig:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    """Generation."""
+    """How samples are generated: engine, sampling, memory and weight sync."""
 
     name: str = key("native", registry="rollout engine")
     """Engine."""

@@ -266,7 +266,6 @@ def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
 
 
 def _copy(weight: Tensor, stored: Any) -> None:
-    """This rank's rows of a stored tensor, or slice of a file, into its part of the weight."""
     own = own_part(weight)
     if own.numel():
         own.copy_(own_rows(weight, stored))

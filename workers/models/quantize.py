@@ -79,16 +79,15 @@ class Int8Weight(Tensor):
         return numbers.float().mul_(self.scales[:, None]).to(self.dtype)
 
     def free(self) -> None:
-        """Drop the memory."""
+        """Free the memory of the numbers and scales."""
         self.numbers, self.scales = self.numbers.new_empty(0, 0), self.scales.new_empty(0)
 
     def allocate(self) -> None:
-        """Take it again; what it holds is undefined."""
+        """Allocate memory for the numbers and scales; their values are undefined."""
         self.numbers = self.numbers.new_empty(self.shape[1], self.shape[0])
         self.scales = self.scales.new_empty(self.shape[0])
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without its numbers."""
         return f"Int8Weight({list(self.shape)}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:

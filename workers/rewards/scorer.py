@@ -54,7 +54,7 @@ class _Batch:
             return {number: self.samples[number] for number in part[:most]}
 
     def put_back(self, *parts: list[int]) -> None:
-        """They wait again, ahead of the others."""
+        """Put parts that were taken back in front of those that wait."""
         with self._taking:
             self._parts.extendleft(part for part in reversed(parts) if part)
 

@@ -72,7 +72,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "actor") -> HeldModel:
-        """The policy."""
+        """The policy's model, in training."""
         policy, own = config.actor_rollout_ref, config.actor_rollout_ref.actor
         return HeldModel(
             "actor_rollout_ref.model.path",
@@ -207,7 +207,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the policy loss, entropy bonus and KL to the reference."""
+        """The micro-batch's share of the policy loss, entropy bonus and KL to the reference."""
         config, mask = self.config, columns["response_mask"]
         divisors: Denominators = {
             **batch.denominators,
@@ -258,7 +258,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def ptx_loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the language-model loss of PTX."""
+        """The micro-batch's share of the language-model loss of PTX."""
         mask = columns["response_mask"]
         loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
         return self.ptx_coef * loss, {"ptx_loss": loss}

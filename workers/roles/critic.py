@@ -54,7 +54,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic") -> HeldModel:
-        """The value model."""
+        """The value model, in training."""
         own = config.critic
         return HeldModel(
             "critic.model.path",

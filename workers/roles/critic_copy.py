@@ -37,7 +37,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
-        """The critic's, frozen."""
+        """The critic's model, frozen."""
         return replace(CriticWorker.held_model(config), trains=False, saved=())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)

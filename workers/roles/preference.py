@@ -45,7 +45,7 @@ class PreferenceWorker(RowWorker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss, and of the means of what `measures` names."""
+        """The micro-batch's share of the loss, and of the mean of each measure."""
         num_tokens = columns["response_mask"].count_nonzero(dim=-1)
         known = {name: columns[name] for name in self.loss_columns}
         known["log_probs"] = of_responses(outputs["log_probs"])
@@ -66,7 +66,11 @@ class PreferenceWorker(RowWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """The same of the model without its adapters: the reference, until a step is taken."""
+        """`response_log_probs` of the model without its adapters.
+
+        That model is the reference; a model trained without adapters is it only before its first
+        optimizer step.
+        """
         with adapter_off(self.engine.module):
             return response_log_probs(self.engine, data, self.budget)
 

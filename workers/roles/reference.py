@@ -102,7 +102,10 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """The same; a reference that stood still has no weights to go on from."""
+        """Load random state, and the weights if they follow the actor's.
+
+        A reference that follows refuses the checkpoint of one that did not: it holds no weights.
+        """
         super().load_checkpoint(path)
         if not self.follows:
             return

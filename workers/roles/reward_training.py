@@ -38,14 +38,13 @@ class RewardTrainingWorker(RowWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_scores(self, data: DataProto) -> DataProto:
-        """`scores` [pairs, 2]."""
+        """The column `scores` [pairs, 2]: the chosen side's, then the rejected side's."""
         scores = self.engine.score_rows(data, self.budget)
         return DataProto.from_dict({"scores": scores})
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss."""
         scores = outputs["scores"]
         losses = compute_reward_loss(
             self.pairwise_loss, scores, columns["margin"], self.config.center_coef

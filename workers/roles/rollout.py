@@ -216,5 +216,5 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:
-        """Allocate it again."""
+        """Allocate the memory that `sleep` freed."""
         self.engine.wake_up()

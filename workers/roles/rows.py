@@ -69,7 +69,7 @@ class RowWorker(Checkpointed, ModelWorker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss, and of the metrics."""
+        """The micro-batch's share of the loss, and of the metrics."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def update_model(self, data: DataProto) -> Metrics:

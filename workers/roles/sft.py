@@ -23,7 +23,6 @@ class SFTWorker(RowWorker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss."""
         mask = columns["response_mask"]
         loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
         return loss, {"loss": loss}

@@ -34,7 +34,7 @@ class TeacherWorker(ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "teacher") -> HeldModel:
-        """The teacher, frozen."""
+        """The teacher's model, frozen."""
         own = config.distillation.teacher_model
         return HeldModel(
             "distillation.teacher_model.model_path",

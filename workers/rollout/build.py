@@ -185,11 +185,11 @@ class StandbyEngine(RolloutEngine):
         return ()
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
-        """Nothing: the engine's own rank has the same samples, and answers."""
+        """Takes no samples: the rank that runs the engine has the same ones, and answers."""
         return []
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        """Nothing is drawn."""
+        """A standby engine draws no samples."""
 
     def _advance(self, budget: Budget) -> dict[int, Sample]:
         return {}
@@ -202,7 +202,7 @@ class StandbyEngine(RolloutEngine):
             pass
 
     def _free(self) -> None:
-        """Nothing is held."""
+        """A standby engine holds no weights."""
 
     def _allocate(self) -> None:
-        """Nothing is held."""
+        """A standby engine holds no weights."""

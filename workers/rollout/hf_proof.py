@@ -49,7 +49,6 @@ _PROOF = Proof(_judge)
 
 
 def _prompt_of(length: int) -> Tensor:
-    """[1, length]"""
     return 3 + torch.arange(length)[None] * 7 % (VOCABULARY - 3)
 
 

@@ -26,9 +26,9 @@ class Int8Hashes:
             self._hashes[name] = int(float32_hash(sent)), _held_hashes(held)
 
     def checksum(self, weights: NamedTensors) -> str:
-        """That of `workers.weights.checksum.checksum_of`, over int8 weights as they came.
+        """The `workers.weights.checksum.checksum_of` of the weights, with int8 ones as they came.
 
-        A weight that is not what was made of its tensor counts as what it is.
+        An int8 weight that has changed since it was quantised counts as what it is now.
         """
         return digest_of((name, weight.shape, self._of(name, weight)) for name, weight in weights)
 

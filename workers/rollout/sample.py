@@ -46,7 +46,7 @@ class Sample:
     def with_response(
         self, tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str
     ) -> Sample:
-        """This sample with copies of what was drawn; `log_probs` is [tokens, kinds]."""
+        """The sample with copies of what was drawn; `log_probs` is [tokens, kinds]."""
         policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
         return replace(
             self,

@@ -161,7 +161,7 @@ def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
-    """This rank's shards of what is trained, and of the model's buffers, as `model.<name>`."""
+    """The rank's shards of the trained weights and of the model's buffers, as `model.<name>`."""
     return stored_weights(engine.module, engine.model_config.lora_rank > 0)
 
 
@@ -181,15 +181,15 @@ def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
 
 
 def averages(average: WeightAverage | None) -> dict[str, Tensor]:
-    """This rank's shards of a moving average, as `average.<name>`; none without one."""
+    """The rank's shards of the moving average, as `average.<name>`; empty without one."""
     tensors = {} if average is None else average.tensors
     return {f"average.{name}": tensor for name, tensor in tensors.items()}
 
 
 def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
-    """This rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`.
+    """The rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`.
 
-    There are none before its first step.
+    The optimizer has none before its first step.
     """
     found = {}
     for name, parameter in engine.module.named_parameters():

@@ -237,7 +237,7 @@ class _FileCopy:
 
     @property
     def contents(self) -> memoryview:
-        """The file's bytes."""
+        """The file's bytes, without a copy."""
         return memoryview(self.bytes.numpy())[: self.num_bytes]
 
     def fill(self, header: bytes, tensors: Sequence[Tensor]) -> None:

@@ -195,7 +195,7 @@ def sample_names(data: DataProto, start: int) -> list[str]:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's rows of one optimizer step, and the counts of the step over all ranks."""
+    """One rank's rows of an optimizer step, and the counts of the step over all ranks."""
 
     columns: RowColumns
     num_rows: int

@@ -115,6 +115,5 @@ class FollowingEngine(TrainEngine):
             own_part(weights[name]).copy_(own_part(average))
 
     def _saved(self) -> dict[str, Tensor]:
-        """This rank's shards of what a later run goes on with, by name."""
         state = {name: weight.detach() for name, weight in named_state(self.module)}
         return state | self.averages

@@ -28,7 +28,7 @@ KERNEL_ERRORS = (ImportError, AttributeError, TypeError, RuntimeError, NotImplem
 
 
 def through_flash_attn(function: Callable[..., Any]) -> Attend:
-    """By flash-attn's `flash_attn_varlen_func`."""
+    """Attention by flash-attn's `flash_attn_varlen_func`."""
 
     def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
         capped = {"softcap": cap} if cap else {}
@@ -41,7 +41,10 @@ def through_flash_attn(function: Callable[..., Any]) -> Attend:
 
 
 def through_torch(function: Callable[..., Any]) -> Attend:
-    """By torch's `varlen_attn`, whose first versions take as many heads of keys as of queries."""
+    """Attention by torch's `varlen_attn`.
+
+    Its first versions take as many heads of keys as of queries.
+    """
     is_grouped = "enable_gqa" in inspect.signature(function).parameters
 
     def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:

@@ -60,7 +60,7 @@ def rest(seconds: float) -> None:
 
 
 def main(memory: str, num_bytes: str, path: str) -> None:
-    """The program."""
+    """Write the bytes of the memory into the file; prints its fingerprint, or the error."""
     with mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ) as contents:
         with memoryview(contents) as view:
             try:

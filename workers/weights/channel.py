@@ -95,7 +95,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """The bytes of all tensors, without the gaps between them."""
         return sum(end - start for start, end in self.places())
 
 
@@ -159,7 +159,7 @@ def pack(
 
 
 class Channel:
-    """This process's end in one sync; rank 0 sends, all others receive."""
+    """One process's end of the transfer in one sync; rank 0 sends, all others receive."""
 
     def __init__(
         self, connection: Connection, store: SignedStore, rank: int, device: torch.device

@@ -100,7 +100,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within, time counts."""
+        """A context whose duration is added to `seconds`."""
         began = time.perf_counter()
         try:
             yield
@@ -146,7 +146,7 @@ class CopyCheck:
         self._came: dict[str, tuple[torch.dtype, torch.device, int]] = {}
 
     def note(self, name: str, tensor: Tensor, known: int | None = None) -> None:
-        """This is what the engine is to hold; its hash is taken, unless it is `known`."""
+        """Note what the engine is to hold, by its hash, which is taken unless it is `known`."""
         value = self._hash(tensor) if known is None else known
         self._came[name] = tensor.dtype, tensor.device, value
 

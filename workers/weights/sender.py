@@ -280,7 +280,7 @@ class Snapshot:
             yield from bucket.tensors()
 
     def hashes(self) -> dict[str, int]:
-        """Of every tensor."""
+        """The hash of every tensor, by name."""
         return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
 
 

@@ -195,7 +195,6 @@ def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
 
 @cache
 def _warn_of_weights_that_stand_still() -> None:
-    """Once per process."""
     logger.warning(
         "A new version of the weights is bit for bit the one before: no update in between has "
         "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "

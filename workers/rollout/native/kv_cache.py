@@ -161,9 +161,9 @@ class Slots:
         return self.memory.take(count, like)[: torch.Size(shape).numel()].view(shape)
 
     def copied(self, old: Tensor, num_used: int) -> Tensor:
-        """The same slots at the present width.
+        """A copy of the first `num_used` slots at the present width.
 
-        The rest of their memory holds zeros or old states: finite, which is all that masked columns
+        The rest of the memory holds zeros or old states: finite, which is all that masked columns
         need.
         """
         new = self.allocate(old)
@@ -291,7 +291,7 @@ class SlotCache(Cache):
             layer.resize(num_used)
 
     def release(self) -> None:
-        """Nothing is in the slots: their memory serves others."""
+        """Give the slots' memory back, for others to use; no slot may be in use."""
         for layer in self.slot_layers:
             if layer.is_initialized:
                 self.slots.memory.give(layer.keys)

@@ -33,7 +33,6 @@ class TorchLinear:
         self.bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
 
     def __call__(self, states: Tensor) -> Tensor:
-        """The layer's result."""
         return linear(states, self.weight, self.bias)
 
     def silu(self, states: Tensor) -> Tensor:
@@ -55,7 +54,10 @@ class TorchLinear:
 
 
 class OnednnLinear(TorchLinear):
-    """The same through oneDNN, each method in one pass over memory, and from `MIN_ROWS` rows on."""
+    """A linear layer computed by oneDNN, each method in one pass over memory.
+
+    Its bits for a row do not depend on the other rows, from `MIN_ROWS` rows on.
+    """
 
     def __init__(self, layer: Any) -> None:
         from workers.cpu import onednn
@@ -64,7 +66,6 @@ class OnednnLinear(TorchLinear):
         self.onednn = onednn
 
     def __call__(self, states: Tensor) -> Tensor:
-        """The layer's result."""
         return self.onednn.linear(states, self.weight, self.bias)
 
     def silu(self, states: Tensor) -> Tensor:
@@ -81,7 +82,10 @@ class OnednnLinear(TorchLinear):
 
 
 class Int8Linear(TorchLinear):
-    """The same with a weight of int8: torch's sums into another tensor know no such weight."""
+    """A linear layer with an int8 weight.
+
+    `added_to` adds after the product: torch's `addmm_` would multiply by the weight's floats.
+    """
 
     def added_to(self, other: Tensor, states: Tensor) -> Tensor:
         """The layer's result plus `other`, which may be written over."""

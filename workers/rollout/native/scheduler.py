@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing runs."""
+        """Whether no sample runs or waits."""
         return not self.num_active and not self.waiting
 
     def add(self, samples: Mapping[int, Sample]) -> None:

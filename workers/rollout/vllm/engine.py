@@ -330,7 +330,7 @@ class _Request:
     finish_reason: str = "abort"
 
     def all_tokens(self) -> list[int]:
-        """Of the response."""
+        """The tokens of the response: those from before this request, and those drawn since."""
         return [*self.sample.tokens.tolist(), *self.tokens]
 
     def so_far(self, log_probs: Tensor, versions: Tensor) -> Sample:

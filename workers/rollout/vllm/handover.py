@@ -52,7 +52,6 @@ class Handover:
             yield name, tensor
 
     def _fitting(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Those that the model has, tied ones by the name that counts."""
         for sent_name, tensor in tensors:
             name = self.expected.tied.get(sent_name, sent_name)
             shape = self.expected.shapes.get(name)
@@ -84,7 +83,7 @@ class Handover:
         )
 
     def checksum(self) -> str:
-        """That of the weights by the module's names, as they were handed over."""
+        """The checksum of the weights as they were handed over, by the module's names."""
         return checksum_of_hashes(self._hashes)
 
     def damaged(self, arrivals: list[Arrivals]) -> list[str]:

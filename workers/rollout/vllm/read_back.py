@@ -87,7 +87,7 @@ class ReadBack(TorchDispatchMode):
         """Of weights that their layers have packed or quantised since."""
 
     def expect(self, name: str, tensor: Tensor) -> None:
-        """This tensor is about to be loaded."""
+        """Note the name of a tensor that is about to be loaded."""
         self._sources[_storage(tensor)] = name
 
     def __torch_dispatch__(

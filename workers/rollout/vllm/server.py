@@ -186,7 +186,7 @@ class VllmServerEngine(VllmEngine):
         """The server keeps its memory: nobody else is on its devices."""
 
     def _allocate(self) -> None:
-        """It has it."""
+        """The server has kept its memory."""
 
     def _everywhere(self, method: str, *args: Any) -> list[Any]:
         body = {"method": "over_http", "args": [method, json.dumps(args)]}

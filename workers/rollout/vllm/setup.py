@@ -68,7 +68,7 @@ def check_version(device_type: str) -> str:
 
 
 def refuse_untested(found: str, package: str, where: str = "") -> str:
-    """This version of vLLM, refused outside the tested range."""
+    """The version `found`, refused outside the tested range."""
     if not _numbers(TESTED[0]) <= _numbers(found) < _numbers(TESTED[1]):
         raise ConfigError(
             f"rollout.name=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "

@@ -136,7 +136,7 @@ class WorkerExtension:
         return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:
-        """Nothing runs."""
+        """After the last request: drop the sampling settings."""
         self.model_runner.sampler.sampling = None
 
     def begin_load(self, reads_back: bool) -> None:
