@@ -13,6 +13,8 @@ import statistics
 import sys
 from pathlib import Path
 
+import yaml
+
 
 def medians(folder: Path) -> dict[str, float]:
     """The median over the steps after the first of every metric of the last one."""
@@ -25,6 +27,13 @@ def medians(folder: Path) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[-1]}
 
 
+def processes(folder: Path) -> str:
+    """`2 processes`: those of all pools of the run."""
+    pools = yaml.safe_load((folder / "config.yaml").read_text())["resource_pool_spec"]
+    total = sum(sum(per_node) for per_node in pools.values())
+    return f"{total} process{'' if total == 1 else 'es'}"
+
+
 def main(split_dir: str, colocate_dir: str) -> None:
     """Print update phase, actor and critic alone, overlap and whole steps."""
     split, colocate = medians(Path(split_dir)), medians(Path(colocate_dir))
@@ -35,8 +44,9 @@ def main(split_dir: str, colocate_dir: str) -> None:
         f"critic alone {critic:.3f} s = {actor + critic:.3f} s\nthe update phase takes "
         f"{wall / (actor + critic):.2f} of that\nperf/overlap_ratio                      "
         f"{split['perf/overlap_ratio']:.2f} (1 in turns, 2 side by side)\na whole step            "
-        f"                {split['timing_s/step']:.3f} s on two processes, "
-        f"{colocate['timing_s/step']:.3f} s in turns on one"
+        f"                {split['timing_s/step']:.3f} s on "
+        f"{processes(Path(split_dir))}, {colocate['timing_s/step']:.3f} s in turns on "
+        f"{processes(Path(colocate_dir))}"
     )
     print(f"timeline and curves: {split_dir}/report.html")
 

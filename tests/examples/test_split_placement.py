@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import load as load_file
 from tests.examples.scripts import EXAMPLES, bash
 from tests.integration.runs import lines
 from trainer import load_config
@@ -126,3 +128,17 @@ def test_the_split_example_edits_no_code() -> None:
     (script,) = SPLIT.parent.glob("*.py")
     imported = set(re.findall(r"^(?:import|from) (\w+)", script.read_text(), re.M))
     assert imported.isdisjoint({"trainer", "workers", "verl_like"})
+
+
+def test_the_comparison_counts_the_processes_of_both_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timing = {f"timing_s/{name}": 1.0 for name in ("step", "update", "update_actor")}
+    line = {**timing, "timing_s/update_critic": 1.0, "perf/overlap_ratio": 1.0}
+    for name, pools in (("split", "a: [2, 1], b: [2]"), ("colocate", "a: [1]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        (tmp_path / name / "config.yaml").write_text(f"resource_pool_spec: {{{pools}}}\n")
+    compare = load_file("examples/split_placement/compare.py")
+    compare.main(str(tmp_path / "split"), str(tmp_path / "colocate"))
+    assert "1.000 s on 5 processes, 1.000 s in turns on 1 process\n" in capsys.readouterr().out

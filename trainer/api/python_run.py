@@ -21,6 +21,7 @@ from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
+from trainer.config.unused_keys import why_unused
 from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.marker import committed, read_marker
@@ -33,6 +34,8 @@ from verl_like.registry import load_object
 FOLDER_KEY = "trainer.default_local_dir"
 LAST_STEP_ONLY = 10**9
 """A `trainer.save_freq` that saves after a run's last step alone."""
+ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prompts")
+"""The keys that say how long a run is."""
 SAVED = ["model", "optimizer", "extra", "hf_model"]
 """What a checkpoint has: all that a resume needs, and an export for `from_pretrained`."""
 
@@ -72,12 +75,11 @@ class PythonRun:
             if rows is not None:
                 given[key] = self._files(key, rows, own, inputs)
         _refuse_twice(given, own)
-        self.settings: dict[str, Any] = {
-            **{"trainer.backend": "local", "trainer.save_freq": LAST_STEP_ONLY},
-            **{f"{self.checkpoint_section}.save_contents": SAVED, FOLDER_KEY: self.folder},
-            **given,
-            **self.plain_settings(own, inputs),
-        }
+        saved = f"{self.checkpoint_section}.save_contents"
+        self._defaults: dict[str, Any] = {"trainer.backend": "local", saved: SAVED}
+        self._defaults["trainer.save_freq"] = LAST_STEP_ONLY
+        self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **given}
+        self.settings |= self.plain_settings(own, inputs)
         self.config()
 
     def _files(self, key: str, rows: Any, own: Mapping[str, Any], inputs: Path) -> Any:
@@ -115,12 +117,14 @@ class PythonRun:
 
     def overrides(self, steps: int | None = None) -> list[str]:
         """`key=value` of what `fit(steps)` runs next."""
-        return overrides_of(self.settings | self._length(steps))
+        config, settings = self.config(steps), self._settings(self._length(steps))
+        unset = {key: value for key, value in self._defaults.items() if key not in settings}
+        read = {key: value for key, value in unset.items() if why_unused(config, key) is None}
+        return overrides_of(read | settings)
 
     def config(self, steps: int | None = None) -> RunConfig:
         """The whole configuration, checked."""
-        config: RunConfig = load_config(self.overrides(steps), self._recipe)
-        return config
+        return self._config(self._length(steps))
 
     def command(self, steps: int | None = None) -> str:
         """The command line of what `fit(steps)` runs next."""
@@ -135,8 +139,17 @@ class PythonRun:
 
     def run_with(self, length: dict[str, int]) -> RunResult:
         """Run to the end that this setting says."""
-        config: RunConfig = load_config(overrides_of(self.settings | length), self._recipe)
-        return run(config, callbacks=self.callbacks)
+        return run(self._config(length), callbacks=self.callbacks)
+
+    def _config(self, length: Mapping[str, int]) -> RunConfig:
+        defaults = overrides_of(self._defaults)
+        config: RunConfig = load_config(self._settings(length), self._recipe, defaults)
+        return config
+
+    def _settings(self, length: Mapping[str, int]) -> dict[str, Any]:
+        """What the call says, with the end that is asked for in place of another one."""
+        ends = ENDS if length else ()
+        return {key: self.settings[key] for key in self.settings if key not in ends} | dict(length)
 
     def _length(self, steps: int | None) -> dict[str, int]:
         """The setting of a run of so many steps more."""

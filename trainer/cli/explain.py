@@ -106,7 +106,13 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
     shared = [pool for pool, count in num_roles.items() if count > 1]
 
     lines = nominal_placement(config).draw(max_columns).splitlines()
-    if len(config.resource_pool_spec) > 1:
+    pools = config.resource_pool_spec.items()
+    if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
+        lines.append(
+            "all pools are the driver's own process, so calls run in turns: trainer.backend=ray, "
+            "or two processes a pool, lets them overlap"
+        )
+    elif len(pools) > 1:
         lines.append("calls on different pools run at the same time")
     else:
         lines.append(

@@ -141,6 +141,13 @@ def _too_few(
 ) -> ConfigError:
     """The refusal of a preset with more pools than devices, and what works instead."""
     num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    for pool, per_node in own.items():
+        if len(per_node) > num_nodes:
+            return ConfigError(
+                f"resource_pool_spec.{pool}={list(per_node)} has a number for each of "
+                f"{len(per_node)} nodes, and trainer.nnodes={num_nodes}. Give it one for each node "
+                f"that there is, or set trainer.nnodes={len(per_node)}."
+            )
     taken = sum(max(_devices_of(config, pool, n) for n in own[pool]) for pool in own)
     left = max(num_devices - taken, 0)
     given = "".join(f" resource_pool_spec.{pool}={list(own[pool])} comes first." for pool in own)

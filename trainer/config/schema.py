@@ -238,8 +238,12 @@ class RunConfig:
     def has_own_processes(self, pool: str, world_size: int) -> bool:
         """Whether processes are started for a pool: not the driver's own, nor torchrun's."""
         backend = self.trainer.backend
-        is_inline = world_size == 1 and pool not in self.child_pools
-        return backend == "ray" or (backend == "local" and not is_inline)
+        return backend == "ray" or (backend == "local" and not self.is_inline(pool, world_size))
+
+    def is_inline(self, pool: str, world_size: int) -> bool:
+        """Whether a pool is the driver's own thread, which waits for each of its calls."""
+        of_one = world_size == 1 and pool not in self.child_pools
+        return self.trainer.backend == "local" and of_one
 
     def of_role(self, role: str) -> RunConfig:
         """The configuration that this role's workers get; a recipe's may differ between roles."""

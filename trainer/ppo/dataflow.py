@@ -42,6 +42,9 @@ BYPASS_NOTICE = (
     "notice: old log-probs are the rollout's (bypass_mode): the actor does not compute them"
 )
 
+AT_ONCE, ON_ONE_POOL = "at the same time", "in turns, on one pool"
+INLINE = "in turns (one process)"
+"""Pools of the driver's own thread (`RunConfig.is_inline`) take turns with all that comes later."""
 
 STAGES = frozenset(
     "step make_samples generate greedy_scores roll_out ask_rollout with_rewards launch_rewards "
@@ -60,6 +63,13 @@ class Node:
     pool: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    is_inline: bool = False
+    """Whether the driver makes it in its own thread, before it goes on to the next one."""
+
+    @property
+    def place(self) -> str:
+        """Where one call runs at a time."""
+        return INLINE if self.is_inline else self.pool
 
 
 def own_stages(trainer_cls: type, base: type) -> list[str]:
@@ -85,8 +95,10 @@ class Graph:
         pools = [pool for each, pool in mapping.items() if self.config.kind_of(each) == role]
         if pools:
             reads = reads_of(declaring_class(self.config, role), method) or ("responses",)
-            pool = ", ".join(dict.fromkeys(pools))
-            self.nodes.append(Node(stage, f"{role}.{method}", pool, reads, writes))
+            sizes = {pool: sum(self.config.resource_pool_spec[pool]) for pool in pools}
+            is_inline = any(self.config.is_inline(pool, size) for pool, size in sizes.items())
+            node = Node(stage, f"{role}.{method}", ", ".join(sizes), reads, writes, is_inline)
+            self.nodes.append(node)
 
     def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
         """Add what the driver computes itself."""
@@ -151,7 +163,7 @@ def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tuple[Node, Node]]:
-    """Pairs of one stage of which neither waits for the other: they overlap on different pools."""
+    """Pairs of one stage of which neither reads what the other writes."""
     waits: dict[str, set[str]] = {}
     for node in nodes:
         waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
@@ -163,18 +175,18 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
     return pairs
 
 
-def _by_stage(pairs: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
-    """The nodes of these pairs, once each, those of a stage together."""
-    nodes = dict.fromkeys(node for pair in pairs for node in pair)
-    stages = dict.fromkeys(node.stage for node in nodes)
-    return [[node for node in nodes if node.stage == stage] for stage in stages]
+def _by_stage(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
+    """The nodes that are in these pairs, those of a stage together."""
+    found = {node for pair in pairs for node in pair}
+    stages = dict.fromkeys(node.stage for node in nodes if node in found)
+    return [[node for node in nodes if node in found and node.stage == of] for of in stages]
 
 
-def _in_words(group: Sequence[Node]) -> str:
+def _in_words(group: Sequence[Node], between: str) -> str:
     """`a, then b ‖ c`: the pools beside each other, each with its calls one after the other."""
-    pools = dict.fromkeys(node.pool for node in group)
-    calls = ([node.name for node in group if node.pool == pool] for pool in pools)
-    return " ‖ ".join(", then ".join(of_pool) for of_pool in calls)
+    places = dict.fromkeys(node.place for node in group)
+    calls = ([node.name for node in group if node.place == place] for place in places)
+    return between.join(", then ".join(of_place) for of_place in calls)
 
 
 def describe(
@@ -194,12 +206,15 @@ def describe(
         rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "-"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
-    pairs = side_by_side(nodes, after)
-    overlapping = _by_stage(pair for pair in pairs if pair[0].pool != pair[1].pool)
-    in_turns = _by_stage(pair for pair in pairs if pair[0].pool == pair[1].pool)
-    for title, groups in (("at the same time", overlapping), ("in turns, on one pool", in_turns)):
-        shown = [f"  {group[0].stage}: {_in_words(group)}" for group in groups]
-        lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
+    pairs: dict[str, list[tuple[Node, Node]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
+    for first, second in side_by_side(nodes, after):
+        apart = INLINE if first.is_inline else AT_ONCE
+        pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
+    for title, found in pairs.items():
+        between = ", then " if title == INLINE else " ‖ "
+        shown = [f"  {of[0].stage}: {_in_words(of, between)}" for of in _by_stage(nodes, found)]
+        if shown or title != INLINE:
+            lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
 
     if old_log_probs_are_the_updates_own(config):
         lines.append(REUSE_NOTICE)

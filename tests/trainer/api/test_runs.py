@@ -123,6 +123,21 @@ def test_the_command_line_has_the_same_numbers(made: tuple[PPO, RunResult], tmp_
     assert other.config_hash == result.config_hash
 
 
+@pytest.mark.parametrize("keys", [{}, {"trainer.total_epochs": 3}, {"data.total_prompts": 8}])
+def test_what_the_call_did_not_set_never_refuses_a_key_of_the_users(
+    tiny_dir: Path, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    own = make_ppo(tiny_dir, tmp_path, **{"trainer.save_freq": -1, **keys})
+    assert "save_contents" not in own.command()
+    config = load_recipe_config(own.overrides(steps=2), PPO_RECIPE)
+    assert (config.trainer.save_freq, config.trainer.backend) == (-1, "local")
+    assert (config.trainer.total_training_steps, config.data.total_prompts) == (2, None)
+
+    rows = SFT(tiny_dir / "model", ROWS, folder=tmp_path / "sft", **{"trainer.save_freq": -1})
+    rows_keys = {"trainer.save_freq=-1", "trainer.total_training_steps=2"}
+    assert rows_keys <= set(rows.overrides(steps=2))
+
+
 def test_steps_in_two_parts_are_the_same_steps(
     made: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path
 ) -> None:

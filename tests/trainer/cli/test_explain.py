@@ -33,6 +33,13 @@ def test_a_split_placement_says_who_overlaps() -> None:
     assert "roles on actor_rollout_ref_pool share its processes and take turns" in text
 
 
+def test_pools_of_one_process_are_not_said_to_overlap() -> None:
+    text = explained("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=local")
+    assert "all pools are the driver's own process, so calls run in turns" in text
+    assert "run at the same time" not in text
+    assert "critic.update_critic ‖ actor.update_actor" not in text
+
+
 def test_a_colocated_placement_says_how_to_get_overlap() -> None:
     assert "placement=split gives the critic its own" in explained()
 

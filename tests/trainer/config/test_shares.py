@@ -146,6 +146,13 @@ def test_more_entries_than_nodes_are_refused_with_both_ways_out() -> None:
         load(pool)
     load(pool, "trainer.nnodes=2")
 
+    beside_a_preset = ["placement=split", "resource_pool_spec.critic_pool=[2,2]"]
+    devices = "trainer.n_gpus_per_node=3"
+    with pytest.raises(ConfigError, match=r"a number for each of 2 nodes, and trainer.nnodes=1\."):
+        load(*beside_a_preset, devices)
+    load(*beside_a_preset, devices, "trainer.nnodes=2")
+    load("placement=split", "resource_pool_spec.critic_pool=[2]", devices)
+
 
 def test_a_pool_without_a_size_is_refused_with_the_override_that_makes_it() -> None:
     with pytest.raises(PlacementError, match=r"One more is resource_pool_spec.own=\[1\]"):

@@ -17,6 +17,7 @@ def load(*overrides: str) -> PPOConfig:
 
 
 SPLIT_PPO = ("placement=split", "trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=true")
+DEVICES = "trainer.n_gpus_per_node=3"
 GRPO_OF_ONE_STEP = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.n=2",
@@ -56,6 +57,25 @@ def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
     ]
     apart = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
     assert "in turns, on one pool: nothing" in apart
+
+
+def test_pools_of_the_drivers_own_process_take_turns() -> None:
+    readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
+    settings = (*SPLIT_PPO, "trainer.backend=local")
+    assert describe(load(*settings)).splitlines()[-7:] == [
+        "at the same time:",
+        f"  score: rewards ‖ {readings}, then critic.compute_values",
+        "in turns, on one pool:",
+        f"  score: {readings}",
+        "in turns (one process):",
+        f"  score: {readings}, then critic.compute_values",
+        "  update: critic.update_critic, then actor.update_actor",
+    ]
+    in_processes = describe(load(*settings, "trainer.n_gpus_per_node=4"))
+    assert "update: critic.update_critic ‖ actor.update_actor" in in_processes
+    one_of_two = describe(load(*settings, "resource_pool_spec.critic_pool=[2]", DEVICES))
+    assert "  update: critic.update_critic ‖ actor.update_actor" in one_of_two, "it is called first"
+    assert f"in turns (one process):\n  score: {readings}, then critic" in one_of_two
 
 
 def test_what_a_run_does_not_do_is_not_drawn() -> None:

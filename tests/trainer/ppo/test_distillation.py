@@ -181,7 +181,7 @@ def test_two_ranks_of_a_teacher_say_what_one_says(
 def test_the_graph_and_the_memory_show_the_teacher(
     tiny_dir: Path, tmp_path: Path, teacher: Path
 ) -> None:
-    more = ("placement=split", "trainer.n_gpus_per_node=2")
+    more = ("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=ray")
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
     assert config.role_mapping == {
         "actor_rollout": "actor_rollout_ref_pool",
