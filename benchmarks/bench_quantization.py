@@ -124,12 +124,17 @@ def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str,
 
 
 def start_side(folder: Path, num_rows: int, side: str) -> dict[str, Any]:
-    """`run_side` in a process of its own."""
-    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """`run_side` in a process of its own, set up as a command's worker is."""
+    as_worker = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "VERL_LIKE_PROCESS": "1",
+    }
     command = [sys.executable, __file__, "--folder", str(folder), "--rows", str(num_rows)]
     done = subprocess.run(
         [*command, "--side", side],
-        env=os.environ | one_thread,
+        env=os.environ | as_worker,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -270,7 +270,9 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | No
 @torch.no_grad()
 def _leave_defaults(model: Any) -> None:
     """Random weights as large as a trained model's, norms that are not 1, biases that are not 0."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.sub_(3.0)  # so that some steps of a state space meet their lower limit
         spread = 0.1 if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
         parameter.add_(torch.randn_like(parameter) * spread)
     persistent = model.state_dict()

@@ -92,7 +92,7 @@ SIZE_OF = {name: size for size, names in SIZES for name in names.split()}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "blenderbot": {"encoder_layers": 4},
+    "blenderbot": {"encoder_layers": 4, "max_position_embeddings": 512},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0}
