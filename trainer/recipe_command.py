@@ -34,7 +34,7 @@ from trainer.config.show import annotated_yaml
 from trainer.multirun import run_jobs
 from verl_like.errors import ConfigError
 from verl_like.process.environment import OWN_PROCESS
-from verl_like.terminal import end_with_the_reader
+from verl_like.terminal import end_with_the_reader, outlive_the_reader
 from workers.cpu.allocator import keep_freed_memory
 
 
@@ -56,6 +56,7 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
             end_with_the_reader()
             _show(recipe, [*given, *settings], options)
             return
+        outlive_the_reader()
         jobs = jobs_of(settings) if options.multirun else []
         for job in jobs:
             known_settings(job, recipe)  # a mistyped key is refused before the first job

@@ -6,12 +6,17 @@ Tables (placement, batch sizes, dataflow) come from `draw_table`; what a command
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 NARROWEST = 20
 """Columns that a terminal is taken to have at least."""
@@ -20,6 +25,36 @@ NARROWEST = 20
 def end_with_the_reader() -> None:
     """Let this process end silently once nobody reads its output (`| head`)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def outlive_the_reader() -> None:
+    """Let no print of this process fail: what its console cannot take, or show, is dropped.
+
+    What others have put in the place of a standard stream stays.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # closed: the next file that is opened would get what is printed
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+        if name != "stdin":
+            console = io.BufferedWriter(_Console(number, "wb", closefd=False))
+            encoding = stream.encoding if stream else "utf-8"
+            text = io.TextIOWrapper(console, encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
+
+
+class _Console(io.FileIO):
+    """A standard stream, whose reader may be gone, whose disk full, whose terminal closed."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        size = memoryview(data).nbytes
+        try:
+            return super().write(data) or size
+        except OSError:
+            return size
 
 
 def print_or_end(text: str) -> None:

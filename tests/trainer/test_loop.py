@@ -159,7 +159,8 @@ class Signalled(RegressionTrainer):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)],
 )
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     whole: Path,

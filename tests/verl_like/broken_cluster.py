@@ -1,4 +1,5 @@
-"""A cluster of one's own that loses its head, and one whose daemon is frozen when a run ends.
+"""A cluster of one's own whose driver gets a signal, and that then loses its head, and one whose
+daemon is frozen when a run ends.
 
 `backends/ray/test_broken_cluster` runs this in a process of its own.
 """
@@ -26,6 +27,15 @@ def daemon(kind: str) -> int:
     """The process of a daemon of this process's cluster."""
     (only,) = ray._private.worker._global_node.all_processes[kind]
     return int(only.process.pid)
+
+
+def get_sigterm() -> dict[str, Any]:
+    """Who hears the signal, and how many seconds later Ray's own handler aborts this process."""
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    connect()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return {"heard": heard, "aborts_in_s": signal.alarm(0)}
 
 
 def lose_the_head() -> dict[str, Any]:
@@ -67,4 +77,4 @@ def wait_less(patch: pytest.MonkeyPatch) -> None:
 
 if __name__ == "__main__":
     wait_less(pytest.MonkeyPatch())
-    tell(lose_the_head() | end_with_a_frozen_daemon())
+    tell(get_sigterm() | lose_the_head() | end_with_a_frozen_daemon())

@@ -1,7 +1,14 @@
-"""Wrapping and tables for a terminal."""
+"""Wrapping and tables for a terminal, and prints that it cannot take."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
 from verl_like.terminal import draw_table, fit
 
 ROWS = [("pool", "processes", "CPUs"), ("main", "2", "1.5"), ("critic_pool", "1", "1")]
@@ -46,3 +53,37 @@ def test_a_table_that_does_not_fit_becomes_paragraphs() -> None:
         "  processes 1; CPUs",
         "  1",
     ]
+
+
+PRINTS = """
+import os, sys
+from verl_like.terminal import outlive_the_reader
+outlive_the_reader()
+with open(sys.argv[1], "w") as file:
+    print("\u2016" * 100_000, flush=True)
+    print("\u2016", file=sys.stderr)
+    file.write(str(file.fileno()))
+"""
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        'PYTHONIOENCODING=ascii "$@"',
+        'set -o pipefail; "$@" | true',
+        '"$@" > /dev/full 2>&1',
+        '"$@" <&- >&- 2>&-',
+    ],
+)
+def test_a_program_outlives_a_console_that_cannot_print(shell: str, tmp_path: Path) -> None:
+    program = [sys.executable, "-c", PRINTS, tmp_path / "file"]
+    done = subprocess.run(
+        ["bash", "-c", shell, "bash", *program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int((tmp_path / "file").read_text()) > 2, "what is printed goes nowhere else"
+    assert set(done.stdout + done.stderr) <= set("\u2016\\u2016\n")

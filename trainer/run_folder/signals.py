@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop: the step is finished, and saved, first.
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop: the step is finished, and saved, first.
 
     with StopSignals() as stop:        # around a run
         with stop.held():              # within, the first signal is only noted
@@ -18,12 +18,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Of schedulers, of Ctrl-C, and that which Slurm can be told to send ahead of a job's end."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Of schedulers, of Ctrl-C, of a terminal that is closed, and that which Slurm can be told to send
+ahead of a job's end."""
 SAME_S = 1.0
 """The same signal within so many seconds is the one before, on another way."""
 EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
@@ -51,7 +52,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._take) for each in SIGNALS}
+            caught = [each for each in SIGNALS if each != signal.SIGHUP or not _under_nohup()]
+            self._before = {each: signal.signal(each, self._take) for each in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,4 +98,9 @@ class StopSignals:
 
 def _say(text: str) -> None:
     """Past Python's streams, which the signal may have interrupted."""
-    os.write(2, f"\n{text}\n".encode())
+    with suppress(OSError):  # a terminal that was closed
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _under_nohup() -> bool:
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

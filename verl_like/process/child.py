@@ -17,6 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from verl_like.terminal import outlive_the_reader
+
 ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that our packages lie in."""
 
@@ -63,6 +65,7 @@ def _start_python(
 
 def _run_program() -> None:
     """What runs in the child."""
+    outlive_the_reader()
     _, program, descriptor, *arguments = sys.argv
     pipe = Connection(int(descriptor))
     sys.path[:] = pipe.recv()

@@ -96,7 +96,8 @@ class _Printed:
         self._room -= len(chunk)
         if self._room <= 0:
             passed += b"\n[further output of this process is dropped]\n"
-        os.write(to, passed)
+        with contextlib.suppress(OSError):  # a console whose reader is gone, or whose disk is full
+            os.write(to, passed)
 
 
 def fork_confined(

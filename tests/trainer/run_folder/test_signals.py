@@ -57,6 +57,16 @@ def test_handlers_of_others_that_came_later_stay() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop, stop.held():
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.received
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_outside_the_main_thread_nothing_is_caught() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []

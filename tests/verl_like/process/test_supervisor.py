@@ -1,4 +1,4 @@
-"""Folders of untrusted code are removed, however deep."""
+"""Folders of untrusted code are removed, however deep; no console ends what supervises it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.process.supervisor import remove_folder
+from verl_like.process.supervisor import _Printed, remove_folder
 
 DEPTH = 1100
 """More levels than `shutil.rmtree` of Python 3.11 can recurse into."""
@@ -45,3 +45,8 @@ def test_a_deep_folder_is_removed_and_what_it_links_to_is_not(folder: Path) -> N
     assert not folder.exists()
     assert (folder.parent / "outside" / "kept").exists()
     remove_folder(str(folder))
+
+
+def test_what_the_console_does_not_take_is_dropped() -> None:
+    with open("/dev/full", "wb") as console:
+        _Printed().forward(console.fileno(), b"printed")

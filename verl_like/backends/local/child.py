@@ -24,7 +24,7 @@ def main(connection: Connection) -> None:
 
     A scheduler may send signals to all processes of a job, and a driver then saves first.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -85,12 +88,28 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
 def _init_and_stay(options: dict[str, Any], done: Future[None]) -> None:
     """Connect, then wait for ever: the cluster's processes end with the thread that made them."""
     try:
-        ray.init(**options)
+        with _handler_kept(signal.SIGTERM):
+            ray.init(**options)
     except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
         done.set_exception(error)
         return
     done.set_result(None)
     threading.Event().wait()
+
+
+@contextmanager
+def _handler_kept(number: int) -> Iterator[None]:
+    """Whatever handles the signal before the block handles it afterwards.
+
+    Ray puts a handler of C++ there, which prints a stack, and aborts the process 3 s after the
+    signal, whatever it is doing to end well. Python's `signal` has no say outside the main thread.
+    """
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.sigaction(number, None, before)
+    try:
+        yield
+    finally:
+        libc.sigaction(number, before, None)
 
 
 def _no_answer(address: str | None, limit_s: float) -> str:

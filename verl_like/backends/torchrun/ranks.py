@@ -109,7 +109,7 @@ class _ServingProcess:
 
 def serve(limit_s: float) -> None:
     """Be the rank that torchrun's variables say, until the driver ends. Ends this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the driver saves first, and ends this process then
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun shows all to every process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def test_a_head_that_is_gone_is_named_and_a_frozen_daemon_does_not_keep_the_driv
     ray_session: None,
 ) -> None:
     facts = found_by(sys.executable, "tests.verl_like.broken_cluster", limit_s=150)
+    assert (facts["heard"], facts["aborts_in_s"]) == ([signal.SIGTERM], 0), "Ray's handler is gone"
     assert "faulty.sleeps, faulty rank 0 of 1" in facts["said"]
     assert "the head of the Ray cluster is gone: no GCS listens at" in facts["said"]
     assert facts["said_s"] < 15
