@@ -1,9 +1,9 @@
-"""What overlapping the updates saved, from two run folders: split, and colocated.
+"""What a split run learned, and what overlapping saved: its run folder beside a colocated run's.
 
     python compare.py SPLIT COLOCATE
 
-Both have as many ranks a role; `run_deepseek7b_llm.sh` makes them with TINY=1. The first step of
-each run warms up and is left out.
+`run_deepseek7b_llm.sh` makes both with TINY=1; the colocated one may be shorter. Times are medians
+without the first step of each run, which warms up.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pathlib import Path
 
 import yaml
 
+NUMBERS = ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm")
+"""What must not depend on the placement."""
 
-def medians(folder: Path) -> dict[str, float]:
-    """The median over the steps after the first of every metric of the last one."""
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every training step."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         sys.exit(f"{folder} is no run folder: there is no {metrics}. Give those of the two runs.")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [line for line in lines if "timing_s/step" in line]
-    steps = steps[1:] or steps
-    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[-1]}
+    return [line for line in lines if "timing_s/step" in line]
 
 
 def processes(folder: Path) -> str:
@@ -34,21 +35,42 @@ def processes(folder: Path) -> str:
     return f"{total} process{'' if total == 1 else 'es'}"
 
 
+def seconds(steps: list[dict[str, float]], name: str) -> float:
+    """The median of a metric over the steps after the first."""
+    return statistics.median(step[name] for step in steps[1:] or steps)
+
+
+def largest_difference(split: list[dict[str, float]], colocate: list[dict[str, float]]) -> float:
+    """Of `NUMBERS`, in the steps that both runs have."""
+    pairs = zip(split, colocate, strict=False)
+    return max(abs(one[name] - other[name]) for one, other in pairs for name in NUMBERS)
+
+
 def main(split_dir: str, colocate_dir: str) -> None:
-    """Print update phase, actor and critic alone, overlap and whole steps."""
-    split, colocate = medians(Path(split_dir)), medians(Path(colocate_dir))
-    actor, critic = colocate["timing_s/update_actor"], colocate["timing_s/update_critic"]
-    wall = split["timing_s/update"]
-    print(
-        f"update phase, split over two pools      {wall:.3f} s\nactor alone {actor:.3f} s + "
-        f"critic alone {critic:.3f} s = {actor + critic:.3f} s\nthe update phase takes "
-        f"{wall / (actor + critic):.2f} of that\nperf/overlap_ratio                      "
-        f"{split['perf/overlap_ratio']:.2f} (1 in turns, 2 side by side)\na whole step            "
-        f"                {split['timing_s/step']:.3f} s on "
-        f"{processes(Path(split_dir))}, {colocate['timing_s/step']:.3f} s in turns on "
-        f"{processes(Path(colocate_dir))}"
+    """Print the reward's way, whether the numbers agree, and the times side by side."""
+    split, colocate = steps_of(Path(split_dir)), steps_of(Path(colocate_dir))
+    rewards = [step["critic/score/mean"] for step in split]
+    shown = [rewards[index * (len(rewards) - 1) // 7] for index in range(8)]
+    apart, common = largest_difference(split, colocate), min(len(split), len(colocate))
+    wall, actor, critic = (
+        seconds(split, "timing_s/update"),
+        seconds(colocate, "timing_s/update_actor"),
+        seconds(colocate, "timing_s/update_critic"),
     )
-    print(f"timeline and curves: {split_dir}/report.html")
+    print(
+        f"reward over {len(rewards)} steps: {' '.join(f'{reward:.2f}' for reward in shown)}\n"
+        f"reward, losses and gradients of the first {common} steps, split and in turns: "
+        f"{'the same to the last bit' if apart == 0 else f'apart by {apart:.1e} at most'}\n"
+        f"update phase, split over two pools      {wall:.3f} s\n"
+        f"actor alone {actor:.3f} s + critic alone {critic:.3f} s = {actor + critic:.3f} s\n"
+        f"the update phase takes {wall / (actor + critic):.2f} of that\n"
+        f"perf/overlap_ratio                      {seconds(split, 'perf/overlap_ratio'):.2f} "
+        f"(1 in turns, 2 side by side)\n"
+        f"a whole step                            {seconds(split, 'timing_s/step'):.3f} s on "
+        f"{processes(Path(split_dir))}, {seconds(colocate, 'timing_s/step'):.3f} s in turns on "
+        f"{processes(Path(colocate_dir))}\n"
+        f"timeline and curves: {split_dir}/report.html"
+    )
 
 
 if __name__ == "__main__":

@@ -91,19 +91,21 @@ done
 changes=(
     data.train_files="$run_dir/data/train.parquet"
     data.val_files="$run_dir/data/test.parquet"
-    data.train_batch_size=64
-    data.max_prompt_length=160
-    data.max_response_length=32
+    data.train_batch_size=256
+    data.max_prompt_length=48
+    data.max_response_length=8
     actor_rollout_ref.model.path="$run_dir/data/model"
-    actor_rollout_ref.actor.ppo_mini_batch_size=32
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.actor.optim.lr=1e-3
+    actor_rollout_ref.actor.ppo_mini_batch_size=64
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
     actor_rollout_ref.ref.fsdp_config.param_offload=null
     actor_rollout_ref.rollout.name=native
     critic.model.path="$run_dir/data/model"
-    critic.ppo_micro_batch_size_per_gpu=16
+    critic.optim.lr=1e-3
+    critic.ppo_micro_batch_size_per_gpu=32
     trainer.n_gpus_per_node=2
     trainer.device=cpu
-    trainer.total_epochs=1
+    trainer.total_epochs=3
     trainer.default_local_dir="$split"
     trainer.logger=[console]
 )
@@ -115,10 +117,11 @@ for change in "${changes[@]}"; do
 done
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 source "$root/examples/stoppable.sh"
-"$py" "$root/examples/tiny/make.py" "$run_dir/data" --gsm8k --hidden-size 128 --num-layers 4 >/dev/null 2>&1
-"$py" "$root/examples/data/prepare_gsm8k.py" "$run_dir/data" "$run_dir/data/gsm8k/train.jsonl" "$run_dir/data/gsm8k/test.jsonl"
+echo "A tiny chat model, fine-tuned until it gives a third of the sums:"
+"$py" "$root/examples/tiny/make_gsm8k.py" "$run_dir/data" 2>/dev/null
+"$py" "$root/examples/data/prepare_gsm8k.py" "$run_dir/data" "$run_dir/data/train.jsonl" "$run_dir/data/test.jsonl"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
-echo "Now the same roles on one pool, in turns, to see what actor and critic take alone:"
-stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate \
+echo "Now the first steps again with the roles on one pool, in turns: what actor and critic take alone, and that the numbers are the same:"
+stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate trainer.total_training_steps=5 \
     trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}"
 "$py" "$here/compare.py" "$split" "$colocate"

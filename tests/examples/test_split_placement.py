@@ -23,11 +23,13 @@ TINY_KEYS = [
     "data.max_prompt_length",
     "data.max_response_length",
     "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.optim.lr",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "actor_rollout_ref.ref.fsdp_config.param_offload",
     "actor_rollout_ref.rollout.name",
     "critic.model.path",
+    "critic.optim.lr",
     "critic.ppo_micro_batch_size_per_gpu",
     "trainer.n_gpus_per_node",
     "trainer.device",
@@ -45,9 +47,11 @@ def settings_of(script: Path) -> list[str]:
 
 
 @pytest.mark.ray
-def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path, forked_python: Path) -> None:
-    small = ("trainer.total_training_steps=3", "data.train_batch_size=32")
-    done = bash(SPLIT, *small, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
+def test_the_tiny_split_example_learns_and_overlaps_and_its_numbers_are_those_of_one_pool(
+    tmp_path: Path, forked_python: Path
+) -> None:
+    short = "trainer.total_training_steps=10"
+    done = bash(SPLIT, short, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
     assert re.search(r"^update phase, split over two pools +\d", done.stdout, re.M)
@@ -55,6 +59,9 @@ def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path, forked_pyth
 
     steps = [line for line in lines(tmp_path / "split") if "timing_s/step" in line]
     assert all(line["perf/overlap_ratio_update"] > 1.2 for line in steps)
+    rewards = [line["critic/score/mean"] for line in steps]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    assert "split and in turns: the same to the last bit" in done.stdout
 
 
 def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None:
@@ -135,10 +142,11 @@ def test_the_comparison_counts_the_processes_of_both_runs(
 ) -> None:
     timing = {f"timing_s/{name}": 1.0 for name in ("step", "update", "update_actor")}
     line = {**timing, "timing_s/update_critic": 1.0, "perf/overlap_ratio": 1.0}
+    compare = load_file("examples/split_placement/compare.py")
+    line |= dict.fromkeys(compare.NUMBERS, 0.5)
     for name, pools in (("split", "a: [2, 1], b: [2]"), ("colocate", "a: [1]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
         (tmp_path / name / "config.yaml").write_text(f"resource_pool_spec: {{{pools}}}\n")
-    compare = load_file("examples/split_placement/compare.py")
     compare.main(str(tmp_path / "split"), str(tmp_path / "colocate"))
     assert "1.000 s on 5 processes, 1.000 s in turns on 1 process\n" in capsys.readouterr().out

@@ -1,9 +1,9 @@
 r"""usage: verl-like make-tiny DIR [--seed N] [--num-train N] [--num-val N]
-           [--hidden-size N] [--num-layers N] [--gsm8k]
+           [--hidden-size N] [--num-layers N]
 
 Writes DIR/model, a Llama of random weights with a character tokenizer, DIR/train.parquet and
 DIR/val.parquet: prompts ask for a letter, and the reward is its share of the response. A run learns
-it in some tens of steps. --gsm8k also writes made-up sums in the format of GSM8K's own files.
+it in some tens of steps.
 
   verl-like make-tiny tiny
   verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \
@@ -14,10 +14,9 @@ it in some tens of steps. --gsm8k also writes made-up sums in the format of GSM8
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> Any:
-    """One token per character, six special ones, a chat template."""
+def make_tokenizer(words: Iterable[str] = CHARACTERS, pattern: str = r"[\s\S]") -> Any:
+    """A token for each of `words`, which `pattern` finds in texts; special ones; a template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocab = {token: index for index, token in enumerate((*SPECIAL, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -96,20 +95,6 @@ def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: int = 0) -> None:
-    """`train.jsonl` and `test.jsonl` as GSM8K has them: an answer ends with `#### <number>`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, num_rows in (("train", num_train), ("test", num_test)):
-        rng = random.Random(f"{seed}-gsm8k-{split}")
-        lines = []
-        for _ in range(num_rows):
-            a, b = rng.randint(2, 99), rng.randint(2, 99)
-            answer = f"there are {a} and then {b} more.\n#### {a + b}"
-            question = f"ann has {a} pens and buys {b}. how many now?"
-            lines.append(json.dumps({"question": question, "answer": answer}))
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def make(
     folder: str | Path, *, seed: int = 0, num_train: int = 300, num_val: int = 32, **size: int
 ) -> Path:
@@ -138,7 +123,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--num-val", type=int, default=32)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--gsm8k", action="store_true")
     args = vars(parser.parse_args(arguments))
     for name in ("num_train", "num_val", "num_layers"):
         if args[name] < 1:
@@ -151,8 +135,5 @@ def main(arguments: Sequence[str]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    with_gsm8k = args.pop("gsm8k")
     folder = make(args.pop("folder"), **args)
-    if with_gsm8k:
-        write_gsm8k(folder / "gsm8k", seed=args["seed"])
     print(f"wrote {folder}/model, {folder}/train.parquet, {folder}/val.parquet")

@@ -1,0 +1,90 @@
+"""A tiny chat model that solves some sums, and sums to train it on, as GSM8K has its files.
+
+    python examples/tiny/make_gsm8k.py DIR
+
+writes DIR/train.jsonl, DIR/test.jsonl and DIR/model: a Llama with a token for each word of the
+sums, fine-tuned from random weights until it gives about a third of the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+
+from prepare_gsm8k import make_row
+
+from trainer.cli.make_tiny import make_model, make_tokenizer
+
+NUM_ROWS = {"train": 2048, "test": 64}
+LARGEST = 5
+NAMES, THINGS = ("Ann", "Ben", "Cleo", "Dan"), ("pens", "eggs", "cards", "shells")
+WORD = r" ?[A-Za-z]+| ?[0-9]+|#+|[\s\S]"
+
+
+def make_sums(split: str) -> list[dict[str, str]]:
+    """Lines of GSM8K: a question, and an answer that ends with `#### <number>`."""
+    rng = random.Random(split)
+    lines = []
+    for _ in range(NUM_ROWS[split]):
+        a, b = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
+        who, what = rng.choice(NAMES), rng.choice(THINGS)
+        question = f"{who} has {a} {what} and buys {b}. How many now?"
+        lines.append({"question": question, "answer": f"#### {a + b}"})
+    return lines
+
+
+def fine_tune(model: Any, tokenizer: Any, lines: list[dict[str, str]]) -> None:
+    """Train on right answers until their mean loss a token is that of one in three guessed."""
+    import torch
+
+    prompts = [make_row(line, "train", 0)["prompt"] for line in lines]
+    chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    texts = [chat + line["answer"] for chat, line in zip(chats, lines, strict=True)]
+    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]  # each sum has as many words
+    tokens = torch.tensor([[*row, tokenizer.eos_token_id] for row in rows])
+    labels = tokens.clone()
+    labels[
+        :, : -len(tokenizer(lines[0]["answer"], add_special_tokens=False)["input_ids"]) - 1
+    ] = -100
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(1000):
+        chosen = torch.arange(step * 32, (step + 1) * 32) % len(tokens)
+        loss = model(input_ids=tokens[chosen], labels=labels[chosen]).loss
+        if loss < 0.4:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def main(folder: Path) -> None:
+    """Write the sums and the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = {split: make_sums(split) for split in NUM_ROWS}
+    for split, lines in sums.items():
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+    texts = [
+        make_row(line, "train", 0)["prompt"][0]["content"] + line["answer"]
+        for line in sums["train"]
+    ]
+    tokenizer = make_tokenizer(
+        sorted({word for text in texts for word in re.findall(WORD, text)}), WORD
+    )
+    model = make_model(tokenizer, hidden_size=128)
+    fine_tune(model, tokenizer, sums["train"])
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    print(f"wrote {folder}/model, {folder}/train.jsonl, {folder}/test.jsonl")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
