@@ -103,6 +103,8 @@ changes=(
     critic.model.path="$run_dir/data/model"
     critic.optim.lr=1e-3
     critic.ppo_micro_batch_size_per_gpu=32
+    "~actor_rollout_ref.rollout.tensor_model_parallel_size"   # of vLLM alone
+    "~actor_rollout_ref.rollout.gpu_memory_utilization"
     trainer.n_gpus_per_node=2
     trainer.device=cpu
     trainer.total_epochs=3
@@ -113,6 +115,7 @@ echo "TINY=1 changes these keys, and nothing else:"
 for change in "${changes[@]}"; do
     for setting in "${settings[@]}"; do
         if [ "${setting%%=*}" = "${change%%=*}" ]; then echo "  ${change%%=*}: ${setting#*=} -> ${change#*=}"; fi
+        if [ "~${setting%%=*}" = "$change" ]; then echo "  ${change#?}: ${setting#*=} -> unset"; fi
     done
 done
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
@@ -123,5 +126,6 @@ echo "A tiny chat model, fine-tuned until it gives a third of the sums:"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
 echo "Now the first steps again with the roles on one pool, in turns: what actor and critic take alone, and that the numbers are the same:"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate trainer.total_training_steps=5 \
-    trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}"
+    trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}" \
+    "~trainer.total_epochs" # its end is a number of steps
 "$py" "$here/compare.py" "$split" "$colocate"

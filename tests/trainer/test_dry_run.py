@@ -139,7 +139,7 @@ BAD_OF_PPO = [
     (
         "custom_reward_function.path={tmp}/my.py custom_reward_function.name=splits "
         "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc "
-        "algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator=grpo ~critic.optim.lr",
         "algorithm.filter_groups.metric=acc: choose seq_reward, or .*; here: seq_reward, accuracy",
     ),
     ("actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),

@@ -38,7 +38,15 @@ from trainer.config.refusals import (
     wrong_value,
 )
 from trainer.config.schema import RunConfig
-from trainer.config.settings import as_text, flat_settings, keys_in, keys_of, overrides_of, parse
+from trainer.config.settings import (
+    as_text,
+    flat_settings,
+    keys_in,
+    keys_of,
+    keys_set,
+    overrides_of,
+    parse,
+)
 from trainer.config.unused_keys import check_unused, keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.environment import is_under_torchrun
@@ -76,7 +84,7 @@ def load_config(
     defaults_and_given = [*known_settings(defaults, recipe), *given]
     tree = compose_tree(_with_torchrun(defaults_and_given), recipe)
 
-    keys = keys_of(given)
+    keys = keys_set(given)
     config = _as_object(tree, recipe)
     check_fields(config)
     notices = settle(recipe, config, keys)
@@ -84,7 +92,8 @@ def load_config(
     for check in recipe.checks:
         check(config)
 
-    for notice in notices + check_unused(config, keys, recipe.only_noticed):
+    check_unused(config, keys)
+    for notice in notices:
         logging.getLogger(__name__).warning(notice)
     return config
 

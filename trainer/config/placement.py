@@ -56,8 +56,6 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
     dropped = _drop_inactive_roles(config, inactive, keys)
     _add_extra_roles(config, recipe.extra_roles(config))
     _check_roles(config, roles_of(recipe), inactive)
-    for role in sorted(named_roles & inactive.keys()):
-        notices.append(f"notice: role_mapping.{role} has no effect here: {inactive[role]}")
 
     used = set(config.role_mapping.values())
     shared = share_devices(config)
@@ -172,10 +170,11 @@ def _drop_inactive_roles(
 ) -> dict[str, str]:
     """Take the roles that this run does not need out of the mapping; returns role -> pool."""
     dropped = {}
-    named_workers = names_below("role_workers", keys)
     for role, why in inactive.items():
-        if config.role_workers.pop(role, None) and role in named_workers:
-            raise ConfigError(f"role_workers.{role} is set, but this run has no such role: {why}.")
+        for key in (f"role_workers.{role}", f"role_mapping.{role}"):
+            if key in keys:
+                raise ConfigError(f"{key} is set, but this run has no such role: {why}. Drop it.")
+        config.role_workers.pop(role, None)
         if role in config.role_mapping:
             dropped[role] = config.role_mapping.pop(role)
     return dropped

@@ -58,8 +58,6 @@ class Recipe(Generic[C]):
     """Rules between fields: each raises `ConfigError`."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = lambda settings: settings
     """Writes the keys of another system in ours, before settings are looked at."""
-    only_noticed: frozenset[str] = frozenset()
-    """Keys that are shown, not refused, where nothing reads them."""
     shares_presets_of: Path | None = None
     """Folder of another recipe whose groups of presets it has, too."""
     own_folder: Path | None = None

@@ -49,6 +49,17 @@ def keys_of(settings: Iterable[Override]) -> list[str]:
     return found
 
 
+def keys_set(settings: Iterable[Override]) -> list[str]:
+    """The dotted keys that have a value of these settings: a `~key` takes back what is before."""
+    found: dict[str, None] = {}
+    for setting in settings:
+        if setting.is_delete():
+            found = {key: None for key in found if key != setting.key_or_group}
+        else:
+            found |= dict.fromkeys(keys_of([setting]))
+    return list(found)
+
+
 def keys_in(key: str, value: Any) -> list[str]:
     """The dotted keys of dicts within dicts, below `key`."""
     if not isinstance(value, dict) or not value:

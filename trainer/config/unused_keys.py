@@ -1,4 +1,4 @@
-"""Keys that nothing reads in this run: set by the user, an error or at least a notice.
+"""Keys that nothing reads in this run: an error where the user set them.
 
 When a key is read stands at its field (`read_when`); a condition of a section covers all of it.
 The tree of a run, as `--cfg job` prints it, has the keys that it reads, however many its schema
@@ -15,23 +15,26 @@ from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError
 
 
-def check_unused(
-    config: RunConfig, keys: Iterable[str], only_noticed: Collection[str] = ()
-) -> list[str]:
-    """Refuse those of the user's `keys` that nothing reads; for `only_noticed` return a notice."""
-    notices = []
+def check_unused(config: RunConfig, keys: Iterable[str]) -> None:
+    """Refuse those of the user's `keys` that nothing reads, all at once."""
+    unread: dict[str, list[str]] = {}
     for key in keys:
         reason = why_unused(config, key)
-        if reason is None:
-            continue
+        if reason is not None:
+            unread.setdefault(reason, []).append(key)
+    if not unread:
+        return
 
-        if key not in only_noticed:
-            raise ConfigError(
-                f"{key} is set, but nothing reads it in this run: {reason}. Drop it, or change "
-                "that."
-            )
-        notices.append(f"notice: {key} has no effect here: {reason}")
-    return notices
+    lines = []
+    for reason, of_reason in unread.items():
+        verb, them = ("are", "them") if of_reason[1:] else ("is", "it")
+        names = ", ".join(of_reason)
+        lines.append(f"{names} {verb} set, but nothing reads {them} in this run: {reason}.")
+    taken_back = " ".join(f"~{key}" for of_reason in unread.values() for key in of_reason)
+    lines.append(
+        f"Drop what nothing reads, or take it back behind it, {taken_back}, or change that."
+    )
+    raise ConfigError("\n".join(lines) if lines[2:] else " ".join(lines))
 
 
 def why_unused(config: RunConfig, name: str) -> str | None:

@@ -127,6 +127,5 @@ DETACHED = Recipe(
     translate=PPO.translate,
     registries=("trainer.detached.samplers", *PPO.registries),
     checks=(check, check_detached),
-    only_noticed=PPO.only_noticed,
     shares_presets_of=PPO.config_dir,
 )

@@ -18,6 +18,12 @@ from workers.config import (
 )
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 
+NO_STEPS_OR_CRITIC = When(
+    "it is 0, or there is a critic",
+    lambda section, run: section.critic_warmup == 0 or HAS_CRITIC.holds(section, run),
+    HAS_CRITIC.otherwise,
+)
+
 
 def estimator_takes(name: str) -> tuple[When, When]:
     """There is an advantage estimator, and it has a parameter of that name."""
@@ -136,7 +142,9 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER)
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
-    critic_warmup: int = key(0, at_least=0, read_when=HAS_CRITIC, may_change_on_resume=False)
+    critic_warmup: int = key(
+        0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
+    )
     """First steps in which only the critic is updated."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
     """Newest steps whose samples stay whole in `rollouts/` and `validation/`; of older ones 2 kB of

@@ -61,26 +61,6 @@ REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
 NO_REWARD_MODEL = "reward_model.enable=false, and `rewards` has no model"
 """Why a run has no role `reward_model`."""
 
-KEYS_OF_VERLS_COMMAND = frozenset(
-    {
-        "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "actor_rollout_ref.rollout.gpu_memory_utilization",
-        "critic.optim.lr",
-        "critic.model.path",
-        "critic.model.enable_gradient_checkpointing",
-        "critic.model.fsdp_config.param_offload",
-        "critic.model.fsdp_config.optimizer_offload",
-        "critic.ppo_micro_batch_size_per_gpu",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-        "trainer.critic_warmup",
-        "data.val_files",
-        "trainer.total_epochs",
-        "trainer.max_ckpt_to_keep",
-    }
-)
-"""Keys of verl's split-placement command, which must compose whatever else is set."""
-
 
 def inactive_roles(config: Any) -> dict[str, str]:
     """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
@@ -130,7 +110,6 @@ PPO = Recipe(
     complete=complete,
     checks=(check,),
     translate=translate,
-    only_noticed=KEYS_OF_VERLS_COMMAND,
 )
 
 

@@ -71,7 +71,7 @@ SETTINGS = [
     ),
     (
         "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
-        ["pool 'rm'", "reward_model.enable=false"],
+        ["role_mapping.reward_model is set", "reward_model.enable=false"],
     ),
     (
         "~role_mapping.critic",

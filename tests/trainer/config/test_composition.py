@@ -54,14 +54,44 @@ def test_verls_split_command_composes_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["actor_rollout_ref.rollout.name=native", "algorithm.adv_estimator=reinforce_plus_plus"],
+    ("change", "unread"),
+    [
+        (
+            "actor_rollout_ref.rollout.name=native",
+            [
+                "actor_rollout_ref.rollout.tensor_model_parallel_size",
+                "actor_rollout_ref.rollout.gpu_memory_utilization",
+            ],
+        ),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            [
+                *(f"critic.{key}" for key in ("optim.lr", "model.path")),
+                "critic.model.enable_gradient_checkpointing",
+                "critic.ppo_micro_batch_size_per_gpu",
+                "critic.model.fsdp_config.param_offload",
+                "critic.model.fsdp_config.optimizer_offload",
+            ],
+        ),
+        ("trainer.total_training_steps=3", ["trainer.total_epochs"]),
+    ],
 )
-def test_keys_of_verls_command_without_effect_are_shown(
-    change: str, caplog: pytest.LogCaptureFixture
+def test_keys_of_a_command_that_a_change_leaves_unread_are_refused_together(
+    change: str, unread: list[str]
 ) -> None:
-    load_config([*VERLS_SPLIT_COMMAND, change])
-    assert "has no effect here: " in caplog.text
+    with pytest.raises(ConfigError) as refused:
+        load_config([*VERLS_SPLIT_COMMAND, change])
+    taken_back = [f"~{key}" for key in unread]
+    assert f"take it back behind it, {' '.join(taken_back)}, or" in str(refused.value)
+    load_config([*VERLS_SPLIT_COMMAND, change, *taken_back])
+
+
+def test_a_key_that_is_set_again_after_it_was_taken_back_is_set() -> None:
+    key = "critic.grad_clip=2"
+    config = load_config([*NEEDED, key, "~critic.grad_clip"])
+    assert config.critic.grad_clip == 1.0
+    with pytest.raises(ConfigError, match="critic.grad_clip is set, but nothing reads it"):
+        load_config([*NEEDED, NO_CRITIC, "~critic.grad_clip", key])
 
 
 NO_CRITIC, BY_TOKENS, ROWS = (
@@ -210,16 +240,16 @@ def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
     assert config.role_mapping["reward_model"] == "rm_pool"
 
 
-def test_a_role_that_the_user_maps_and_the_run_has_not_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize(
+    "key",
+    ["role_mapping.critic=global_pool", "role_workers.critic=some.Critic"],
+)
+def test_a_role_that_the_user_maps_and_the_run_has_not_is_refused(key: str) -> None:
     settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
     load_config([*NEEDED, *settings])
-    assert "role_mapping" not in caplog.text
-    config = load_config([*NEEDED, *settings, "role_mapping.critic=global_pool"])
-    assert "critic" not in config.role_mapping
-    told = "role_mapping.critic has no effect here: algorithm.adv_estimator=grpo takes no values"
-    assert told in caplog.text
+    told = "critic is set, but this run has no such role: algorithm.adv_estimator=grpo takes no"
+    with pytest.raises(ConfigError, match=told):
+        load_config([*NEEDED, *settings, key])
 
 
 def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,12 @@ from tests.conftest import load as load_file
 from trainer import load_config
 from trainer.config.checks import check_fields
 from trainer.config.compose import known_settings
-from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume, path_to
+from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
+from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
@@ -148,7 +148,7 @@ def test_a_condition_of_a_section_covers_all_below_it() -> None:
 def test_unused_keys_are_grouped_by_what_is_missing() -> None:
     found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus"]))
     reason = "this run has no critic: algorithm.adv_estimator takes no values"
-    assert found[reason] == ["critic", "trainer.critic_warmup"]
+    assert found[reason] == ["critic"]
     listed = [name for names in found.values() for name in names]
     assert [name for name in listed if name.startswith("critic.")] == []
 
@@ -186,11 +186,6 @@ def test_a_key_by_verls_name_is_answered_with_ours() -> None:
 
 def test_names_of_verl_are_no_keys_here() -> None:
     assert [key.rules.verl for key in KEYS.values() if key.rules.verl in KEYS] == []
-
-
-def test_keys_that_are_only_noticed_are_keys_with_a_condition() -> None:
-    for name in KEYS_OF_VERLS_COMMAND:
-        assert any(key.rules.read_when for key in path_to(PPOConfig, name)), name
 
 
 def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:

@@ -127,16 +127,26 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
         check_memory(script_config(model, more), "cuda", CARD)
 
 
+NO_ROWS = (
+    "~actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "~critic.ppo_micro_batch_size_per_gpu",
+)
+NO_VLLM = (
+    "~actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "~actor_rollout_ref.rollout.gpu_memory_utilization",
+)
+
+
 def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
-    by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+    by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS
 
     def settled(gib: float | None, *more: str) -> int | None:
-        config = script_config(model, by_tokens, *more)
+        config = script_config(model, *by_tokens, *more)
         fit_passes(config, "cuda", None if gib is None else int(gib * GIB))
         return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     def needed(tokens: int, gib: int) -> float:
-        config = script_config(model, by_tokens, TOKENS.format(tokens))
+        config = script_config(model, *by_tokens, TOKENS.format(tokens))
         return max(pool_bytes(role_memories(config, "cuda", gib * GIB)).values())
 
     assert settled(None) is settled(1000) is None
@@ -207,7 +217,7 @@ def test_a_role_of_ones_own_is_counted_by_the_model_that_its_class_says_it_holds
     ],
 )
 def test_offloading_is_refused_on_cpus(model: Path, setting: str, named: str) -> None:
-    more = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=native"]
+    more = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=native", *NO_VLLM]
     off = "actor_rollout_ref.ref.fsdp_config.param_offload=null"
     preflight(script_config(model, *more, off))
     with pytest.raises(ConfigError, match=f"{named}.*this run is on CPUs"):
