@@ -8,7 +8,8 @@ it in some tens of steps.
   verl-like make-tiny tiny
   verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \
       data.train_files=tiny/train.parquet data.val_files=tiny/val.parquet \
-      data.max_prompt_length=16 data.max_response_length=8 trainer.total_training_steps=20
+      data.max_prompt_length=16 data.max_response_length=8 data.train_batch_size=16 \
+      actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_training_steps=20
 """
 
 from __future__ import annotations

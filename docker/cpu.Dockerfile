@@ -1,0 +1,19 @@
+# docker build -f docker/cpu.Dockerfile -t verl-like:cpu --build-arg TORCH_INDEX=<index of torch's CPU builds> .
+# Without TORCH_INDEX pip takes torch from where it looks anyway: on most machines with gigabytes of CUDA packages.
+# docker run --rm --shm-size=2g verl-like:cpu doctor
+FROM python:3.11-slim
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY verl_like verl_like
+COPY workers workers
+COPY trainer trainer
+ARG TORCH_INDEX=
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==2.13.0" \
+    && pip install --no-cache-dir ".[lora,math,tensorboard]"
+
+RUN useradd --create-home user
+USER user
+WORKDIR /home/user
+ENV OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+ENTRYPOINT ["verl-like"]

@@ -1,0 +1,149 @@
+"""What a release is: its sdist and wheel, commands without the checkout, images, CI hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+PACKAGES = ("verl_like", "workers", "trainer")
+BUILD = "from setuptools import build_meta; build_meta.build_{kind}({out!r})"
+
+
+def tracked(*folders: str) -> set[str]:
+    done = subprocess.run(
+        ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines())
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BUILD.format(kind=kind, out=str(out))],
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
+    return next(out.glob("*.tar.gz" if kind == "sdist" else "*.whl"))
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist of the tracked files, and the wheel that is built from the sdist."""
+    folder = tmp_path_factory.mktemp("release")
+    for name in tracked():
+        if (ROOT / name).is_file():
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "tree" / name)
+    sdist = build("sdist", folder / "tree", folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    wheel = build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
+    return sdist, wheel
+
+
+def test_the_wheel_has_every_file_of_the_packages_and_no_other(release: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(release[1]).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == tracked(*PACKAGES)
+
+
+def test_the_sdist_has_what_its_tests_and_docs_need(release: tuple[Path, Path]) -> None:
+    with tarfile.open(release[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = tracked("tests", "docs", "examples", "tools", *PACKAGES)
+    assert needed <= names
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "SECURITY.md", "pyproject.toml"} <= names
+
+
+def test_the_version_is_said_alike_everywhere(release: tuple[Path, Path]) -> None:
+    version = PROJECT["version"]
+    assert [path.name.split("-")[1].removesuffix(".tar.gz") for path in release] == [version] * 2
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def test_extras_are_as_declared(release: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(release[1]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
+        metadata = Parser().parsestr(wheel.read(name).decode())
+    extras = PROJECT["optional-dependencies"]
+    assert set(metadata.get_all("Provides-Extra", [])) == set(extras)
+    required = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    count = len(PROJECT["dependencies"]) + sum(map(len, extras.values()))
+    assert len(required) == count
+
+
+def run(release: tuple[Path, Path], folder: Path, *command: str) -> str:
+    """What a command prints in an installation of the wheel, outside the checkout."""
+    shutil.unpack_archive(release[1], folder / "installed", "zip")
+    (folder / "elsewhere").mkdir()
+    done = subprocess.run(
+        command,
+        cwd=folder / "elsewhere",
+        env=os.environ | {"PYTHONPATH": str(folder / "installed"), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_the_help_of_make_tiny_says_runs(release: tuple[Path, Path], tmp_path: Path) -> None:
+    from trainer.cli import make_tiny
+
+    commands = str(make_tiny.__doc__).partition("  verl-like")[2]
+    script = 'verl-like() { "$PY" -c "from trainer.cli.main import main; main()" "$@"; }\n'
+    script += "verl-like" + commands.replace("training_steps=20", "training_steps=1")
+    out = run(release, tmp_path, "bash", "-euc", f"PY={sys.executable}\n{script}")
+    assert "step 1/1" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["-c", "import trainer; print(trainer.__file__)"], "installed/trainer/__init__.py"),
+        (["-m", "trainer.main_ppo", "--cfg", "job"], "actor_rollout_ref:"),
+        (["-c", "from trainer.cli.main import main; main()", "--help"], "verl-like"),
+        (["-m", "trainer.main_ppo", "algorithm=dapo", "--cfg", "job"], "clip_ratio_high: 0.28"),
+    ],
+)
+def test_commands_run_from_the_wheel_outside_the_checkout(
+    release: tuple[Path, Path], tmp_path: Path, command: list[str], words: str
+) -> None:
+    assert words in run(release, tmp_path, sys.executable, *command)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_images_are_linted_and_copy_what_is_there(name: str) -> None:
+    file = ROOT / "docker" / f"{name}.Dockerfile"
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([linter, file], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    for copied in re.findall(r"^COPY (.+) \S+$", file.read_text(), re.M):
+        assert all((ROOT / source).exists() for source in copied.split())
+    extras = {
+        e for found in re.findall(r'"?\.\[([\w,-]+)\]', file.read_text()) for e in found.split(",")
+    }
+    assert extras
+    assert extras <= set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("path", [".github/workflows/ci.yml", ".gitlab-ci.yml"])
+def test_the_usual_ci_hosts_call_the_one_command(path: str) -> None:
+    assert "bash .ci/run" in str(yaml.safe_load((ROOT / path).read_text()))
