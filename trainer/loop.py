@@ -130,6 +130,10 @@ class Trainer(Hooks, ABC):
         """Roles that go on when they are started anew, without a checkpoint."""
         return frozenset()
 
+    def saved_groups(self) -> dict[str, Any]:
+        """The groups whose roles have something to keep in a checkpoint."""
+        return {role: self.groups[role] for role in self.groups}
+
     def own_faults(self) -> list[Fault]:
         """Faults on purpose that other recipes cannot have (`trainer.chaos`)."""
         return []
@@ -341,12 +345,12 @@ class Trainer(Hooks, ABC):
             return {}
         with self.clock("save_checkpoint"):
             state = self.state_dict() | {IS_LAST: self.global_step == last_step}
-            self.checkpoints.write(self.global_step, self.groups, state, self.write_more)
+            self.checkpoints.write(self.global_step, self.saved_groups(), state, self.write_more)
         return {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
 
     def resume(self) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` chose, if there is one."""
-        state = self.checkpoints.load(self.groups)
+        state = self.checkpoints.load(self.saved_groups())
         if state is not None:
             self.load_state_dict(state)
 

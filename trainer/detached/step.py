@@ -237,6 +237,11 @@ class DetachedTrainer(PPOTrainer):
         """None: makers are looked after by `detached.on_maker_loss`, beside the steps."""
         return frozenset()
 
+    def saved_groups(self) -> dict[str, Any]:
+        """Not makers': they may come and go meanwhile; a sample is the same from any of them."""
+        of_makers = self.config.maker_roles
+        return {role: self.groups[role] for role in self.groups if role not in of_makers}
+
     def close(self) -> None:
         """End the makers, and check the ledger."""
         self.source.close()
