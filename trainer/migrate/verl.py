@@ -30,8 +30,20 @@ DEFAULTS = {
 SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 """With variables of the shell in it, as no parser of settings reads it."""
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
 OVER_SEQUENCES = ("geo_mean", "sapo")
 """Losses that verl averages over sequences, whatever `loss_agg_mode` says."""
+CHOOSES = (
+    "tokens are chosen from a mini-batch by the old log-probs, there from each micro-batch by its"
+)
+DIFFERS = {
+    "clip_cov": CHOOSES,
+    "kl_cov": CHOOSES,
+    "gspo": "older verl has seq-mean-token-mean, whatever loss_agg_mode says; set it for that",
+    "geo_mean": "rollout_is weighs its tokens, there a sequence by their weights' geometric mean",
+}
+"""Loss -> what of it is never quite the same."""
+CORRECTION = "algorithm.rollout_correction"
 
 
 def translate(text: str) -> Translation:
@@ -49,7 +61,7 @@ def translate(text: str) -> Translation:
         if word.startswith("--config"):
             done.absent.append(f"{word}: there is one configuration, for every key of it")
 
-    _objective(given.get(f"{ACTOR}.policy_loss.loss_mode", ""), done)
+    _objective(given, done)
     for key, theirs in DEFAULTS.items():
         done.default(key, theirs, {key: theirs})
     if done.settings.get(ENGINE) == "vllm":
@@ -60,15 +72,38 @@ def translate(text: str) -> Translation:
     return done
 
 
-def _objective(loss: str, done: Translation) -> None:
+def _objective(given: Mapping[str, str], done: Translation) -> None:
     """What the loss is there, where the same words mean another one here."""
-    if loss in OVER_SEQUENCES:
-        told = f"{ACTOR}.policy_loss.loss_mode={loss}, a mean over sequences there"
-        done.rename(told, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"})
-    elif loss == "kl_cov":
-        done.absent.append(
-            f"{ACTOR}.policy_loss.ppo_kl_coef: the KL of kl_cov has the weight 1 here, there 0.1"
+
+    def is_on(key: str) -> bool:
+        return given.get(key, "").lower() not in ("", "false", "0", "0.0", "none", "null")
+
+    loss, aggregation = given.get(LOSS, "vanilla"), given.get(AGGREGATION, "token-mean")
+    if is_on(f"{CORRECTION}.bypass_mode") and loss != "vanilla":
+        done.rename(
+            f"{LOSS}={loss} under bypass_mode, which does not read it there", {LOSS: "vanilla"}
         )
+        loss = "vanilla"
+    if f"{ACTOR}.clip_ratio" in given:  # theirs is read where these two are null
+        for key in (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"):
+            done.default(key, 0.2, {key: 0.2})
+    if loss == "kl_cov":
+        weight = f"{ACTOR}.policy_loss.ppo_kl_coef"
+        done.default(weight, 0.1, {weight: 0.1})
+
+    over_sequences = "seq-mean-token-mean"
+    if loss in OVER_SEQUENCES and aggregation != over_sequences:
+        done.rename(f"{LOSS}={loss}, a mean over sequences there", {AGGREGATION: over_sequences})
+        done.default(
+            AGGREGATION, f"{aggregation} for values", {"critic.loss_agg_mode": aggregation}
+        )
+        if is_on(f"{ACTOR}.entropy_coeff") or is_on(f"{ACTOR}.use_kl_loss"):
+            done.absent.append(
+                f"{AGGREGATION}={aggregation} of entropy and KL: they are averaged as the loss"
+            )
+    if loss in DIFFERS and (loss != "geo_mean" or is_on(f"{CORRECTION}.rollout_is")):
+        if loss != "gspo" or AGGREGATION not in given:
+            done.absent.append(f"{LOSS}={loss}: {DIFFERS[loss]}")
 
 
 def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:

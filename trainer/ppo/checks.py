@@ -317,6 +317,12 @@ def _of_loss(config: PPOConfig) -> Iterator[str]:
             f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
             "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
         )
+    least, largest = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
+    if loss == "clip_cov" and least >= largest:
+        yield (
+            f"{ACTOR}.policy_loss.clip_cov_lb={least:g} and clip_cov_ub={largest:g}: no covariance "
+            "lies between them. Set clip_cov_lb below clip_cov_ub."
+        )
     if actor.shuffle and facts_of(get_policy_loss(loss)).choose_tokens is not None:
         yield (
             f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "

@@ -89,7 +89,7 @@ def samples_of_update(
     bypasses = algorithm.rollout_correction.bypass_mode
     return choose_tokens(
         batch,
-        policy.actor.policy_loss.loss_mode,
+        policy.actor,
         policy.actor.ppo_mini_batch_size * policy.rollout.n,
         config.trainer.seed,
         step,
@@ -110,7 +110,7 @@ def _names_with_tokens(samples: DataProto) -> list[tuple[str, int]]:
 
 def choose_tokens(
     batch: DataProto,
-    loss_mode: str,
+    actor: ActorConfig,
     mini_batch_size: int,
     seed: int,
     step: int,
@@ -121,7 +121,7 @@ def choose_tokens(
     Mini-batch k of K are the rows whose number leaves k when divided by K; `mini_batch_size` counts
     samples. `old_log_probs` names the column of the old policy's.
     """
-    choose = facts_of(get_policy_loss(loss_mode)).choose_tokens
+    choose = facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
     if choose is None:
         return batch
 
@@ -133,7 +133,9 @@ def choose_tokens(
         rows = order[order % count == number]
         draw = random.Random(f"chosen_tokens {seed} {step} {number}").getrandbits(63)
         generator = torch.Generator().manual_seed(draw)
-        chosen[rows] = choose(*(column[rows] for column in columns.values()), generator)
+        chosen[rows] = choose(
+            *(column[rows] for column in columns.values()), generator, config=actor
+        )
     return write_columns(batch, chosen_tokens=chosen)
 
 

@@ -63,6 +63,20 @@ LOSS_CLIPS_TWICE = When(
     loss_reads("clip_ratio_c"),
     "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
 )
+SAPO = When("the policy loss is sapo", loss_reads("tau_pos"), "the policy loss is not sapo")
+CLIP_COV = When(
+    "the policy loss is clip_cov",
+    loss_reads("policy_loss.clip_cov_ratio"),
+    "the policy loss is not clip_cov",
+)
+KL_COV = When(
+    "the policy loss is kl_cov",
+    loss_reads("policy_loss.kl_cov_ratio"),
+    "the policy loss is not kl_cov",
+)
+DRO = When(
+    "the policy loss is dro", loss_reads("policy_loss.dro_beta"), "the policy loss is not dro"
+)
 HAS_ENTROPY_BONUS = unless("entropy_coeff", 0)
 HAS_REFERENCE = When(
     "there is a reference",
@@ -78,6 +92,18 @@ class PolicyLossConfig:
 
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
     """The loss, or the dotted path of a function of the user's."""
+    clip_cov_ratio: float = key(2e-4, above=0, at_most=1, read_when=CLIP_COV)
+    """The share of a mini-batch's tokens that clip_cov leaves without gradient."""
+    clip_cov_lb: float = key(1.0, allows="a number", read_when=CLIP_COV)
+    """Covariance above which a token may be one of them."""
+    clip_cov_ub: float = key(5.0, allows="a number", read_when=CLIP_COV)
+    """Covariance below which it may."""
+    kl_cov_ratio: float = key(2e-4, above=0, at_most=1, read_when=KL_COV)
+    """The share of a mini-batch's tokens that kl_cov gives a KL."""
+    ppo_kl_coef: float = key(1.0, at_least=0, read_when=KL_COV)
+    """Weight of that KL."""
+    dro_beta: float = key(0.05, above=0, read_when=DRO)
+    """Weight of dro's squared penalty."""
 
 
 @dataclass(kw_only=True)
@@ -162,6 +188,10 @@ class ActorConfig(ShardedConfig):
     """Upper clip range; null takes `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
     """Dual-clip bound for negative advantages."""
+    tau_pos: float = key(1.0, above=0, read_when=SAPO)
+    """How steep sapo's gate is for positive advantages."""
+    tau_neg: float = key(1.05, above=0, read_when=SAPO)
+    """How steep it is for the others."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The loss itself."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)

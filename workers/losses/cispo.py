@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_range, log_ratio
+from workers.config import ActorConfig
+from workers.losses.importance_ratio import CLIP_RANGE, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
@@ -18,7 +19,7 @@ def compute_policy_loss_cispo(
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p, times the ratio policy / old policy, clipped and without its gradient.
 

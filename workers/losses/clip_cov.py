@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
 from workers.losses.covariance import token_covariance
-from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_range, log_ratio
+from workers.losses.importance_ratio import CLIP_RANGE, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
@@ -19,16 +20,15 @@ def _choose_tokens(
     advantages: Tensor,
     response_mask: Tensor,
     generator: torch.Generator | None = None,
-    clip_cov_ratio: float = 2e-4,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
+    config: ActorConfig | None = None,
 ) -> Tensor:
     """Where a mini-batch's tokens lose their gradient: a few of those of a high covariance."""
+    settings = (config or ActorConfig()).policy_loss
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
-    candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
+    candidates = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
 
-    count = max(int(clip_cov_ratio * torch.count_nonzero(inside)), 1)
+    count = max(int(settings.clip_cov_ratio * torch.count_nonzero(inside)), 1)
     places = candidates.flatten().nonzero().squeeze(-1)
     order = torch.randperm(len(places), generator=generator).to(places.device)
     chosen = torch.zeros_like(candidates.flatten())
@@ -37,23 +37,27 @@ def _choose_tokens(
 
 
 @POLICY_LOSSES.register("clip_cov")
-@token_loss(keys_read=CLIP_RANGE, choose_tokens=_choose_tokens)
+@token_loss(
+    keys_read=(*CLIP_RANGE, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+    choose_tokens=_choose_tokens,
+)
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
     chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate, with zero for a few tokens of a high covariance of A and log p.
 
-    They are drawn from those whose covariance under the old policy is between 1 and 5: 2 in 10000
-    tokens of the mini-batch, at least one. They are chosen before the update, for the mini-batch as
-    a whole, so neither ranks nor micro-batches change them.
+    They are drawn from those whose covariance under the old policy is between `clip_cov_lb` and
+    `clip_cov_ub`: `clip_cov_ratio` of the mini-batch's tokens, at least one. They are chosen before
+    the update, for the mini-batch as a whole, so neither ranks nor micro-batches change them.
 
     Watch: `actor/entropy`, which it is to hold up: where it falls as with `vanilla` and
-    `actor/pg_clipfrac` is 0, no token has a covariance in its range. Take `kl_cov`.
+    `actor/pg_clipfrac` is 0, no token has a covariance in its range. Widen it, or take
+    `kl_cov`.
 
     Source: arXiv 2505.22617
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings
+from workers.config import ActorConfig
+from workers.losses.importance_ratio import CLIP_RANGE
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 from workers.losses.trust_region import losses_in_trust_region
@@ -20,7 +21,7 @@ def compute_policy_loss_dppo_kl(
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
 

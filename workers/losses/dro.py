@@ -5,33 +5,33 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.importance_ratio import ClipSettings, log_ratio
+from workers.config import ActorConfig
+from workers.losses.importance_ratio import log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
-_BETA = 0.05
-
 
 @POLICY_LOSSES.register("dro")
-@token_loss(keys_read=())
+@token_loss(keys_read=("policy_loss.dro_beta",))
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p plus half of 0.05 (log p - log old p) squared.
+    """-A log p plus half of `dro_beta` (log p - log old p) squared.
 
     The square pulls each token back to the old policy, however it was sampled, so old samples
     need neither ratio nor clip.
 
     Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`: the
-    pull is too weak for the steps. Lower the learning rate, or take fewer mini-batches.
+    pull is too weak for the steps. Raise `dro_beta`, lower the learning rate, or take fewer
+    mini-batches.
 
     Source: DRO, arXiv 2405.19107, by tokens
     """
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    penalty = 0.5 * _BETA * log_r.square()
+    penalty = 0.5 * config.policy_loss.dro_beta * log_r.square()
     losses = penalty - advantages * zero_outside(log_prob, inside)
     return losses, {"actor/ppo_kl": -log_r, "actor/dro_penalty": penalty}

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
-from workers.losses.importance_ratio import CLIP_RANGE, ClipSettings, clip_widths, log_ratio
+from workers.losses.importance_ratio import CLIP_RANGE, clip_widths, log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
@@ -23,7 +24,7 @@ def compute_policy_loss_geo_mean(
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times the geometric mean of the sequence's token ratios, each clipped on its bad side.
 

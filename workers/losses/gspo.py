@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean, zero_outside
+from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
 from workers.losses.importance_ratio import (
     CLIP_RANGE,
     LARGEST_LOG_RATIO,
-    ClipSettings,
     clip_range,
     log_ratio,
 )
@@ -31,7 +31,7 @@ def compute_policy_loss_gspo(
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
 

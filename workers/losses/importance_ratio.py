@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
 
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 """Keys of the actor's section that set the range."""
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
-
-
-class ClipSettings(Protocol):
-    """What policy losses read of the actor's section of the configuration."""
-
-    clip_ratio: float
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
-
-
-@dataclass
-class DefaultClip:
-    """The settings of a call that gives none: the configuration's defaults."""
-
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
@@ -57,13 +38,13 @@ class _LogRatio(torch.autograd.Function):
         return zero_outside(gradient, inside & (log_r.abs() < LARGEST_LOG_RATIO)), None, None
 
 
-def clip_widths(config: ClipSettings) -> tuple[float, float]:
+def clip_widths(config: ActorConfig) -> tuple[float, float]:
     """How far a ratio may be below and above 1: `clip_ratio`, unless one is set for itself."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
 
-def clip_range(config: ClipSettings) -> tuple[float, float]:
+def clip_range(config: ActorConfig) -> tuple[float, float]:
     """(least, largest) ratio by the actor's clip settings."""
     low, high = clip_widths(config)
     return 1.0 - low, 1.0 + high

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
 from workers.losses.covariance import token_covariance
-from workers.losses.importance_ratio import ClipSettings, log_ratio
+from workers.losses.importance_ratio import log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
@@ -18,34 +19,38 @@ def _choose_tokens(
     advantages: Tensor,
     response_mask: Tensor,
     generator: torch.Generator | None = None,
-    kl_cov_ratio: float = 2e-4,
+    config: ActorConfig | None = None,
 ) -> Tensor:
     """Where a mini-batch's tokens get a KL: those of the highest covariance; nothing is drawn."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
 
     flat = covariance.flatten()
-    count = max(int(kl_cov_ratio * torch.count_nonzero(inside)), 1)
+    count = max(
+        int((config or ActorConfig()).policy_loss.kl_cov_ratio * torch.count_nonzero(inside)), 1
+    )
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     chosen[flat.topk(min(count, len(flat))).indices] = True
     return chosen.view_as(inside) & inside
 
 
 @POLICY_LOSSES.register("kl_cov")
-@token_loss(keys_read=(), choose_tokens=_choose_tokens)
+@token_loss(
+    keys_read=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), choose_tokens=_choose_tokens
+)
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
     chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A r, with r = policy / old policy, plus |log r| for tokens of the highest covariance.
+    """-A r, with r = policy / old policy; tokens of the highest covariance get a KL, too.
 
-    The covariance is that of A and log p under the old policy; 2 in 10000 tokens of the mini-batch
-    have the highest, at least one. They are chosen before the update, for the mini-batch as a
-    whole, so neither ranks nor micro-batches change them.
+    The KL is `ppo_kl_coef` |log r|, the covariance that of A and log p under the old policy;
+    `kl_cov_ratio` of the mini-batch's tokens have the highest, at least one. They are chosen before
+    the update, for the mini-batch as a whole, so neither ranks nor micro-batches change them.
 
     Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips: where
     it grows over the mini-batches of a step, make fewer of them.
@@ -53,6 +58,7 @@ def compute_policy_loss_kl_cov(
     Source: arXiv 2505.22617
     """
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    losses = zero_outside(log_r.abs(), chosen) - advantages * log_r.exp()
+    kl = config.policy_loss.ppo_kl_coef * zero_outside(log_r.abs(), chosen)
+    losses = kl - advantages * log_r.exp()
 
     return losses, {"actor/ppo_kl": -log_r, "actor/kl_cov_frac": chosen}

@@ -24,7 +24,7 @@ from workers.losses.aggregate import Denominators
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 TokenChooser = Callable[..., Tensor]
-"""(old log-probs, advantages, mask, generator) of a mini-batch -> where its chosen tokens are."""
+"""(old log-probs, advantages, mask, generator, `config=`) of a mini-batch -> its chosen tokens."""
 GIVEN = (
     *("old_log_prob", "log_prob", "advantages", "response_mask"),
     *("loss_agg_mode", "config", "rollout_is_weights"),
@@ -43,7 +43,10 @@ class LossFacts:
     """
 
     keys_read: tuple[str, ...] | None = None
-    """Keys of the actor's section that concern a policy loss alone; None: it may read every one."""
+    """Keys of the actor's section that concern a policy loss alone; None: it may read every one.
+
+    Of the section within it: `policy_loss.dro_beta`.
+    """
     choose_tokens: TokenChooser | None = None
     """How the tokens that it treats apart are chosen from a whole mini-batch."""
     has_ratio: bool = True

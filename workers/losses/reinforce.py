@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.importance_ratio import ClipSettings, log_ratio
+from workers.config import ActorConfig
+from workers.losses.importance_ratio import log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
@@ -17,7 +18,7 @@ def compute_policy_loss_reinforce(
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p, with no ratio and nothing to clip.
 

@@ -5,29 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
-from workers.losses.importance_ratio import ClipSettings, log_ratio
+from workers.losses.importance_ratio import log_ratio
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
-_TAU_ELSEWHERE = 1.05
-"""tau where A is not positive; there it is 1."""
-
 
 @POLICY_LOSSES.register("sapo")
-@token_loss("seq-mean-token-mean", keys_read=())
+@token_loss("seq-mean-token-mean", keys_read=("tau_pos", "tau_neg"))
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times sigmoid(tau (r - 1)) 4 / tau, with r = policy / old policy.
 
-    Its gradient is the policy gradient at r = 1 and fades on both sides. tau is 1 where A is
-    positive and 1.05 elsewhere, so that tokens pushed down fade faster. The paper aggregates by
-    seq-mean-token-mean.
+    Its gradient is the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where
+    A is positive and `tau_neg` elsewhere, larger so that tokens pushed down fade faster. The paper
+    aggregates by seq-mean-token-mean.
 
     Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: the gate is nearly shut for many
     tokens. Lower the learning rate, or take fewer mini-batches a step; there is no clip fraction.
@@ -37,7 +35,7 @@ def compute_policy_loss_sapo(
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
     rises = advantages.sign().clamp_(min=0)  # 1 where A is positive
-    tau = rises + _TAU_ELSEWHERE * (1 - rises)
+    tau = config.tau_pos * rises + config.tau_neg * (1 - rises)
     gate = torch.sigmoid((ratio - 1.0).mul_(tau))
     losses = with_slope(
         (advantages * gate).mul_(-4.0).div_(tau),

@@ -21,9 +21,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import sum_over_blocks
-from workers.losses.importance_ratio import ClipSettings, DefaultClip
 from workers.losses.registry import PolicyLoss, facts_of, says
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -41,15 +41,15 @@ def token_loss(
             advantages: Tensor,
             response_mask: Tensor,
             loss_agg_mode: str = default_agg_mode,
-            config: ClipSettings | None = None,
+            config: ActorConfig | None = None,
             rollout_is_weights: Tensor | None = None,
             chosen_tokens: Tensor | None = None,
             **denominators: Unpack[Denominators],
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            settings = config or DefaultClip()
+            settings = config or ActorConfig()
             choose = facts_of(policy_loss).choose_tokens
             if choose is not None and chosen_tokens is None:
-                chosen_tokens = choose(old_log_prob, advantages, response_mask)
+                chosen_tokens = choose(old_log_prob, advantages, response_mask, config=settings)
 
             def share(
                 log_prob: Tensor, rows: slice, counts: Denominators

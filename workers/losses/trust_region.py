@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
-from workers.losses.importance_ratio import ClipSettings, clip_widths, log_ratio
+from workers.losses.importance_ratio import clip_widths, log_ratio
 
 
 def losses_in_trust_region(
@@ -15,7 +16,7 @@ def losses_in_trust_region(
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
-    config: ClipSettings,
+    config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses of the tokens, and what metrics are means of; `moved` is negative downwards.
 

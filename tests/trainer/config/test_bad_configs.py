@@ -210,6 +210,15 @@ SETTINGS = [
         "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.actor.shuffle=true",
         ["actor.shuffle=true", "loss_mode=kl_cov", "in every pass"],
     ),
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov "
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb=6",
+        ["clip_cov_lb=6", "clip_cov_ub=5", "no covariance"],
+    ),
+    (
+        "actor_rollout_ref.actor.policy_loss.ppo_kl_coef=2",
+        ["ppo_kl_coef is set", "the policy loss is not kl_cov"],
+    ),
     ("critic.huber_delta=2", ["critic.huber_delta is set", "critic.value_loss is not huber"]),
     (
         "critic.value_loss=huber critic.cliprange_value=0.2",

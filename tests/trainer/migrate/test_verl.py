@@ -94,11 +94,3 @@ def test_the_example_of_split_placement_is_split_and_keeps_its_passes() -> None:
     actor = config.actor_rollout_ref.actor
     assert (actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz) == (8, False)
     assert config.critic.ppo_micro_batch_size_per_gpu == 8
-
-
-@pytest.mark.parametrize(("loss", "word"), [("sapo", "seq-mean-token-mean"), ("kl_cov", "0.1")])
-def test_a_loss_that_is_another_one_there_is_told(loss: str, word: str) -> None:
-    text = "data.train_files=x actor_rollout_ref.model.path=y algorithm.adv_estimator=grpo"
-    text += " actor_rollout_ref.rollout.n=2"
-    done = migrate("verl", f"{text} actor_rollout_ref.actor.policy_loss.loss_mode={loss}")
-    assert any(loss in line and word in line for line in [*done.renamed, *done.absent])

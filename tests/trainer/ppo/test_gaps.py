@@ -18,7 +18,7 @@ from trainer.ppo.score import mismatch_metrics
 from trainer.ppo.update import choose_tokens, correct_rollout, without_truncated
 from trainer.ppo.validate import name_metrics
 from verl_like.batch.protocol import DataProto
-from workers.config import RolloutCorrectionConfig
+from workers.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 
 ROWS, WIDTH = 6, 5
 LENGTHS = torch.tensor([5, 3, 1, 0, 4, 2])
@@ -78,7 +78,8 @@ def corrected(**settings: str) -> Callable[[DataProto], Made]:
 
 
 def chosen(batch: DataProto) -> Made:
-    batch = choose_tokens(batch, "kl_cov", ROWS, 0, 1)
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov"))
+    batch = choose_tokens(batch, actor, ROWS, 0, 1)
     return batch, {"chosen": float(batch.batch["chosen_tokens"].sum())}
 
 

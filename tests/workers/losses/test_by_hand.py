@@ -12,13 +12,13 @@ import math
 import pytest
 import torch
 
-from workers.losses.importance_ratio import DefaultClip
+from workers.config import ActorConfig
 from workers.losses.registry import POLICY_LOSSES
 
 CHANCES = torch.tensor([[0.2, 0.3, 0.1, torch.nan], [0.2, 0.1, 0.4, 0.8]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
 ADVANTAGES = torch.tensor([[1.0], [-2.0]], dtype=torch.float64).expand(2, 4)
-CLIP = DefaultClip(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
+CLIP = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
 
 LOG_02, LOG_03, LOG_01 = math.log(0.2), math.log(0.3), math.log(0.1)
 LOG_04, LOG_08, LOG_2 = math.log(0.4), math.log(0.8), math.log(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.losses.importance_ratio import DefaultClip, clip_widths
+from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -246,15 +247,10 @@ def test_vanilla_reports_verls_metrics(batch: Columns) -> None:
     assert held_lower.any()
 
 
-def test_a_call_without_settings_has_the_configurations_defaults() -> None:
-    defaults = ActorConfig()
-    assert vars(DefaultClip()) == {key: getattr(defaults, key) for key in vars(DefaultClip())}
-
-
 def test_clip_ratio_alone_sets_both_sides() -> None:
-    assert clip_widths(DefaultClip(0.1)) == (0.1, 0.1)
-    assert clip_widths(DefaultClip(0.1, clip_ratio_high=0.3)) == (0.1, 0.3)
-    assert clip_widths(DefaultClip(0.1, 0.2, 0.0)) == (0.2, 0.0)
+    assert clip_widths(ActorConfig(clip_ratio=0.1)) == (0.1, 0.1)
+    assert clip_widths(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.3)) == (0.1, 0.3)
+    assert clip_widths(ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.0)) == (0.2, 0.0)
 
 
 def test_an_extreme_ratio_stays_finite(batch: Columns) -> None:
@@ -323,13 +319,16 @@ def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) 
     class Recorded:
         """The actor's settings, and which of them were looked at."""
 
-        def __init__(self) -> None:
-            self.seen: set[str] = set()
+        def __init__(self, settings: Any, section: str = "") -> None:
+            self.settings, self.section = settings, section
 
         def __getattr__(self, key: str) -> Any:
-            self.seen.add(key)
-            return getattr(CONFIG, key)
+            value = getattr(self.settings, key)
+            if is_dataclass(value):
+                return Recorded(value, f"{key}.")
+            seen.add(self.section + key)
+            return value
 
-    config = Recorded()
-    POLICY_LOSSES[name](**policy_inputs(batch), config=config)
-    assert config.seen == set(facts_of(POLICY_LOSSES[name]).keys_read)
+    seen: set[str] = set()
+    POLICY_LOSSES[name](**policy_inputs(batch), config=Recorded(CONFIG))
+    assert seen == set(facts_of(POLICY_LOSSES[name]).keys_read)
