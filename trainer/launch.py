@@ -18,7 +18,7 @@ import torch
 
 from trainer.alarms import Alarms
 from trainer.chaos import Chaos
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.dry_run import look_at
 from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
@@ -28,6 +28,7 @@ from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
+from trainer.run_folder.marker import MODEL
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.waiting import Deadlines
@@ -189,7 +190,17 @@ def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer
     """Print who runs where and what a step does, as wide as the terminal."""
     width = terminal_width()
     parts = [placement.draw(width), *trainer_cls.describe(config, width)]
+    if trainer_cls.role:
+        parts.append(_what_is_left(config.trainer))
     print(*(fit(part, width) for part in parts), sep="\n\n", flush=True)
+
+
+def _what_is_left(trainer: TrainerConfig) -> str:
+    if trainer.save_final:
+        return f"After the last step the trained model is in {trainer.default_local_dir}/{MODEL}."
+    if trainer.save_freq > 0:
+        return "trainer.save_final=false: the trained model is in checkpoints alone."
+    return "NO MODEL is left at the end: trainer.save_final=false, trainer.save_freq=-1."
 
 
 def nominal_placement(config: RunConfig) -> Placement:

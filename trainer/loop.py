@@ -26,6 +26,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
 from trainer.restarts import Restarts, replace_within_step
 from trainer.run_folder.checkpoint import IS_LAST, Checkpoints
+from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
@@ -179,6 +180,7 @@ class Trainer(Hooks, ABC):
                 with self.stop.held(), old_objects_kept():
                     reached = self._steps(tracking, timeline)
                     self._finish_checkpoint()
+                    self._leave_model()
                 if reached:
                     print(reached, flush=True)
             finally:
@@ -246,6 +248,16 @@ class Trainer(Hooks, ABC):
         """What was written, if anything was, becomes a checkpoint, perhaps in the background."""
         for folder in self.checkpoints.commit():
             self.call_hook("on_save_end", folder)
+
+    def _leave_model(self) -> None:
+        """Put the trained model into the run folder, if it is asked for; says where it is."""
+        if not self.role:
+            return
+        if self.config.trainer.save_final:
+            folder = self.checkpoints.write_model(self.global_step, self.groups[self.role])
+            print(f"model: {folder}", flush=True)
+        elif not committed(self.folder):
+            print("NO MODEL is left: trainer.save_final=false, and no checkpoint", flush=True)
 
     def _finish_checkpoint(self) -> None:
         """The last checkpoint is committed."""

@@ -18,20 +18,17 @@ if ! "$py" -c "import trainer" 2>/dev/null; then
     exit 1
 fi
 verl_like=("$py" -c "from trainer.cli.main import main; main()") # the command verl-like, of this Python and checkout
-common=(trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu trainer.save_freq=1000)
-of_rows=(data.train_batch_size=64 data.max_length=64 optim.lr_scheduler_type=cosine "checkpoint.save_contents=[hf_model]")
+common=(trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu)
+of_rows=(data.train_batch_size=64 data.max_length=64 optim.lr_scheduler_type=cosine)
 
-model_of() { # <step> <role>: the folder that the step's last checkpoint exported
-    echo "$run_dir/$1/global_step_$(cat "$run_dir/$1/latest_checkpointed_iteration.txt" 2>/dev/null)/$2/huggingface"
-}
-step() { # <step> <role> <command and settings>: run it, unless its model is there already
+step() { # <step> <command and settings>: run it, unless its model is there already
     echo
-    if [ -e "$(model_of "$1" "$2")/config.json" ]; then
+    if [ -e "$run_dir/$1/model/config.json" ]; then
         echo "== $1: done before, in $run_dir/$1; remove that folder to do it again"
         return
     fi
     echo "== $1"
-    stoppable "${verl_like[@]}" "$3" "${common[@]}" trainer.default_local_dir="$run_dir/$1" "${@:4}"
+    stoppable "${verl_like[@]}" "$2" "${common[@]}" trainer.default_local_dir="$run_dir/$1" "${@:3}"
 }
 
 if [ ! -e "$data/prompts_val.jsonl" ]; then
@@ -39,17 +36,17 @@ if [ ! -e "$data/prompts_val.jsonl" ]; then
     "$py" "$here/make_data.py" "$data" 2>"$run_dir/make_data.log" || { cat "$run_dir/make_data.log" >&2; exit 1; }
 fi
 
-step sft sft sft model.path="$data/base" data.train_files="$data/sft.jsonl" data.val_files="$data/sft_val.jsonl" \
+step sft sft model.path="$data/base" data.train_files="$data/sft.jsonl" data.val_files="$data/sft_val.jsonl" \
     "${of_rows[@]}" optim.lr=5e-3 trainer.test_freq=32
 
-step reward_model reward_model reward-model model.path="$(model_of sft sft)" \
+step reward_model reward-model model.path="$run_dir/sft/model" \
     data.train_files="$data/pairs.jsonl" data.val_files="$data/pairs_val.jsonl" \
     "${of_rows[@]}" optim.lr=3e-3 center_coef=0.01 trainer.test_freq=16
 
-scorer=$(model_of reward_model reward_model)
+scorer=$run_dir/reward_model/model
 preference="{name: preference, kind: model, path: '$scorer'}"
 rule="{name: kindness, path: $here/kindness.py, function: kindness, weight: 0}" # measured, not trained with
-step ppo actor ppo actor_rollout_ref.model.path="$(model_of sft sft)" critic.model.path="$scorer" \
+step ppo ppo actor_rollout_ref.model.path="$run_dir/sft/model" critic.model.path="$scorer" \
     "rewards=[$preference, $rule]" \
     ptx.train_files="$data/sft.jsonl" ptx.coef=0.2 ptx.batch_size=32 \
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05 \
@@ -57,7 +54,7 @@ step ppo actor ppo actor_rollout_ref.model.path="$(model_of sft sft)" critic.mod
     data.train_batch_size=32 data.max_prompt_length=24 data.max_response_length=32 actor_rollout_ref.rollout.n=4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.optim.lr=1e-3 critic.optim.lr=2e-3 \
-    trainer.total_training_steps=20 trainer.test_freq=10 "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]" "$@"
+    trainer.total_training_steps=20 trainer.test_freq=10 "$@"
 
 echo
-"$py" "$here/evaluate.py" "$run_dir" "$data/base" "$(model_of sft sft)" "$(model_of ppo actor)" "$scorer"
+"$py" "$here/evaluate.py" "$run_dir" "$data/base" "$run_dir/sft/model" "$run_dir/ppo/model" "$scorer"

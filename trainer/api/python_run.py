@@ -36,8 +36,6 @@ LAST_STEP_ONLY = 10**9
 """A `trainer.save_freq` that saves after a run's last step alone."""
 ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prompts")
 """The keys that say how long a run is."""
-SAVED = ["model", "optimizer", "extra", "hf_model"]
-"""What a checkpoint has: all that a resume needs, and an export for `from_pretrained`."""
 
 
 class PythonRun:
@@ -47,7 +45,6 @@ class PythonRun:
     """Dotted path of the recipe; it is imported when the first run of it is made."""
     model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; the first is that of a model alone."""
-    checkpoint_section: ClassVar[str] = "checkpoint"
 
     def __init__(
         self,
@@ -75,9 +72,10 @@ class PythonRun:
             if rows is not None:
                 given[key] = self._files(key, rows, own, inputs)
         _refuse_twice(given, own)
-        saved = f"{self.checkpoint_section}.save_contents"
-        self._defaults: dict[str, Any] = {"trainer.backend": "local", saved: SAVED}
-        self._defaults["trainer.save_freq"] = LAST_STEP_ONLY
+        self._defaults: dict[str, Any] = {
+            "trainer.backend": "local",
+            "trainer.save_freq": LAST_STEP_ONLY,
+        }
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **given}
         self.settings |= self.plain_settings(own, inputs)
         self.config()

@@ -33,7 +33,6 @@ class PPO(PythonRun):
         "critic": "critic.model",
         "reward_model": "reward_model.model",
     }
-    checkpoint_section = "actor_rollout_ref.actor.checkpoint"
 
     def __init__(
         self,

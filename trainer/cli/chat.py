@@ -1,7 +1,7 @@
 """usage: verl-like chat MODEL [--system TEXT] [--max-tokens N] [--temperature T]
            [--seed N]
 
-MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. On a
+MODEL is a model folder, a run folder (its trained model), or a global_step_N in one. On a
 terminal it asks for messages (/new begins anew, Ctrl-D ends) and shows the answers while they are
 made. From a pipe the whole input is one message, and the answer is all that is printed:
 

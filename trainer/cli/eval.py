@@ -62,8 +62,7 @@ def model_and_settings(path: Path, scratch: Path) -> tuple[Path, dict[str, Any]]
     if (path / "config.json").is_file():
         return path, {FOLDER: f"runs/eval/{path.resolve().name}"}
     saved = find_saved_model(path)
-    run_folder = saved.folder.parent.parent
-    folder = {FOLDER: str(run_folder / "eval" / saved.folder.parent.name)}
+    folder = {FOLDER: str(saved.run / "eval" / f"global_step_{saved.step}")}
     return saved.loadable(scratch / "model"), settings_of_run(saved) | folder
 
 

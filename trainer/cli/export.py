@@ -1,8 +1,8 @@
 """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]
 
-Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's newest checkpoint or
-of the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
+Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's trained model or of
+the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
 of ranks wrote the checkpoint, and the run need not have saved hf_model.
 
   --role critic    whose model; by default the policy
@@ -30,7 +30,12 @@ def main(arguments: Sequence[str]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; give a folder that is not there yet.")
 
-    saved = find_saved_model(options.checkpoint, options.role, options.model)
+    saved = find_saved_model(
+        options.checkpoint,
+        options.role,
+        options.model,
+        in_checkpoint=options.adapter or options.average,
+    )
     saved.export(out, as_adapter=options.adapter, of_average=options.average)
     what = "adapter" if options.adapter else "model"
     print(f"{out}: the {what} of {saved.folder}, trained from {saved.model.path}")

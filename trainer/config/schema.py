@@ -92,11 +92,15 @@ class TrainerConfig:
     dry_run: bool = key(False)
     """Check all that needs no process of a worker, print the plan and what was found, and stop."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
-    """Steps between checkpoints, the last step's included; -1 writes none by number of steps."""
+    """Steps between checkpoints to resume from, the last step's included; -1: none by number."""
     save_every_minutes: float | None = key(
         SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
     )
     """Minutes between checkpoints, beside those of save_freq; of a longer run the end's, too."""
+    save_final: bool = key(True)
+    """After the last step the trained model is put into `model/` of the run folder, as
+    `from_pretrained` loads it.
+    """
     max_ckpt_to_keep: int | None = key(
         2,
         at_least=1,

@@ -34,6 +34,7 @@ class EvaluationConfig(SamplingOnlyConfig):
             "trainer.val_before_train",
             "trainer.save_freq",
             "trainer.save_every_minutes",
+            "trainer.save_final",
         ),
         "an evaluation samples by rollout.val_kwargs": tuple(
             f"actor_rollout_ref.rollout.{name}"

@@ -86,7 +86,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
     trainer.default_local_dir = str(folder)
     trainer.resume_mode = "auto" if start is None else "resume_path"
     trainer.resume_from_path = None if start is None else str(start)
-    trainer.save_freq, trainer.save_every_minutes = -1, None
+    trainer.save_freq, trainer.save_every_minutes, trainer.save_final = -1, None, False
     trainer.logger, trainer.stop_at, trainer.max_restarts = [], {}, 0
     again.chaos = type(again.chaos)()
     if isinstance(again, PPOConfig):

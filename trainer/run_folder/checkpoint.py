@@ -6,6 +6,7 @@
         commit.json                       sizes and checksums; written last: else there is none
         trainer.json, random.json           what the driver goes on with, and its random state
         actor/, critic/, rollout/, ...    one folder a role, written by `Worker.save_checkpoint`
+      model/                              the trained model, after the last step; a marker is in it
 
 A trainer drives it so:
 
@@ -40,6 +41,7 @@ from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import installed_versions
 from trainer.run_folder.inputs import digests_of_inputs
 from trainer.run_folder.marker import (
+    MODEL,
     committed,
     drop_old,
     named,
@@ -166,6 +168,16 @@ class Checkpoints:
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
         self._written = step
+
+    def write_model(self, step: int, group: Any) -> Path:
+        """Put the trained model of `group` into `model/` of the run folder."""
+        folder, part = self.folder / MODEL, self.folder / f"{MODEL}.part"
+        with self._naming_failures(step):
+            shutil.rmtree(part, ignore_errors=True)
+            group.export_model(str(part))
+            write_marker(part, step, self.config, self.inputs)
+            put_in_place(part, folder)
+        return folder
 
     def commit(self) -> list[Path]:
         """Give what was written, if anything was, its name: `global_step_<step>`.

@@ -27,6 +27,8 @@ from verl_like.files import (
 from workers.training.manifest import MANIFEST, refuse_missing
 
 MARKER = "commit.json"
+MODEL = "model"
+"""Folder of the trained model that a run leaves, in the run folder."""
 FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions": dict}
 
 

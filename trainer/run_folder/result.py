@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
-from trainer.run_folder.marker import committed
+from trainer.run_folder.marker import MARKER, MODEL, committed, read_marker
 from verl_like.files import json_objects
 
 logger = logging.getLogger(__name__)
@@ -27,15 +27,19 @@ class RunResult:
     metrics: list[dict[str, float]]
     """The lines of `metrics.jsonl`: a step's numbers, with its number as `step`."""
     model_folder: Path | None
-    """The newest export for `from_pretrained`; None if no checkpoint has one."""
+    """The trained model for `from_pretrained`, else the newest export; None if there is none."""
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:
         """Read from the run folder; the export is that of `role`."""
         folder = Path(config.trainer.default_local_dir)
         metrics = _read_metrics(folder / "metrics.jsonl")
-        exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
-        model_folder = next((path for path in reversed(exports) if path.is_dir()), None)
+        steps = committed(folder)
+        places = [folder / f"global_step_{step}" / role / EXPORT for step in steps]
+        if (folder / MODEL / MARKER).is_file():
+            is_newest = read_marker(folder / MODEL)["step"] >= max(steps, default=0)
+            places.insert(len(places) if is_newest else 0, folder / MODEL)
+        model_folder = next((path for path in reversed(places) if path.is_dir()), None)
         return cls(folder, config_hash(config), metrics, model_folder)
 
 

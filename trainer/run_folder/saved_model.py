@@ -1,20 +1,21 @@
-"""The model in a run's checkpoint: which role's it is, and what it was trained with.
+"""The trained model of a run: where it is, which role's, and what it was trained with.
 
 `verl-like export`, `eval` and `chat` find it here, by a run folder, a checkpoint, or a role's
 folder in one:
 
-    saved = find_saved_model("runs/letters")        # the newest checkpoint, the policy
+    saved = find_saved_model("runs/letters")        # of the last step, the policy
     saved.export(Path("out"))                       # what `from_pretrained` loads
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.marker import MARKER, committed, read_marker
+from trainer.run_folder.marker import MARKER, MODEL, committed, read_marker
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, nearest
 from workers.config import ModelConfig
@@ -28,35 +29,53 @@ COPIED = ("path", "random_init_seed", "dtype", "lora_rank", "lora_alpha", "targe
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A trained role in a checkpoint."""
+    """A trained role in a checkpoint, or the model that a run left."""
 
+    run: Path
+    """The run folder."""
+    step: int
     folder: Path
-    """`global_step_N/<role>`."""
+    """`global_step_N/<role>`, or the run's `model`."""
     model: ModelConfig
     config: Mapping[str, Any]
     """Dotted key -> value of the run that wrote it."""
 
-    def export(self, out: Path, **how: bool) -> None:
+    def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
         """Write the folder `out`, for `from_pretrained` or peft, as `export_checkpoint` says."""
+        if self.folder.name == MODEL:
+            shutil.copytree(self.folder, out, ignore=lambda *_: [MARKER], dirs_exist_ok=True)
+            return
         from workers.training.checkpoint_export import export_checkpoint
 
         settings = {name: self.config[name] for name in ("score_at",) if self.config.get(name)}
-        export_checkpoint(self.folder, self.model, out, settings=settings, **how)
+        export_checkpoint(
+            self.folder,
+            self.model,
+            out,
+            as_adapter=as_adapter,
+            of_average=of_average,
+            settings=settings,
+        )
 
     def loadable(self, scratch: Path) -> Path:
         """The folder that the run exported, else an export into `scratch`."""
-        exported = self.folder / EXPORT
-        if exported.is_dir():
-            return exported
+        for exported in (self.folder / EXPORT, self.folder):
+            if (exported / "config.json").is_file():
+                return exported
         self.export(scratch)
         return scratch
 
 
-def find_saved_model(path: str | Path, role: str = "", base: str = "") -> SavedModel:
+def find_saved_model(
+    path: str | Path, role: str = "", base: str = "", *, in_checkpoint: bool = False
+) -> SavedModel:
     """The model of `role` (empty: the policy, or the only one) in what is at `path`.
 
-    `base` stands for the model that it was trained from, where that is elsewhere now.
+    Of a run folder it is that of the last step, where the run left it, else of the newest
+    checkpoint. `base` stands for the model that it was trained from, where that is elsewhere now.
     """
+    if not in_checkpoint and (left := _model_left(Path(path), role, base)):
+        return left
     checkpoint, inside = find_checkpoint(Path(path))
     roles = trained_roles(checkpoint)
     role = role or inside or _usual_role(checkpoint, roles)
@@ -65,8 +84,23 @@ def find_saved_model(path: str | Path, role: str = "", base: str = "") -> SavedM
             f"{checkpoint} has no weights of {role!r}; there are {', '.join(roles) or 'none'}."
             f"{nearest(role, roles)}"
         )
-    config = read_marker(checkpoint)["config"]
-    return SavedModel(checkpoint / role, _model_config(config, role, base), config)
+    marker = read_marker(checkpoint)
+    config = marker["config"]
+    model = _model_config(config, role, base)
+    return SavedModel(checkpoint.parent, marker["step"], checkpoint / role, model, config)
+
+
+def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
+    """The model that the run of this folder left, where it is of that role and the newest."""
+    folder = run / MODEL
+    if not (folder / MARKER).is_file():
+        return None
+    marker = read_marker(folder)
+    config, step = marker["config"], marker["step"]
+    is_policy = SECTIONS[1] + ".path" in config
+    if step < max(committed(run), default=0) or (is_policy and role not in ("", "actor")):
+        return None
+    return SavedModel(run, step, folder, _model_config(config, role, base), config)
 
 
 def find_checkpoint(path: Path) -> tuple[Path, str]:

@@ -110,6 +110,13 @@ class Checkpointed(SavesInBackground):
         ranks.first_does(lambda: write_manifest(part, manifest))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_model(self, path: str) -> None:
+        """Write the model into the folder `path`, as `from_pretrained` loads it."""
+        ranks = Ranks(self.engine.group, f"the model {path} was not written")
+        is_first = ranks.mine == 0
+        ranks.all_do(lambda: export_huggingface(self.engine, Path(path), is_first))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Load the folder `path`, written by any number of ranks.
 

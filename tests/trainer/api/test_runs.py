@@ -89,7 +89,7 @@ def test_a_run_gives_its_numbers_and_folders(made: tuple[PPO, RunResult]) -> Non
     assert [line["step"] for line in result.metrics] == [1, 2, 3]
     assert {"critic/score/mean", "reward/score_score/mean"} <= result.metrics[0].keys()
     assert result.folder == own.folder
-    assert result.model_folder == own.folder / "global_step_3" / "actor" / "huggingface"
+    assert result.model_folder == own.folder / "model"
     assert (result.model_folder / "config.json").is_file()
 
 
@@ -233,7 +233,7 @@ def test_an_sft_run_trains_its_last_rows_and_calls_its_hooks(
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert [line["train/num_tokens"] for line in result.metrics] == [16.0, 16.0, 8.0]
-    assert result.model_folder == tmp_path / "global_step_3" / "sft" / "huggingface"
+    assert result.model_folder == tmp_path / "model"
     step = ["on_step_begin {}", "on_step_end {}"]
     assert noted.calls == [
         *["on_init_end 0", "on_train_begin 0"],

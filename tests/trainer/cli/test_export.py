@@ -33,6 +33,7 @@ def run_folder(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         "data.max_length=32",
         "model.lora_rank=2",
         "trainer.save_freq=1",
+        "trainer.save_final=false",
         "trainer.backend=local",
         "trainer.logger=[]",
     ]

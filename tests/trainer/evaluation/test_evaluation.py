@@ -149,7 +149,8 @@ def test_what_a_run_says_of_its_validation_arrives_as_it_was(
             "trainer.seed=11",
         ]
     )
-    saved = SavedModel(tmp_path, trained.actor_rollout_ref.model, flat_config(trained))
+    model, flat = trained.actor_rollout_ref.model, flat_config(trained)
+    saved = SavedModel(tmp_path, 1, tmp_path, model, flat)
     settings = settings_of_run(saved) | {"actor_rollout_ref.model.path": "m"}
     config = configuration(monkeypatch, settings, "data.max_response_length=7")
     assert config.data.max_response_length == 7

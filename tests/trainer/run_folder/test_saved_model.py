@@ -51,6 +51,19 @@ def test_a_run_folder_means_the_policy_of_its_newest_completed_checkpoint(ppo_ru
     assert (saved.model.path, saved.model.lora_rank) == ("policy", 8)
 
 
+@pytest.mark.parametrize(("step", "is_newest"), [(10, True), (9, False)])
+def test_the_model_that_a_run_left_comes_first_unless_a_checkpoint_is_newer(
+    ppo_run: Path, step: int, is_newest: bool
+) -> None:
+    marker = json.loads((ppo_run / "global_step_10" / "commit.json").read_text()) | {"step": step}
+    (ppo_run / "model").mkdir()
+    (ppo_run / "model" / "commit.json").write_text(json.dumps(marker))
+    assert (find_saved_model(ppo_run).folder == ppo_run / "model") == is_newest
+    assert find_saved_model(ppo_run, role="critic").folder.parent.name == "global_step_10"
+    adapter = find_saved_model(ppo_run, in_checkpoint=True)
+    assert adapter.folder == ppo_run / "global_step_10" / "actor"
+
+
 def test_a_role_is_named_by_its_folder_or_by_its_name(ppo_run: Path) -> None:
     by_folder = find_saved_model(ppo_run / "global_step_2" / "critic")
     by_name = find_saved_model(ppo_run / "global_step_2", role="critic")
