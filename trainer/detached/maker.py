@@ -234,6 +234,11 @@ class MakerLosses:
             wait_for_room(
                 restart, self._config, f"maker {maker}", time.monotonic(), self._look_again
             )
+            for role, its_pool in self._pools.items():
+                if its_pool == pool:
+                    self._groups[role].init_model(**self._init_arguments(role))
+        except WorkerDiedError as again:
+            return self(maker, again, num_lost=0)
         except ToldToStop:
             if self._ranks_without(maker):
                 raise
@@ -243,9 +248,6 @@ class MakerLosses:
         except PlacementError as problem:
             error.add_note(str(problem))
             raise error from None
-        for role, its_pool in self._pools.items():
-            if its_pool == pool:
-                self._groups[role].init_model(**self._init_arguments(role))
         return True
 
     def _look_again(self) -> None:

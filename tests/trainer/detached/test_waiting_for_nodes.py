@@ -1,4 +1,4 @@
-"""A maker whose node is lost waits for another node, as other groups do."""
+"""A maker whose node is lost waits for another node, as other groups do, and is started again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.detached.maker import MakerLosses, ToldToStop
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
 from trainer.run_folder.signals import RunStopped
-from verl_like.errors import NoRoomError, PlacementError, WorkerDiedError
+from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
 
 LOST = WorkerDiedError("node 7 is lost")
 
@@ -74,6 +74,15 @@ def test_it_comes_back_when_there_is_a_node(
     assert losses(config, cluster)(0, LOST, num_lost=2) is True
     assert cluster.started == ["rollout"]
     assert "maker 0: waiting for a node (no living node has room for maker_0_pool)" in caplog.text
+
+
+def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
+    assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
+    with pytest.raises(RolloutError, match=r"start of rollout It was started anew 3 times\."):
+        losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
 
 
 def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> None:
