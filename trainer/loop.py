@@ -231,6 +231,7 @@ class Trainer(Hooks, ABC):
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
         """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
         self.global_step += 1
+        self.groups.check_idle(f"the start of step {self.global_step}")
         metrics = self.timed_step()
         self.alarms.check(metrics, self.global_step)
         reached = reached_goal(metrics, self.config.trainer.stop_at)
@@ -364,7 +365,8 @@ class Trainer(Hooks, ABC):
         """Go on from the checkpoint that `trainer.resume_mode` chose, if there is one."""
         state = self.checkpoints.load(self.saved_groups())
         if state is not None:
-            self.load_state_dict(state)
+            with self.checkpoints.naming_what_does_not_load():
+                self.load_state_dict(state)
 
     # --------------------------------------------------------------------------------------- clock
 

@@ -1,4 +1,4 @@
-"""A run whose cluster loses its head in mid-run; run by `test_lost_cluster.py`.
+"""Runs whose cluster loses its head, then its node, in mid-run; run by `test_lost_cluster.py`.
 
 python -m tests.integration.lost_cluster RUN_DIR        tells what happened
 """
@@ -19,30 +19,37 @@ from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.verl_like.broken_cluster import daemon, wait_less
 from trainer import load_config, restarts, run
+from verl_like.backends.ray.ending import DAEMONS
 
 STEPS, LOST_IN = 4, 3
 SETTINGS = ("trainer.logger=[]", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1")
 
 
 class LosesCluster(RegressionTrainer):
-    """In its third step the head of the cluster is gone."""
+    """In its third step a daemon of the cluster is gone."""
 
-    heads: ClassVar[list[int]] = []
-    """The process of the head, as a step begins."""
+    kind: ClassVar[str]
+    seen: ClassVar[list[int]]
+    """The process of the daemon, as a step begins."""
 
     def step(self) -> dict[str, float]:
-        self.heads.append(daemon("gcs_server"))
-        if self.global_step == LOST_IN and len(set(self.heads)) == 1:
-            os.kill(self.heads[-1], signal.SIGKILL)
+        self.seen.append(daemon(self.kind))
+        if self.global_step == LOST_IN and len(set(self.seen)) == 1:
+            os.kill(self.seen[-1], signal.SIGKILL)
             self.groups["student"].execute_func_rank_zero(time.sleep, 60)  # a long call
         return super().step()
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """The run, and the heads that its steps have seen."""
-    here = ("trainer.backend=ray", "trainer.device=cpu", f"trainer.default_local_dir={folder}")
-    run(load_config([*here, *SETTINGS], REGRESSION), LosesCluster)
-    return {"heads": LosesCluster.heads}
+    """The processes of the daemon that each run's steps have seen."""
+    found = {}
+    for kind in DAEMONS:
+        LosesCluster.kind, LosesCluster.seen = kind, []
+        here = f"trainer.default_local_dir={folder / kind}"
+        settings = ("trainer.backend=ray", "trainer.device=cpu", here, *SETTINGS)
+        run(load_config(settings, REGRESSION), LosesCluster)
+        found[kind] = LosesCluster.seen
+    return found
 
 
 if __name__ == "__main__":

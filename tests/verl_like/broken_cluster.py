@@ -70,6 +70,8 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
 def wait_less(patch: pytest.MonkeyPatch) -> None:
     """Forked workers, and a loss that is noticed and left sooner than in a run."""
     ask_for_forks(patch)
+    # Ray's client would end this process so soon after its head; a minute, unless it is told
+    patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
     patch.setattr(probes, "EVERY_S", 0.3)
     patch.setattr(ending, "RELEASE_S", 1.0)
     patch.setattr(ending, "SHUTDOWN_S", 2.0)

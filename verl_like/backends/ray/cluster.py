@@ -24,6 +24,10 @@ from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
 from verl_like.process.environment import ONE_THREAD, environment
 
+OUTLIVES_A_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
+"""Or Ray's client ends this process a minute after its head is gone, whatever it is doing, and
+though it has another by then.
+"""
 _connecting = threading.Lock()
 
 
@@ -88,7 +92,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
 def _init_and_stay(options: dict[str, Any], done: Future[None]) -> None:
     """Connect, then wait for ever: the cluster's processes end with the thread that made them."""
     try:
-        with _handler_kept(signal.SIGTERM):
+        with _handler_kept(signal.SIGTERM), environment(OUTLIVES_A_HEAD):
             ray.init(**options)
     except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
         done.set_exception(error)

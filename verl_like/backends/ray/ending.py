@@ -20,6 +20,8 @@ RELEASE_S = 5.0
 """Of giving places back: a cluster that does not answer has nothing to give them to."""
 SHUTDOWN_S = 10.0
 """Of Ray's own end; where it takes longer, its daemons are killed."""
+DAEMONS = ("gcs_server", "raylet")
+"""Of a head and of a node, without which nothing is computed."""
 logger = logging.getLogger(__name__)
 
 
@@ -52,12 +54,20 @@ def leave_if_broken() -> bool:
     Gives whether there is none to go on in.
     """
     nodes: list[dict[str, Any]] = []
-    if ray.is_initialized() and not (
-        within(RELEASE_S, lambda: nodes.extend(ray.nodes()), "asking the cluster for its nodes")
-        and any(node["Alive"] for node in nodes)
+    if ray.is_initialized() and (
+        _has_lost_own_daemon()
+        or not within(RELEASE_S, lambda: nodes.extend(ray.nodes()), "asking the cluster's nodes")
+        or not any(node["Alive"] for node in nodes)
     ):
         _leave()
     return not ray.is_initialized()
+
+
+def _has_lost_own_daemon() -> bool:
+    """Whether a cluster of this process's own has lost its head or its node: none comes back."""
+    processes = _own_processes()
+    dead = [processes[kind][0].process.poll() for kind in DAEMONS if kind in processes]
+    return any(status is not None for status in dead)
 
 
 def _leave() -> None:
@@ -72,8 +82,12 @@ def _leave() -> None:
 
 
 def _own_daemons() -> list[int]:
-    """The processes of a cluster that this process has started; of one that it joined none."""
+    return [each.process.pid for kind in _own_processes().values() for each in kind]
+
+
+def _own_processes() -> dict[str, Any]:
+    """Kind -> those of a cluster that this process has started; of one that it joined none."""
     node = ray._private.worker._global_node
     if node is None or not node.is_head():
-        return []
-    return [each.process.pid for kind in node.all_processes.values() for each in kind]
+        return {}
+    return dict(node.all_processes)
