@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import sys
 import time
@@ -57,6 +58,8 @@ from verl_like.process.random_state import load_random_state, save_random_state
 from workers.training.manifest import add_files
 
 LATEST = "latest_checkpointed_iteration.txt"
+MOST = 2**53
+"""Of what a count may be: from there on JSON does not keep whole numbers apart."""
 WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
 """What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
 """
@@ -248,6 +251,23 @@ class Checkpoints:
         while not self._is_all_there and time.monotonic() < until:
             time.sleep(POLL_S)
 
+    @contextmanager
+    def naming_what_does_not_load(self) -> Iterator[None]:
+        """While the driver's state is taken over, which `load` gave.
+
+        Nothing is set aside: the state may be whole, and a trainer of the user's own at fault.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, VerlLikeError) or self.start is None:
+                raise
+            raise CheckpointError(
+                f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. Go "
+                "on from another one by trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path=...; beside it: {named(committed(self.start.parent))}."
+            ) from error
+
     def load(self, groups: Any) -> dict[str, Any] | None:
         """Load every role's state of the chosen checkpoint; gives the driver's, if any.
 
@@ -271,6 +291,7 @@ class Checkpoints:
         load_random_state(start / "random.json")
         try:
             state = read_json_object(start / "trainer.json")
+            _refuse_lies(state, self.start_step)
         except ValueError as error:
             raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error
         print(f"resumed from {start}", flush=True)
@@ -418,6 +439,29 @@ class Checkpoints:
                 f"from the newest whole one (beside it: {named(steps)})."
             )
         return f"Name another one: beside it are {named(steps)}."
+
+
+def _refuse_lies(state: dict[str, Any], step: int) -> None:
+    """A ValueError unless a run can have written it after that step: counts and finite numbers."""
+    if state.get("global_step", step) != step:
+        raise ValueError(f"global_step is {state['global_step']!r:.40} in the one of step {step}")
+    for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{name} is {number}")
+        if name.startswith("num_") and not (type(number) is int and 0 <= number < MOST):
+            raise ValueError(f"{name} is {number!r:.40}, not a count")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """Each number in it, with the key that it stands under."""
+    if isinstance(value, int | float):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
 
 
 def _is_of(line: dict[str, Any], last: int) -> bool:

@@ -29,13 +29,14 @@ from workers.training.manifest import MANIFEST, refuse_missing
 MARKER = "commit.json"
 MODEL = "model"
 """Folder of the trained model that a run leaves, in the run folder."""
+STEP_FOLDER = r"global_step_(\d+)"
 FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions": dict}
 
 
 def committed(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run folder that were completed, in order."""
     found = (
-        re.fullmatch(r"global_step_(\d+)", path.parent.name)
+        re.fullmatch(STEP_FOLDER, path.parent.name)
         for path in folder.glob(f"global_step_*/{MARKER}")
     )
     return sorted(int(match[1]) for match in found if match)
@@ -52,6 +53,9 @@ def read_marker(folder: Path) -> dict[str, Any]:
     try:
         marker = read_json_object(path)
         refuse_other_form(marker, FORM)
+        of_name = re.fullmatch(STEP_FOLDER, folder.name)
+        if of_name and int(of_name[1]) != marker["step"]:
+            raise ValueError(f"step is {marker['step']!r:.40} in {folder.name}")
     except FileNotFoundError as error:
         what = (
             "it was never committed (no commit.json)"

@@ -162,13 +162,55 @@ def test_a_state_that_is_none_gives_words_where_its_checksum_is_right(
     tmp_path: Path, name: str, state: str
 ) -> None:
     saved(tmp_path, 2)
-    folder = tmp_path / "global_step_2"
-    (folder / name).write_bytes(ANY_STATE[state])
+    replace_whole(tmp_path / "global_step_2", name, ANY_STATE[state])
+    with pytest.raises(CheckpointError, match=f"{name} (holds no random state|is damaged): .+"):
+        checkpoints(tmp_path).load(roles())
+
+
+def replace_whole(folder: Path, name: str, content: bytes) -> None:
+    """Other contents of a file, with the checksum that they have."""
+    (folder / name).write_bytes(content)
     marker = json.loads((folder / "commit.json").read_text())
     marker["files"][name] = fingerprint(folder / name)
     (folder / "commit.json").write_text(json.dumps(marker))
-    with pytest.raises(CheckpointError, match=f"{name} (holds no random state|is damaged): .+"):
-        checkpoints(tmp_path).load(roles())
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        ('"global_step": 1' + 30 * "0", "global_step is 1"),
+        ('"global_step": 4, "kl_coef": NaN', "kl_coef is nan"),
+        ('"global_step": 4, "running_norm": {"a": {"mean": Infinity}}', "mean is inf"),
+        ('"global_step": 4, "loader": {"num_taken": -7}', "num_taken is -7, not a count"),
+        ('"global_step": 4, "loader": {"num_taken": 1' + 400 * "0" + "}", "num_taken is 100"),
+        ('"global_step": 4, "detached": {"num_taken": 3.5}', "num_taken is 3.5, not a count"),
+    ],
+)
+def test_a_state_that_lies_makes_room_for_the_one_before(
+    tmp_path: Path, lie: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 2, 4)
+    replace_whole(tmp_path / "global_step_4", "trainer.json", b"{%s}" % lie.encode())
+    run = checkpoints(tmp_path)
+    run.cut_back()
+    assert run.load(roles()) == {"global_step": 2}
+    assert f"trainer.json is damaged: {words}" in caplog.text
+
+
+def test_a_marker_of_another_step_is_damaged(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    path = tmp_path / "global_step_4" / "commit.json"
+    path.write_text(path.read_text().replace('"step": 4', '"step": 1' + 30 * "0"))
+    assert checkpoints(tmp_path).start == tmp_path / "global_step_2"
+
+
+def test_a_state_that_does_not_load_is_refused_by_name_and_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    run = checkpoints(tmp_path)
+    words = r"global_step_4/trainer.json does not load: TypeError: .*beside it: global_step_2, "
+    with pytest.raises(CheckpointError, match=words), run.naming_what_does_not_load():
+        json.loads("[]")["num_taken"]
+    assert committed(tmp_path) == [2, 4]
 
 
 @pytest.mark.parametrize("state", ANY_STATE)
