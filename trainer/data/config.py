@@ -55,7 +55,9 @@ class DataConfig:
         read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
-    """Prompts of the whole run; its last step has those that are left, whole mini-batches."""
+    """Prompts of the whole run; its last step has those that are left: whole mini-batches, or less
+    than one.
+    """
     max_prompt_length: int = key(512, above=0)
     """Tokens; every prompt is left-padded to it."""
     max_response_length: int = key(512, above=0)

@@ -117,6 +117,11 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
     check_messages("messages", messages)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("'messages' has none of the assistant's")
+    for number, message in enumerate(messages):
+        said = message["content"]
+        says = (said.strip() if isinstance(said, str) else said) or message.get("tool_calls")
+        if message["role"] == "assistant" and not says:
+            raise ValueError(f"message {number} of 'messages', the assistant's, is empty")
     template = tokenizer.chat_template
     if template is None:
         raise ValueError(

@@ -101,7 +101,10 @@ def _of_data(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
-    """The prompts of a step, and those left for a last one, are cut into whole mini-batches."""
+    """The prompts of a step, and those left for a last one, are cut into whole mini-batches.
+
+    Fewer than one are an update of their own.
+    """
     total, prompts = config.data.train_batch_size, config.data.total_prompts
     sizes = {
         f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
@@ -118,7 +121,7 @@ def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
                 f"the nearest values that do are {' and '.join(map(str, sorted(nearest)))}."
             )
         left = (prompts or 0) % total
-        if prompts is not None and left % size:
+        if prompts is not None and left > size and left % size:
             yield (
                 f"data.total_prompts={prompts} leaves {left} prompts for the last step "
                 f"(data.train_batch_size={total}), which are no whole mini-batches of "

@@ -173,7 +173,7 @@ def balance(
     num_prompts = len(batch) // policy.rollout.n
     mini = policy.actor.ppo_mini_batch_size
     sizes = mini, critic.ppo_mini_batch_size or mini
-    num_mini_batches = math.lcm(*(num_prompts // size for size in sizes))
+    num_mini_batches = math.lcm(*(max(num_prompts // size, 1) for size in sizes))
     return balance_ranks(number_rows(batch, config), num_ranks, num_mini_batches)
 
 

@@ -252,7 +252,7 @@ def longest_row(config: PPOConfig) -> int:
 def rows_per_update(config: PPOConfig, num_prompts: int) -> int:
     """Rows of all optimizer steps of an `update_actor` on the samples of so many prompts."""
     actor = config.actor_rollout_ref.actor
-    num_steps = num_prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    num_steps = max(num_prompts // actor.ppo_mini_batch_size, 1) * actor.ppo_epochs
     return num_steps * (config.ptx.batch_size or actor.ppo_mini_batch_size)
 
 

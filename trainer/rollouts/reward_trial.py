@@ -57,12 +57,9 @@ def try_rewards(
 
 def _num_failed(metrics: dict[str, float]) -> float:
     """Samples that the worst of the rewards gave no score."""
-    counts: dict[str, float] = {}
-    for name, value in metrics.items():
-        reward, _, count = name.rpartition("/")
-        if count in ("num_failed", "num_timed_out"):
-            counts[reward] = counts.get(reward, 0.0) + value
-    return max(counts.values(), default=0.0)
+    counts = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
+    of_all = counts.pop("reward/num_failed", 0.0)
+    return max(*counts.values(), of_all - sum(counts.values()), 0.0)  # the rule has no count alone
 
 
 def made_up_answers(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:

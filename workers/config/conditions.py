@@ -105,3 +105,12 @@ SAVES = When(
 """Checkpoints that only the default of `save_every_minutes` asks for do not count: they are written
 for safety, as the defaults of such keys say.
 """
+VALIDATES_OR_SAVES = When(
+    "the run validates, or writes checkpoints",
+    lambda section, run: (
+        VALIDATES.holds(section, run)
+        or run.trainer.save_freq > 0
+        or run.trainer.save_every_minutes is not None
+    ),
+    "this run neither validates nor writes checkpoints: set data.val_files, or trainer.save_freq",
+)

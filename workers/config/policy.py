@@ -10,7 +10,7 @@ from workers.config.conditions import (
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
     REWARDS_TEACH,
-    VALIDATES,
+    VALIDATES_OR_SAVES,
     loss_reads,
     policy_loss_of,
 )
@@ -214,9 +214,9 @@ class ActorConfig(ShardedConfig):
     """Weight of the KL in the loss."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
     """Estimator of the KL in the loss."""
-    ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES)
-    """Validate with a moving average of the weights, of which this much stays at every update; null
-    validates with the weights themselves.
+    ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES_OR_SAVES)
+    """Keep a moving average of the weights, of which this much stays at every update, to validate
+    with and for `verl-like export --average`; null keeps none.
     """
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""

@@ -255,14 +255,20 @@ def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
     These are what transformers' class ignores (layers that predict further tokens), what is
     computed today, and a classifier's head.
     """
+    if extra := _in_words(module, names):
+        raise ConfigError(
+            f"model.path={config.path!r}: {extra}. Without them it would compute other numbers: "
+            "config.json may be of another model, or the folder quantized; save it anew with "
+            "save_pretrained."
+        )
+
+
+def _in_words(module: Any, names: Iterable[str]) -> str:
+    """Those of `names` that are not known to be left over; nothing is an empty text."""
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))
-    if extra:
-        raise ConfigError(
-            f"model.path={config.path!r}: {len(extra)} entries that nothing in the model takes: "
-            f"{', '.join(extra[:20])}. Without them it would compute other numbers: config.json "
-            "may be of another model, or the folder quantized; save it anew with save_pretrained."
-        )
+    takes = f"{len(extra)} entries that nothing in the model takes: {', '.join(extra[:20])}"
+    return takes if extra else ""
 
 
 def _copy(weight: Tensor, stored: Any) -> None:
@@ -296,8 +302,10 @@ def _by_transformers(module: Any, config: ModelConfig, missing: Iterable[str]) -
 
     absent = sorted({*missing} & set(report["missing_keys"]))
     if absent:
+        extra = _in_words(module, report["unexpected_keys"])
         raise ConfigError(
-            f"model.path={config.path!r} lacks {len(absent)} weights: {', '.join(absent[:20])}."
+            f"model.path={config.path!r} lacks {len(absent)} weights: {', '.join(absent[:20])}"
+            f"{f'; and there are {extra}' if extra else ''}."
         )
     refuse_extra(module, config, report["unexpected_keys"])
     values: dict[str, Tensor] = whole.state_dict()

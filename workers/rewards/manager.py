@@ -156,9 +156,9 @@ def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
 def _score_metrics(
     outcomes: list[Outcome], extras: dict[str, np.ndarray[Any, Any]]
 ) -> dict[str, float]:
-    """Counts of samples that failed or came late, and the mean of every extra number."""
+    """Counts of samples without a score, and of those too late; the mean of every extra number."""
     num_late = sum(score is None and error == LATE for score, _, error in outcomes)
-    num_failed = sum(score is None for score, _, _ in outcomes) - num_late
+    num_failed = sum(score is None for score, _, _ in outcomes)
     metrics = {
         "reward/num_failed": float(num_failed),
         "reward/num_timed_out": float(num_late),

@@ -34,6 +34,8 @@ from workers.rewards.scorer import Scorer
 
 SKIPPED = "reward_extra/skipped"
 """Column: 1 where a sample is left out of the update, since a reward of it failed."""
+COUNTS = ("reward/num_failed", "reward/num_timed_out")
+"""Metrics that are sums over all rewards."""
 NAMED = 3
 """Failures that an error names."""
 SMALLEST_SPREAD = 1e-6
@@ -243,7 +245,8 @@ class WeightedScores:
             found = PartScores(*columns.values())
             failures = result.meta_info.get(FAILURES, [])
             _refuse(part.config, found.failed, failures, self._rewards.max_failed)
-            metrics |= _named(numbers, "reward/", name, several)
+            of_all = {count: metrics.get(count, 0.0) + numbers[count] for count in COUNTS}
+            metrics |= _named(numbers, "reward/", name, several) | of_all
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
 
         if several or name != "rule":  # a lone rule's score is critic/score/mean

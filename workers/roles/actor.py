@@ -182,7 +182,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         """Refuse a batch said to be on-policy of which the second mini-batch would not be."""
         num_rows = len(data) if data.shard is None else data.shard.total
         mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
-        if self.config.ppo_epochs != 1 or mini_batch_size != num_rows:
+        if self.config.ppo_epochs != 1 or mini_batch_size < num_rows:
             raise BatchError(
                 "update_actor: meta_info['on_policy'] is set, but ppo_epochs="
                 f"{self.config.ppo_epochs} and mini-batches of {mini_batch_size} samples make more "

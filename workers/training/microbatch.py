@@ -209,8 +209,13 @@ class MiniBatch:
 
 
 def count_mini_batches(total: int, mini_batch_size: int) -> int:
-    """How many mini-batches a batch of `total` samples has; the size must divide it."""
-    if total > 0 and 0 < mini_batch_size <= total and total % mini_batch_size == 0:
+    """How many mini-batches a batch of `total` samples has; the size must divide it.
+
+    A batch that is smaller, the last one of `data.total_prompts`, is one.
+    """
+    if 0 < total < mini_batch_size:
+        return 1
+    if total > 0 and 0 < mini_batch_size and total % mini_batch_size == 0:
         return total // mini_batch_size
 
     valid = [size for size in range(1, total + 1) if total % size == 0]

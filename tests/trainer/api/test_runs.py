@@ -148,14 +148,25 @@ def test_steps_in_two_parts_are_the_same_steps(
 
 
 @pytest.mark.parametrize(
-    ("triple", "prompts_of_steps"),
-    [((1, 2, 2), [4]), ((1, 3, 2), [4, 2]), ((3, 3, 4), [4, 4, 1])],
+    ("triple", "prompts_of_steps", "mini_batch"),
+    [
+        ((1, 2, 2), [4], 1),
+        ((1, 3, 2), [4, 2], 1),
+        ((3, 3, 4), [4, 4, 1], 1),
+        ((2, 5, 4), [4, 4, 2], 4),
+        ((3, 3, 4), [4, 4, 1], 2),
+    ],
     ids=str,
 )
 def test_rollouts_are_counted_and_a_partial_last_update_is_trained(
-    triple: tuple[int, int, int], prompts_of_steps: list[int], tiny_dir: Path, tmp_path: Path
+    triple: tuple[int, int, int],
+    prompts_of_steps: list[int],
+    mini_batch: int,
+    tiny_dir: Path,
+    tmp_path: Path,
 ) -> None:
-    own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 1})
+    mini_batches = {"actor_rollout_ref.actor.ppo_mini_batch_size": mini_batch}
+    own = make_ppo(tiny_dir, tmp_path, **mini_batches)
     num_episodes, max_timesteps, update_timesteps = triple
     result = own.fit(
         num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps
@@ -179,8 +190,9 @@ def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> No
         own.fit(1, num_episodes=1)
     with pytest.raises(ConfigError, match="update_timesteps=3 rollouts share .*=4 prompts"):
         own.fit(num_episodes=1, max_timesteps=3, update_timesteps=3)
-    with pytest.raises(ConfigError, match="leaves 2 prompts for the last step .*size=4; 4 prompts"):
-        own.fit(num_episodes=1, max_timesteps=3, update_timesteps=2)
+    own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
+    with pytest.raises(ConfigError, match="leaves 3 prompts for the last step .*size=2; 6 prompts"):
+        own.fit(num_episodes=1, max_timesteps=7, update_timesteps=4)
 
 
 def test_a_run_goes_on_with_its_own_rows_alone(made: tuple[PPO, RunResult], tiny_dir: Path) -> None:

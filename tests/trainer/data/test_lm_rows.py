@@ -114,6 +114,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
         ({"prompt": "a", "response": ""}, "'response' is empty"),
         ({"messages": CHAT[:1]}, "has none of the assistant's"),
         ({"messages": [{"role": "user"}]}, "no list of messages with role and content"),
+        (
+            {"messages": [*CHAT[:1], {"role": "assistant", "content": " "}, *CHAT]},
+            "message 1 of 'messages', the assistant's, is empty",
+        ),
         ([1], "it is a list, not an object"),
     ],
 )

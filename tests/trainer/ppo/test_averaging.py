@@ -80,8 +80,12 @@ def test_a_resumed_run_validates_as_the_whole_one(tiny_dir: Path, tmp_path: Path
 
 
 def test_an_average_that_nobody_sees_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ema_decay is set.*never validates"):
-        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", f"{DECAY}=0.5"))
+    settings = overrides(tiny_dir, tmp_path, "trainer.backend=local", f"{DECAY}=0.5")
+    with pytest.raises(ConfigError, match=r"ema_decay is set.*neither validates nor writes check"):
+        load_config([*settings, "trainer.save_every_minutes=null"])
+    for read_by in ("trainer.save_freq=1", "trainer.save_every_minutes=1"):
+        load_config([*settings, "trainer.save_every_minutes=null", read_by])
+    load_config(settings)
 
 
 def test_an_average_that_never_moves_is_refused(tiny_dir: Path, tmp_path: Path) -> None:

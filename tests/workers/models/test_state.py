@@ -241,7 +241,11 @@ def test_a_buffer_that_nothing_fills_is_refused_by_name(
 ) -> None:
     config = tiny_config(save_model(tmp_path, family))
     edit(tmp_path, lambda tensors: tensors.pop(name))
-    with pytest.raises(ConfigError, match=f"lacks 1 weights: {name}"):
+    with pytest.raises(ConfigError, match=rf"lacks 1 weights: {name}\.$"):
+        load_model(config.actor_rollout_ref.model, "token")
+    edit(tmp_path, lambda tensors: tensors.update({f"{name}s": torch.ones(1)}))
+    both = f"lacks 1 weights: {name}; and there are 1 entries that nothing .* takes: {name}s"
+    with pytest.raises(ConfigError, match=both):
         load_model(config.actor_rollout_ref.model, "token")
 
 

@@ -140,6 +140,18 @@ def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
     assert metrics["reward/right/num_failed"] == 0.0
 
 
+def test_failures_of_several_rewards_are_counted_each_and_together() -> None:
+    nan = float("nan")
+    one, two = part("one", [nan, 1.0, 1.0, 1.0]), part("two", [nan, nan, 1.0, 1.0])
+    _, metrics = scores_of(one, part("rule", [1.0, 1.0, 1.0, nan]), two)
+    failed = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
+    assert failed == {
+        "reward/num_failed": 4.0,
+        "reward/one/num_failed": 1.0,
+        "reward/two/num_failed": 2.0,
+    }
+
+
 def test_extras_of_several_rewards_have_their_names_before_them() -> None:
     one = part("one", [0.0] * 4, {"acc": [1.0, 2.0, 3.0, 4.0]})
     two = part("two", [0.0] * 4, {"acc": [5.0, 6.0, 7.0, 8.0]})
