@@ -18,7 +18,12 @@ from typing import NamedTuple
 
 from trainer.report.detached import STATES
 
-VERBS = {"waiting": "has waited {} for", "syncing": "has synced {}:", "busy": "was busy {} with"}
+VERBS = {
+    "waiting": "has waited {} for",
+    "syncing": "has synced {}:",
+    "busy": "was busy {} with",
+    "gone": "has been without processes for {}:",
+}
 
 
 class State(NamedTuple):
@@ -34,7 +39,7 @@ class Activity:
 
     From the first block of any role on, a role is in one state at every moment: that of its
     innermost open block, and outside all of them it waits for something to do. So its seconds add
-    up to the wall time. The blocks of a role are one thread's; any thread may read them.
+    up to the wall time, but for those in which it is gone: it does nothing then. The blocks of a role are one thread's; any thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -106,9 +111,18 @@ class RoleActivity:
         """The state of a role that takes or gives weights, such as `weights of version 4`."""
         return self._enter("syncing", what)
 
+    def gone(self, what: str) -> AbstractContextManager[None]:
+        """The state of a role whose processes are lost, until others have come."""
+        return self._enter("gone", what)
+
+    def leave(self, what: str) -> None:
+        """Be gone from now on."""
+        self._go_to(State("gone", what, 0.0))
+
     def seconds(self, now: float) -> dict[str, float]:
         """The seconds spent in each state until `now`."""
-        self._seconds[self.state.name] += now - self._counted_to
+        if self.state.name in self._seconds:
+            self._seconds[self.state.name] += now - self._counted_to
         self._counted_to = now
         return dict(self._seconds)
 

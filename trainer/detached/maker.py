@@ -170,9 +170,11 @@ class Maker:
                     logger.warning(words, self._number, there.num_there, len(there.missing))
         num_lost = self._buffer.lost(self._number, self._keeps_samples)
         self._running, self._weights = {}, Weights(0, 0)
-        with self._activity.waiting("processes in the place of the lost ones"):
+        with self._activity.gone("others are to come in the place of the lost ones"):
             self._is_lost = not self._trainer.losses(self._number, error, num_lost)
-        if not self._is_lost:
+        if self._is_lost:
+            self._activity.leave("the other makers have taken over")
+        else:
             self._client = RolloutClient(self._trainer.groups[self._role])
 
 

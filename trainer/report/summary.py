@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 from trainer.report.disturbances import faults_in_words, restarts_in_words
 from trainer.report.read import RunData, phase_shares
@@ -45,7 +46,10 @@ def _time(data: RunData) -> str:
     shares = phase_shares(data.metrics, data.stages)
     _, seconds = data.series("timing_s/step")
     largest = sorted(shares, key=lambda phase: phase[2], reverse=True)[:BIGGEST_PHASES]
-    phases = ", ".join(f"{name} {share:.0f} %" for name, _, share in largest)
+    names = [*(name for name, _, _ in largest), "the rest"]
+    ends = [round(end) for end in accumulate((share for *_, share in largest), initial=0.0)]
+    wholes = [end - start for start, end in pairwise([*ends, 100])]  # of rounded sums: 100 in all
+    phases = ", ".join(f"{n} {whole} %" for n, whole in zip(names, wholes, strict=True) if whole)
     mean = sum(seconds) / len(seconds)
     steps = f"{len(seconds)} steps" if len(seconds) > 1 else "1 step"
     return f"{steps} of {mean:.3g} s: {phases}"

@@ -55,6 +55,24 @@ def test_the_wall_begins_with_the_first_block_of_any_role(seen: Activity, clock:
     assert found["maker 1"] == {"busy": 1, "waiting": 5, "syncing": 0}
 
 
+def test_a_role_without_processes_does_not_wait(seen: Activity, clock: Clock) -> None:
+    maker = seen.of("maker 0")
+    with maker.busy("generate"):
+        clock.now += 2
+    with maker.gone("others are to come"):
+        clock.now += 5
+        assert (
+            seen.who_waits() == "maker 0 has been without processes for 5.0 s: others are to come"
+        )
+    clock.now += 1
+    assert seen.seconds() == {"maker 0": {"busy": 2, "waiting": 1, "syncing": 0}}
+    maker.leave("the other makers have taken over")
+    clock.now += 7
+    assert seen.seconds() == {"maker 0": {"busy": 2, "waiting": 1, "syncing": 0}}
+    with seen.of("trainer").waiting("samples"):
+        assert seen.who_waits().startswith("trainer has waited")
+
+
 def test_a_block_in_a_block_interrupts_it(seen: Activity, clock: Clock) -> None:
     maker = seen.of("maker 0")
     with maker.busy("generate"):

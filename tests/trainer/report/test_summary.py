@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,15 @@ def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Pat
         "3 steps of 2 s: gen 60 %, update 30 %, other 10 %",
         "best val-core/x/mean@1: 0.75 after step 1, 0.5 at the last",
     ]
+
+
+@pytest.mark.parametrize("seconds", [(0.5, 0.5, 0.5, 0.5), (0.667, 0.667, 0.666), (1.0, 0.999)])
+def test_the_phases_add_up_to_100(tmp_path: Path, seconds: tuple[float, ...]) -> None:
+    stages = [f"s{number}" for number in range(len(seconds))]
+    step = {f"timing_s/{stage}": spent for stage, spent in zip(stages, seconds, strict=True)}
+    run = run_of(tmp_path, step | {"timing_s/step": 2.0})
+    (line,) = summary(replace(run, stages=stages))
+    assert sum(map(int, re.findall(r"(\d+) %", line))) == 100
 
 
 def test_of_equal_validations_the_last_is_the_best(tmp_path: Path) -> None:
