@@ -39,7 +39,8 @@ class Activity:
 
     From the first block of any role on, a role is in one state at every moment: that of its
     innermost open block, and outside all of them it waits for something to do. So its seconds add
-    up to the wall time, but for those in which it is gone: it does nothing then. The blocks of a role are one thread's; any thread may read them.
+    up to the wall time, but for those in which it is gone: it does nothing then. The blocks of a
+    role are one thread's; any thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
