@@ -1,6 +1,6 @@
 """All rewards of a run: launched together, added up by weight, each logged.
 
-    rewards = make_rewards(config, tokenizer, data_sources)
+    rewards = make_rewards(config, tokenizer, data_sources, columns)
     future = rewards.launch(batch, call_model)      # returns at once
     scores, metrics = future.get()                  # token_level_scores, reward_extra/*
 
@@ -44,7 +44,7 @@ CHECK_S = 1.0
 
 
 def make_rewards(
-    run: ScoringSections, tokenizer: Any, data_sources: Iterable[str], columns: Sequence[str] = ()
+    run: ScoringSections, tokenizer: Any, data_sources: Iterable[str], columns: Sequence[str]
 ) -> Rewards:
     """The rewards that a run's configuration asks for; a function may read the data's `columns`.
 

@@ -98,7 +98,7 @@ def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
         sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any
     ) -> RewardManager:
         config = PPOConfig(data=None, trainer=None, **sections)
-        made.append(make_rewards(config, tokenizer, sources))
+        made.append(make_rewards(config, tokenizer, sources, []))
         (part,) = made[-1].parts
         assert part.manager is not None
         return part.manager

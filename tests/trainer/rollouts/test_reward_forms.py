@@ -1,0 +1,97 @@
+"""Every documented form of a reward function, in every command that scores samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, lines
+from trainer import load_config, run
+from trainer.best_of_n.recipe import BEST_OF_N
+from trainer.config.recipe import Recipe
+from trainer.config.settings import overrides_of
+from trainer.detached.recipe import DETACHED
+from trainer.evaluation.recipe import EVAL
+from trainer.ppo.recipe import PPO
+
+FORMS = """
+def share(text, letter):
+    return text.count(letter) / 8
+
+def of_verl(data_source, solution_str, ground_truth, extra_info):
+    return {"score": share(solution_str, extra_info["letter"]), "acc": float(ground_truth == "a")}
+
+def of_a_column(response, answer):
+    return share(response, answer)
+
+def of_all(**row):
+    return share(row["solution_str"], row["answer"])
+
+def with_settings(prompt, response, answer, scale):
+    return scale * share(response, answer)
+
+async def side_by_side(response, answer):
+    return share(response, answer)
+
+def of_a_batch(responses, answer):
+    return [share(*pair) for pair in zip(responses, answer, strict=True)]
+"""
+NAMES = ("of_verl", "of_a_column", "of_all", "with_settings", "side_by_side", "of_a_batch")
+SAMPLED = {
+    "data.train_batch_size": 4,
+    "actor_rollout_ref.rollout.n": 2,
+    "trainer.total_training_steps": 1,
+}
+TRAINED = [*POLICY_ALONE, "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        (PPO, [*TRAINED, "trainer.val_before_train=false"]),
+        (DETACHED, TRAINED),
+        (BEST_OF_N, []),
+        (EVAL, []),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_every_form_of_a_reward_scores(
+    recipe: Recipe, more: list[str], tiny_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "forms.py").write_text(FORMS)
+    rows = [
+        {"prompt": f"say {c}", "answer": c, "extra_info": {"letter": c}}
+        | {"reward_model": {"ground_truth": c}}
+        for c in "abcd"
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rewards = [
+        {"name": name, "path": f"{tmp_path}/forms.py", "function": name}
+        | ({"kwargs": {"scale": 1.0}} if name == "with_settings" else {})
+        for name in NAMES
+    ]
+    files = "val_files" if recipe is EVAL else "train_files"
+    sampled = {} if recipe is EVAL else SAMPLED
+    settings = [
+        f"actor_rollout_ref.model.path={tiny_dir}/model",
+        f"data.{files}={tmp_path}/rows.jsonl",
+        *overrides_of({"rewards": rewards}),
+        f"trainer.default_local_dir={tmp_path}/run",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+        *(f"{key}={value}" for key, value in sampled.items()),
+        *more,
+    ]
+    run(load_config(settings, recipe))
+    folder = tmp_path / "run" / ("validation" if recipe is EVAL else "rollouts")
+    (file,) = folder.glob("*.jsonl")
+    samples = lines(folder, file.name)
+    assert len(samples) == (4 if recipe is EVAL else 8)
+    for sample in samples:
+        expected = sample["output"].count(sample["gts"]) / 8
+        assert sample["score"] == pytest.approx(len(NAMES) * expected)
+    assert all(line.get("reward/num_failed", 0) == 0 for line in lines(tmp_path / "run"))
