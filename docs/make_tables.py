@@ -33,6 +33,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.detached.recipe import DETACHED
 from trainer.migrate import verl
+from trainer.migrate.systems import migrate
 from trainer.migrate.table import doc_rows
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -339,6 +340,17 @@ def migration_table(rows: Callable[[], list[list[str]]]) -> str:
     return _table(["there", "here"], rows())
 
 
+def listing_table(system: str, name: str) -> str:
+    """A listing beside ours, and the command that it becomes."""
+    text = (DOCS / "data" / "listings" / f"{name}.txt").read_text("utf-8")
+    done = migrate(system, text)
+    command = f"```text\n{done.command()}\n```"
+    if not done.lines:
+        return f"```text\n{text.rstrip()}\n```\n\nbecomes\n\n{command}"
+    rows = [[f"`{line}`", said] for line, said in done.lines]
+    return f"{command}\n\n{_table(['there', 'here'], rows)}"
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
@@ -364,6 +376,19 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "coati": (
         "coming_from_colossalchat.md",
         partial(migration_table, partial(doc_rows, "coati", "--")),
+    ),
+    "listing-split_placement": (
+        "coming_from_verl.md",
+        partial(listing_table, "verl", "split_placement"),
+    ),
+    "listing-makers_and_trainers": (
+        "coming_from_colossalchat.md",
+        partial(listing_table, "coati", "makers_and_trainers"),
+    ),
+    "listing-chatgpt": ("coming_from_chatgpt.md", partial(listing_table, "chatgpt", "chatgpt")),
+    "listing-train_ppo_ray": (
+        "coming_from_openrlhf.md",
+        partial(listing_table, "openrlhf", "train_ppo_ray"),
     ),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),

@@ -33,6 +33,7 @@ from workers.training.schedules import LR_SCHEDULES
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = r"(verl-like ppo|verl-like detached|-m trainer\.main_ppo) ([^`#\n]+)"
 """A command that starts a run, and its settings."""
+NUMBER_OF_SHELL = re.compile(r"(detached|trainer)\.\w+=\$")
 
 
 def pages() -> list[object]:
@@ -123,11 +124,15 @@ def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> 
 
 
 def commands() -> Iterator[object]:
-    """The settings of every command that starts a run; `...` stands for further ones."""
+    """The settings of every command that starts a run; `...` stands for further ones.
+
+    Numbers that a variable of the shell holds are left out.
+    """
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
         for name, command in re.findall(STARTS, text):
-            settings = [part for part in shlex.split(command) if part != "..."]
+            parts = [part for part in shlex.split(command) if part != "..."]
+            settings = [part for part in parts if not NUMBER_OF_SHELL.match(part)]
             recipe = DETACHED if "detached" in name else PPO
             if settings != ["key=value"] and not settings[0].startswith("-"):
                 yield pytest.param(recipe, settings, id=f"{path.name}: {settings[0]}")

@@ -1,4 +1,4 @@
-"""usage: verl-like migrate verl|openrlhf|trl|coati COMMAND-OR-FILE
+"""usage: verl-like migrate verl|openrlhf|trl|coati|chatgpt COMMAND-OR-FILE
 
 Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
 stands what became of every flag: renamed, always so here, or not here and what to do instead; and
@@ -8,6 +8,7 @@ those of its defaults that differ from ours, which the command sets.
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
   verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
+  verl-like migrate chatgpt listing.py                     Python, line by line; verl, coati, too
 """
 
 from __future__ import annotations

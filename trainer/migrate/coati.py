@@ -11,6 +11,8 @@ from typing import Any
 
 from trainer.migrate.command import as_flags, num_processes, read_words
 from trainer.migrate.given import GivenFlags
+from trainer.migrate.listing import is_listing
+from trainer.migrate.listing import translate as translate_listing
 from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from workers.config.model import STRATEGIES_ELSEWHERE
@@ -28,6 +30,8 @@ WHOLE_LENGTH = {"ppo": 128, "detached": 512}
 
 def translate(text: str) -> Translation:
     """Settings, and a word on every flag."""
+    if is_listing("chatgpt", text):
+        return translate_listing("chatgpt", text)
     script, words = read_words(text, *ONE_GROUP, *DETACHED)
     given = as_flags(words)
     is_detached = script in DETACHED or (not script and any(mark in given for mark in MARKS))
@@ -82,8 +86,10 @@ def _makers_and_trainers(flags: GivenFlags, *, one_maker: bool) -> None:
     batch = train * trainers
     settings = {"data.train_batch_size": batch, f"{ACTOR}.ppo_mini_batch_size": batch}
     done.rename(f"--train_batch_size {train} of every trainer", settings)
-    total = {"trainer.total_training_steps": max(made // batch, 1)}
-    done.rename("--experience_batch_size, --experience_steps", total)
+    # a batch that comes again is another step here
+    steps = max(made // batch, 1) * flags.count("train_epochs", 1)
+    told = "--experience_batch_size, --experience_steps, --train_epochs"
+    done.rename(told, {"trainer.total_training_steps": steps})
     done.default("--update_steps", 2, {"detached.update_steps": 2})
     done.default("--train_epochs", 1, {"detached.train_epochs": 1})
     # their makers hold critic, reward model and initial model beside the actor

@@ -25,6 +25,7 @@ SYSTEMS: Mapping[str, Callable[[str], Translation]] = {
     "openrlhf": openrlhf.translate,
     "trl": trl.translate,
     "coati": coati.translate,
+    "chatgpt": coati.translate,
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
     "ppo": PPO,

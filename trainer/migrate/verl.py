@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from trainer.config.keys import leaf_keys
 from trainer.migrate.command import filled, read_words, variables_of
+from trainer.migrate.listing import is_listing
+from trainer.migrate.listing import translate as translate_listing
 from trainer.migrate.translation import Translation
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import SAME_VALUES, fate_of, tables
@@ -48,6 +50,8 @@ CORRECTION = "algorithm.rollout_correction"
 
 def translate(text: str) -> Translation:
     """Settings, and a word on every key that is not the same."""
+    if is_listing("verl", text):
+        return translate_listing("verl", text)
     done, variables = Translation(), variables_of(text)
     program, words = read_words(text, "main_ppo", SPLIT)
     if program == SPLIT:

@@ -42,9 +42,9 @@ def test_makers_and_trainers_become_a_detached_run() -> None:
     beside_a_rollout = {"rollout", "ref", "reward_model", "critic_copy"}
     pools = expand_roles(config.role_mapping)
     assert {role for role, pool in pools.items() if pool == "maker_0_pool"} == beside_a_rollout
-    # 2 trainers x 2 rows a batch; 4 prompts x 8 steps x 2 makers are 16 batches
+    # 2 trainers x 2 rows a batch; 4 prompts x 8 steps x 2 makers are 16 batches, each three times
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (4, 4)
-    assert config.trainer.total_training_steps == 16
+    assert config.trainer.total_training_steps == 48
     assert (actor.strategy, config.critic.strategy) == ("fsdp+offload", "fsdp+offload")
     assert (config.data.max_prompt_length, config.data.max_response_length) == (96, 416)
     assert (actor.optim.lr, config.critic.optim.lr, actor.optim.weight_decay) == (1e-7, 1e-7, 0)
