@@ -87,10 +87,10 @@ RECIPES: list[tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]] = [
 ]
 
 
-def settings_of(recipe: Recipe[Any], tiny: Path, folder: Path) -> list[str]:
+def settings_of(recipe: Recipe[Any], tiny: Path, folder: Path, *more: str) -> list[str]:
     if recipe in (PPO, DETACHED):
-        return overrides(tiny, folder, *FEW_ROWS)
-    here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}"]
+        return overrides(tiny, folder, *FEW_ROWS, *more)
+    here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
     if recipe is REGRESSION:
         return here
     if recipe is BEST_OF_N:
@@ -116,14 +116,14 @@ def test_a_run_goes_on_to_the_same_numbers(
     more = (*SAVED, *more)
     if recipe is not BEST_OF_N:
         more = (*more, f"trainer.total_training_steps={len(killer.kills) + 1}")
-    run(load_config([*settings_of(recipe, tiny_dir, tmp_path / "whole"), *more], recipe))
+    run(load_config(settings_of(recipe, tiny_dir, tmp_path / "whole", *more), recipe))
 
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(checkpoint, "gather", killer.gather)
     pools = property(lambda self: frozenset(self.resource_pool_spec))
     for config in (RunConfig, DetachedConfig):
         monkeypatch.setattr(config, "child_pools", pools)
-    here = [*settings_of(recipe, tiny_dir, tmp_path / "killed"), *more]
+    here = settings_of(recipe, tiny_dir, tmp_path / "killed", *more)
     run(load_config(here, recipe), callbacks=[killer])
     assert not killer.kills, "all came about"
     assert of_training(tmp_path / "killed") == of_training(tmp_path / "whole")
