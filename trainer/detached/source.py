@@ -84,6 +84,8 @@ class DetachedSource(SampleSource):
         self._read: list[Metrics] = []
         self._num_tokens = 0
         self._kept: list[DataProto] = []
+        self.makers_of: dict[str, int] = {}
+        """Uid -> who made its samples, of the batches of a round."""
         self._queued: list[Experience] = []
         self._has_started = False
 
@@ -104,7 +106,7 @@ class DetachedSource(SampleSource):
             return self._kept[chosen].select(), again | {"detached/drawn_tokens": 0.0}
 
         if place == 0:
-            self._kept = []
+            self._kept, self.makers_of = [], {}
         self._drawn, self._read, self._num_tokens = [], [], 0
         batch, metrics = self._assemble(self._draw)
         self._drop_unused(batch)
@@ -190,6 +192,7 @@ class DetachedSource(SampleSource):
         rest_of_version = sum(map(sizes, rest))
         experiences = self.buffer.take(Demand(sizes(fresh), attempt, rest_of_version, rest_of_run))
         experiences.sort(key=lambda one: (one.rank, one.number))
+        self.makers_of |= {uid: one.maker for one in experiences for uid in one.uids}
         self._drawn += [uid for one in experiences for uid in one.uids]
         self._read += [one.metrics for one in experiences]
         drawn = concat_rows([one.samples for one in experiences if one.samples is not None])

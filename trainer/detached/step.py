@@ -156,13 +156,13 @@ class DetachedTrainer(PPOTrainer):
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """What a batch that comes again has already is not made anew."""
+        self._trained_by = self.weight_version
         batch, metrics = super().score(batch)
         self.source.keep(batch)
         return batch, metrics
 
     def update(self, batch: DataProto) -> Metrics:
         """PPO's update; then the ledger says what was trained on."""
-        self._trained_by = self.weight_version
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
             self.buffer.trained(self._ranks_and_versions(batch))
@@ -264,6 +264,16 @@ class DetachedTrainer(PPOTrainer):
                 self._stop_here()
             self.stop.end("while it waited for a node in the place of a maker's")
             raise
+
+    def sample_fields(self, batch: DataProto) -> dict[str, list[Any]]:
+        """Who made each sample, the trainer rank that learns from it, and its weights' version."""
+        size = -(-len(batch) // self.groups["actor"].world_size)
+        uids = map(str, batch.non_tensor_batch["uid"])
+        return {
+            "maker": [self.source.makers_of.get(uid) for uid in uids],
+            "trainer": [row // size for row in range(len(batch))],
+            "trained_by_version": [self._trained_by] * len(batch),
+        }
 
     def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:
         """Uid -> trainer rank and version of each of its samples."""

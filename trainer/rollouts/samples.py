@@ -7,7 +7,7 @@ the newest steps they are whole, of older ones a few are left (`thin_samples`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import read_columns, token_rows
+from workers.columns import has_column, read_columns, token_rows
 from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses
 
@@ -48,9 +48,18 @@ def concat_rows(parts: Sequence[DataProto]) -> DataProto:
     return DataProto.concat(whole)
 
 
-def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> None:
-    """`<folder>/<step>.jsonl`: a line a sample, with verl's names and what the rule returned."""
-    fields = {"step": [step] * len(batch), **_fields(batch, tokenizer)}
+def write_samples(
+    folder: Path,
+    step: int,
+    batch: DataProto,
+    tokenizer: Any,
+    more: Mapping[str, Sequence[Any]] | None = None,
+) -> None:
+    """`<folder>/<step>.jsonl`: a line a sample, with verl's names and what the rule returned.
+
+    `more` has fields of the recipe's own, each with a value for every row.
+    """
+    fields = {"step": [step] * len(batch), **_fields(batch, tokenizer), **(more or {})}
     rows = (dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True))
     lines = json_lines(rows, _plain)
 
@@ -71,6 +80,8 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
         "score": read["token_level_scores"].sum(-1).tolist(),
     }
+    if has_column(batch, "policy_version"):
+        fields["weight_version"] = read_columns(batch, "policy_version")["policy_version"].tolist()
     for name, column in columns.items():
         if name.startswith(EXTRA):
             values = [None if _is_nan(value) else value for value in column.tolist()]

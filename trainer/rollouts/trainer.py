@@ -116,7 +116,12 @@ class SamplingTrainer(Trainer):
 
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step as text, in a folder of that name."""
-        write_samples(self.folder / name, self.global_step, batch, self.tokenizer)
+        more = self.sample_fields(batch) if name == "rollouts" else None
+        write_samples(self.folder / name, self.global_step, batch, self.tokenizer, more)
+
+    def sample_fields(self, batch: DataProto) -> dict[str, list[Any]]:
+        """What this recipe's files of samples say beside: field -> a value for every row."""
+        return {}
 
 
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:

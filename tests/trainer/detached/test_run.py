@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +174,18 @@ def test_makers_run_ahead_by_the_versions_that_are_allowed(ahead: Path) -> None:
     ages = [line["detached/staleness/max"] for line in lines(ahead)]
     assert ages[0] == 0
     assert max(ages) == 1
+
+
+def test_files_of_samples_say_who_made_each_and_how_old_it_was(ahead: Path) -> None:
+    makers: Counter[str] = Counter()
+    for line in lines(ahead):
+        rows = lines(ahead, f"rollouts/{line['step']}.jsonl")
+        ages = [row["trained_by_version"] - row["weight_version"] for row in rows]
+        assert max(ages) == line["detached/staleness/max"]
+        assert sum(ages) / len(ages) == pytest.approx(line["detached/staleness/mean"])
+        makers.update(str(row["maker"]) for row in rows)
+        assert {row["trainer"] for row in rows} == {0}
+    assert makers == {name: row["made"] for name, row in ledger_of(ahead)["makers"].items()}
 
 
 def test_every_sample_that_was_made_was_trained_on(ahead: Path) -> None:
