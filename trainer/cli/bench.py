@@ -27,10 +27,12 @@ from trainer.detached.plan import (
     Phases,
     Prediction,
     Setup,
+    makers_by_rank,
     measured_phases,
     simulate,
     what_limits,
 )
+from trainer.detached.topology import Topology
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width
 
@@ -110,6 +112,9 @@ def overlap(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     phases, notes = _phases(options)
     setups = _setups(options)
+    for setup in setups:
+        if lopsided := Topology.of(setup.num_makers, setup.num_trainers).lopsided:
+            notes.append(f"of {setup.num_makers}m{setup.num_trainers}t {lopsided}")
     rows = []
     for setup in setups:
         for bound in sorted({0, *options.staleness}):
@@ -118,7 +123,7 @@ def overlap(arguments: Sequence[str]) -> None:
     widest = replace(setups[0], max_staleness=max(options.staleness))
     ratios = []
     for makers, trainers in RATIOS:
-        setup = replace(widest, num_makers=makers, num_trainers=trainers)
+        setup = _resized(widest, makers, trainers)
         ratios.append(Row.of(f"{makers}m{trainers}t", phases, setup))
     advice = advise(phases, rows)
 
@@ -162,8 +167,8 @@ def advise(phases: Phases, rows: Sequence[Row]) -> str:
         )
     setup = best.setup
     more = {
-        "makers": replace(setup, num_makers=setup.num_makers + 1),
-        "trainer": replace(setup, num_trainers=setup.num_trainers + 1),
+        "makers": _resized(setup, setup.num_makers + 1, setup.num_trainers),
+        "trainer": _resized(setup, setup.num_makers, setup.num_trainers + 1),
     }
     after = simulate(phases, more.get(best.limit, setup)).seconds
     return (
@@ -193,20 +198,33 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
         phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
     phases = replace(phases, **{PHASES[name]: seconds for name, seconds in given.items()})
     if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
-        raise ConfigError("generation and update take time: --gen and --update are above 0.")
+        zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
+        where = f"{options.run_dir} has none of" if options.run_dir else "none is given of"
+        raise ConfigError(
+            f"generation and update take time, and {where} {' and '.join(zero)}: give seconds "
+            f"above 0 by --{' and --'.join(zero)}."
+        )
     return phases, notes
+
+
+def _resized(setup: Setup, makers: int, trainers: int) -> Setup:
+    """With so many makers and trainers, between which the edges are those of the default."""
+    ranks = makers_by_rank(Topology.of(makers, trainers))
+    return replace(setup, num_makers=makers, num_trainers=trainers, makers_by_rank=ranks)
 
 
 def _setups(options: argparse.Namespace) -> list[Setup]:
     """Every number of makers with every number of trainers."""
     setups = [
-        Setup(
-            num_makers=makers,
-            num_trainers=trainers,
-            pieces=options.pieces,
-            limit=options.limit,
-            weights_at_once=options.at_once,
-            fixed_share=options.fixed_share,
+        _resized(
+            Setup(
+                pieces=options.pieces,
+                limit=options.limit,
+                weights_at_once=options.at_once,
+                fixed_share=options.fixed_share,
+            ),
+            makers,
+            trainers,
         )
         for trainers in options.trainers
         for makers in options.makers

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
-from trainer.detached.topology import ANY_RANK
+from trainer.detached.topology import ANY_RANK, Topology
 from trainer.report.detached import seconds_by_role
 from trainer.report.read import RunData, read_run
 from verl_like.errors import ConfigError
@@ -77,7 +77,8 @@ class Setup:
     @property
     def num_pieces(self) -> int:
         """Pieces of a batch."""
-        return self.pieces or self.num_makers
+        ranks = self.makers_by_rank
+        return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_makers)
 
     def makers_of(self, place: int) -> Sequence[int]:
         """The makers that may make the piece at this place in a batch."""
@@ -246,8 +247,7 @@ def _shared_pools(data: RunData) -> set[str]:
 def setup_of(config: DetachedConfig) -> Setup:
     """The run as the simulation has it."""
     detached, topology = config.detached, config.topology
-    prompts, ranks = config.piece_size, topology.routed_ranks
-    apart = ranks != [ANY_RANK]
+    prompts = config.piece_size
     return Setup(
         num_makers=topology.makers,
         num_trainers=1,  # the measured seconds are those of its ranks together
@@ -255,8 +255,14 @@ def setup_of(config: DetachedConfig) -> Setup:
         pieces=config.data.train_batch_size // prompts,
         limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
         weights_at_once=detached.new_weights == "at_once",
-        makers_by_rank=tuple(tuple(topology.makers_for(r)) for r in ranks) if apart else (),
+        makers_by_rank=makers_by_rank(topology),
     )
+
+
+def makers_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """As `Setup` has it."""
+    ranks = topology.routed_ranks
+    return tuple(tuple(topology.makers_for(r)) for r in ranks) if ranks != [ANY_RANK] else ()
 
 
 def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[str]:
@@ -280,6 +286,8 @@ def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[s
         lines.append(f"makers score what they have made, each with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
         lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
+    if topology.lopsided:
+        lines.append(topology.lopsided)
     if idle := _idle_makers(config):
         lines.append(
             f"{idle} of {topology.makers} makers have nothing to make, so few pieces are open at "

@@ -116,6 +116,22 @@ class Topology:
         """The makers that make samples for one of `routed_ranks`."""
         return list(range(self.makers)) if rank == ANY_RANK else self.makers_of(rank)
 
+    @property
+    def lopsided(self) -> str:
+        """Which rank has more of the makers than another, in words; nothing is an empty text."""
+        shares = {
+            rank: sum(1 / len(self.trainers_of(maker)) for maker in self.makers_for(rank))
+            for rank in self.routed_ranks
+        }
+        most, least = max(shares, key=lambda r: shares[r]), min(shares, key=lambda r: shares[r])
+        if shares[most] == shares[least]:
+            return ""
+        return (
+            f"trainer {least} has {shares[least]:.3g} of the makers for its part of a batch, "
+            f"trainer {most} has {shares[most]:.3g}, so every batch waits for the first: give all "
+            "ranks as many makers, or let each maker send to all (detached.edges)"
+        )
+
     def piece_size(self, batch: int) -> int:
         """Prompts of a piece, so that all makers have one of a batch of so many prompts."""
         ranks = self.routed_ranks

@@ -61,6 +61,17 @@ def test_the_sweep_goes_from_idle_trainers_to_idle_makers(
     assert idle[0] < 0.1 < 0.6 < idle[-1]
 
 
+def test_makers_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow = as_json(capsys, "--gen=3", "--update=0.2", "--makers=3", "--trainers=2")
+    even = as_json(capsys, "--gen=3", "--update=0.2", "--makers=4", "--trainers=2")
+    assert "of 3m2t trainer 1 has 1 of the makers" in slow["notes"][0]
+    assert even["notes"] == []
+    times = [found["runs"][-1]["seconds_a_step"] for found in (slow, even)]
+    assert times[0] == pytest.approx(2 * times[1], rel=0.05), "a rank's half waits for one maker"
+
+
 def test_a_job_of_one_phase_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed(capsys, "--gen=0.02", "--update=0.8")
     assert "Detached makers would not help this job: at best 1.02 times" in said
@@ -81,7 +92,7 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
     [
         ([], "--gen and --update missing"),
         (["--gen=1"], "--update missing"),
-        (["--gen=0", "--update=1"], "above 0"),
+        (["--gen=0", "--update=1"], "none is given of gen: give seconds above 0 by --gen\\."),
         ([*GIVEN, "--limit=1"], "--limit=1 pieces is below a batch of 2"),
         (["nowhere"], "nowhere is no folder"),
     ],

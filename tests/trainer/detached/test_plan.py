@@ -52,6 +52,14 @@ def test_makers_without_a_piece_are_told(makers: int, idle: int) -> None:
     assert [line.split()[0] for line in told] == ([str(idle)] if idle else [])
 
 
+def test_ranks_with_unlike_shares_of_the_makers_are_told() -> None:
+    told = "trainer 1 has 1 of the makers for its part of a batch, trainer 0 has 2, so every batch"
+    assert told in "\n".join(plan_lines(config_of("detached.topology=3m2t")))
+    for even in ("2m1t", "1m2t", "4m2t", "2m2t"):
+        lines = plan_lines(config_of(f"detached.topology={even}"))
+        assert "of the makers for" not in "\n".join(lines)
+
+
 def test_makers_of_one_rank_without_a_piece_are_told() -> None:
     edges = "detached.edges=[[0,1],[1,0],[2,1],[3,1]]"
     sizes = ["detached.topology=4m2t", edges, "detached.max_staleness=0"]
