@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import sys
 import time
@@ -339,10 +340,10 @@ class Checkpoints:
             yield
         except (OSError, CheckpointError) as error:
             shutil.rmtree(self._part(step), ignore_errors=True)
-            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written: {error} {free:.0f} MiB are free "
-                f"in {self.folder}; committed checkpoints there: {named(committed(self.folder))}."
+                f"the checkpoint of step {step} was not written: {error} "
+                f"{_room_in(self.folder)} are free in {self.folder}; committed checkpoints there: "
+                f"{named(committed(self.folder))}."
             ) from error
 
     def _auto(self) -> Path | None:
@@ -439,6 +440,15 @@ class Checkpoints:
                 f"from the newest whole one (beside it: {named(steps)})."
             )
         return f"Name another one: beside it are {named(steps)}."
+
+
+def _room_in(folder: Path) -> str:
+    """What is free there: a disk may have no room for another file, though it has bytes."""
+    if not folder.exists():
+        return "0 MiB"
+    room = os.statvfs(folder)
+    files = f" and {room.f_favail} inodes" if room.f_files else ""
+    return f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB{files}"
 
 
 def _refuse_lies(state: dict[str, Any], step: int) -> None:
