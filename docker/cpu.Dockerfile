@@ -9,11 +9,11 @@ COPY verl_like verl_like
 COPY workers workers
 COPY trainer trainer
 ARG TORCH_INDEX=
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==2.13.0" \
+RUN (export ${TORCH_INDEX:+PIP_INDEX_URL="$TORCH_INDEX"} && pip install --no-cache-dir "torch==2.13.0") \
     && pip install --no-cache-dir ".[lora,math,tensorboard]"
 
-RUN useradd --create-home user
+RUN useradd --create-home --home-dir /workspace user
 USER user
-WORKDIR /home/user
+WORKDIR /workspace
 ENV OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ENTRYPOINT ["verl-like"]

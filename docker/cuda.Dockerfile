@@ -19,8 +19,8 @@ ARG FLASH_ATTN=0
 RUN pip install --no-cache-dir ".[vllm,lora,math,tensorboard,wandb]" \
     && if [ "$FLASH_ATTN" = 1 ]; then pip install --no-cache-dir --no-build-isolation ".[flash-attn]"; fi
 
-RUN useradd --create-home user
+RUN useradd --create-home --home-dir /workspace user
 USER user
-WORKDIR /home/user
+WORKDIR /workspace
 ENV TOKENIZERS_PARALLELISM=false
 ENTRYPOINT ["verl-like"]

@@ -188,16 +188,19 @@ def serve_unless_driver(config: RunConfig) -> None:
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
     """Print who runs where and what a step does, as wide as the terminal."""
-    width = terminal_width()
-    parts = [placement.draw(width), *trainer_cls.describe(config, width)]
+    width, trainer = terminal_width(), config.trainer
+    brief = trainer.show == "brief" and not trainer.dry_run
+    parts = [placement.draw(width), *trainer_cls.describe(config, width, brief)]
     if trainer_cls.role:
-        parts.append(_what_is_left(config.trainer))
-    print(*(fit(part, width) for part in parts), sep="\n\n", flush=True)
+        parts.append(_what_is_left(trainer))
+    if brief:
+        parts.append("trainer.show=full says all of it.")
+    print(*(fit(part, width) for part in parts), sep="\n" if brief else "\n\n", flush=True)
 
 
 def _what_is_left(trainer: TrainerConfig) -> str:
     if trainer.save_final:
-        return f"After the last step the trained model is in {trainer.default_local_dir}/{MODEL}."
+        return f"The model after the last step: {trainer.default_local_dir}/{MODEL}"
     if trainer.save_freq > 0:
         return "trainer.save_final=false: the trained model is in checkpoints alone."
     return "NO MODEL is left at the end: trainer.save_final=false, trainer.save_freq=-1."

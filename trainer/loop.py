@@ -114,8 +114,10 @@ class Trainer(Hooks, ABC):
         return list(config.role_workers.values())
 
     @classmethod
-    def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
-        """Paragraphs about a step, printed under the placement before the run starts."""
+    def describe(
+        cls, config: Any, max_columns: int | None = None, brief: bool = False
+    ) -> list[str]:
+        """Paragraphs about a step, or few lines, printed under the placement before it starts."""
         return []
 
     @classmethod

@@ -51,8 +51,9 @@ def memory_table(
     device_type: str,
     device_bytes: int | None = None,
     max_columns: int | None = None,
+    brief: bool = False,
 ) -> str:
-    """The roles with their GiB on each device, and the sum of every pool."""
+    """The roles with their GiB on each device, and the sum of every pool; if brief, sums alone."""
     lines: list[tuple[str, ...]] = [HEAD]
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
@@ -68,6 +69,8 @@ def memory_table(
             f"{pool}: {_gib(copies)} GiB of host memory for each device to write checkpoints from "
             "(trainer.async_save)"
         )
+    if brief:
+        return "Memory at most: " + "; ".join(sums).replace(" on each device at most", "")
     title = f"Memory (GiB on each device, {device_type}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 

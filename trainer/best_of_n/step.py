@@ -47,7 +47,9 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return super().prepare(config, at_end)
 
     @classmethod
-    def describe(cls, config: BestOfNConfig, max_columns: int | None = None) -> list[str]:
+    def describe(
+        cls, config: BestOfNConfig, max_columns: int | None = None, brief: bool = False
+    ) -> list[str]:
         """What a step draws, and what it keeps."""
         num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         selection = config.selection

@@ -89,6 +89,8 @@ class TrainerConfig:
     """Steps between validations, the last included; -1 validates at most before the first step."""
     val_before_train: bool = key(True)
     """Validate before the first step, if there is something to validate on."""
+    show: str = key("brief", choices=("brief", "full"))
+    """How much of the plan a run prints before it starts; a dry run prints all."""
     dry_run: bool = key(False)
     """Check all that needs no process of a worker, print the plan and what was found, and stop."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")

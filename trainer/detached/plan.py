@@ -265,27 +265,36 @@ def makers_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(topology.makers_for(r)) for r in ranks) if ranks != [ANY_RANK] else ()
 
 
-def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[str]:
+def plan_lines(
+    config: DetachedConfig, max_columns: int | None = None, brief: bool = False
+) -> list[str]:
     """Who sends what to whom, how far makers run ahead, when weights reach them."""
     detached, topology = config.detached, config.topology
     setup, num_open = setup_of(config), open_at_once(config)
     age = AGES.get(detached.max_staleness, f"at most {detached.max_staleness} versions old")
     rounds = "batch" if detached.update_steps == 1 else f"{detached.update_steps} batches"
 
-    lines = [
-        *topology.describe(max_columns).splitlines(),
+    aged = f"a sample is {age} when it is trained on: makers wait rather than let one grow older"
+    pieces = (
         f"a batch of {config.data.train_batch_size} prompts is {_count(setup.num_pieces, 'piece')}:"
-        f" {_count(config.piece_size, 'prompt')} each, which one maker answers in a call",
-        f"a sample is {age} when it is trained on: makers wait rather than let one grow older",
+        f" {_count(config.piece_size, 'prompt')} each, which one maker answers in a call"
+    )
+    queued = (
         f"at most {num_open} samples are queued or being made "
-        f"({num_open / samples_per_batch(config):.3g} times a batch)",
+        f"({num_open / samples_per_batch(config):.3g} times a batch)"
+    )
+    versions = (
         f"there is a version of the weights after every {rounds}; "
-        f"a maker takes it {MOMENTS[detached.new_weights]}",
-    ]
+        f"a maker takes it {MOMENTS[detached.new_weights]}"
+    )
+    drawn = topology.describe(max_columns).splitlines()
+    lines = [*drawn, pieces, aged, queued, versions]
     if roles := config.score_roles:
         lines.append(f"makers score what they have made, each with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
         lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
+    if brief:
+        lines = [f"A sample is {age}; at most {num_open} are queued or being made"]
     if topology.lopsided:
         lines.append(topology.lopsided)
     if idle := _idle_makers(config):

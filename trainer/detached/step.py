@@ -210,11 +210,13 @@ class DetachedTrainer(PPOTrainer):
         return DetachedTrainer
 
     @classmethod
-    def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
+    def describe(
+        cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
+    ) -> list[str]:
         """What makers and trainers will do, then PPO's paragraphs."""
         assert isinstance(config, DetachedConfig), "this trainer's configuration"
-        plan = "\n".join(plan_lines(config, max_columns))
-        return [plan, *super().describe(config, max_columns)]
+        plan = "\n".join(plan_lines(config, max_columns, brief))
+        return [plan, *super().describe(config, max_columns, brief)]
 
     def state_dict(self) -> dict[str, Any]:
         """PPO's, the ledger, and the place in the prompts."""

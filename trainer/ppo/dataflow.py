@@ -189,6 +189,32 @@ def _in_words(group: Sequence[Node], between: str) -> str:
     return between.join(", then ".join(of_place) for of_place in calls)
 
 
+def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[str, list[str]]:
+    """How calls that wait for none of each other run -> a line for each stage that has such."""
+    pairs: dict[str, list[tuple[Node, Node]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
+    for first, second in side_by_side(nodes, after):
+        apart = INLINE if first.is_inline else AT_ONCE
+        pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
+    return {
+        title: [
+            f"  {of[0].stage}: {_in_words(of, ', then ' if title == INLINE else ' ‖ ')}"
+            for of in _by_stage(nodes, found)
+        ]
+        for title, found in pairs.items()
+    }
+
+
+def overlaps(config: PPOConfig) -> str:
+    """The calls of a step that run at the same time, and the stages that one process makes."""
+    nodes = step_nodes(config)
+    found = _pairs_in_words(nodes, edges(nodes))
+    lines = [f"{AT_ONCE}:{line.removeprefix(' ')}" for line in found[AT_ONCE]]
+    if found[INLINE]:
+        stages = ", ".join(line.split(":")[0].strip() for line in found[INLINE])
+        lines.append(f"{INLINE}: {stages}")
+    return "\n".join(lines or [f"{AT_ONCE}: nothing"])
+
+
 def describe(
     config: PPOConfig,
     max_columns: int | None = None,
@@ -206,13 +232,7 @@ def describe(
         rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "-"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
-    pairs: dict[str, list[tuple[Node, Node]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
-    for first, second in side_by_side(nodes, after):
-        apart = INLINE if first.is_inline else AT_ONCE
-        pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
-    for title, found in pairs.items():
-        between = ", then " if title == INLINE else " ‖ "
-        shown = [f"  {of[0].stage}: {_in_words(of, between)}" for of in _by_stage(nodes, found)]
+    for title, shown in _pairs_in_words(nodes, after).items():
         if shown or title != INLINE:
             lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
 

@@ -101,6 +101,7 @@ def plan_text(
     max_columns: int | None = None,
     device_type: str | None = None,
     device_bytes: int | None = None,
+    brief: bool = False,
 ) -> str:
     """The table for the plan, or why there is none; of this machine's devices if none are told."""
     if device_type is None:
@@ -108,7 +109,7 @@ def plan_text(
         device_bytes = memory_of_this_gpu(device_type)
     try:
         roles = role_memories(config, device_type, device_bytes)
-        return memory_table(roles, device_type, device_bytes, max_columns)
+        return memory_table(roles, device_type, device_bytes, max_columns, brief)
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"
 

@@ -74,6 +74,17 @@ def rows_of(config: PPOConfig) -> list[Row]:
     return found
 
 
+def batch_line(config: PPOConfig) -> str:
+    """The sizes of a step in a line."""
+    data, num_samples = config.data, config.actor_rollout_ref.rollout.n
+    tokens = data.max_prompt_length + data.max_response_length
+    return (
+        f"A step: {data.train_batch_size:,} prompts, {num_samples} "
+        f"sample{'s' if num_samples > 1 else ''} of each, {tokens:,} tokens at most; updates of "
+        f"{config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
+    )
+
+
 HEAD = (
     *("", "ranks", "prompts", "samples", "tokens at most"),
     *("samples per rank", "tokens per rank at most", "samples at once", "tokens at once"),

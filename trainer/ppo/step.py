@@ -32,7 +32,7 @@ from trainer.ppo import prepare, sample, score, validate
 from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.dataflow import describe, overlaps, own_stages
 from trainer.ppo.deferred import DeferredWork
 from trainer.ppo.estimate import Estimation, clamp_scores
 from trainer.ppo.memory import plan_text
@@ -42,7 +42,7 @@ from trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from trainer.ppo.roles import scorings_of
-from trainer.ppo.sizes import batch_table
+from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import averaged_weights, send_weights, update_reference
 from trainer.ppo.update import EntropyController, rows_per_update, samples_of_update
 from trainer.rollouts.samples import repeat_prompts, thin_old_samples, thin_samples
@@ -306,10 +306,15 @@ class PPOTrainer(SamplingTrainer):
     # ---------------------------------------------------------------------- what the loop asks for
 
     @classmethod
-    def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
+    def describe(
+        cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
+    ) -> list[str]:
         """Batch sizes, memory, and the graph of a step as this class runs it."""
+        memory = plan_text(config, max_columns, brief=brief)
+        if brief:
+            return [batch_line(config), memory, overlaps(config)]
         graph = describe(config, max_columns, own_stages(cls, cls.recipe_class()))
-        return [batch_table(config, max_columns), plan_text(config, max_columns), graph]
+        return [batch_table(config, max_columns), memory, graph]
 
     @classmethod
     def recipe_class(cls) -> type[PPOTrainer]:

@@ -84,11 +84,13 @@ def longest_row(config: RowConfig) -> int:
     return min(LONGEST_ROW, limit or LONGEST_ROW)
 
 
-def plan_text(config: RowConfig, num_sides: int, max_columns: int | None = None) -> str:
+def plan_text(
+    config: RowConfig, num_sides: int, max_columns: int | None = None, brief: bool = False
+) -> str:
     """The table for the plan, on devices as this machine's, or why there is none."""
     device_type = device_type_of(config.trainer)
     try:
         roles = role_memories(config, num_sides, device_type)
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"
-    return memory_table(roles, device_type, memory_of_this_gpu(device_type), max_columns)
+    return memory_table(roles, device_type, memory_of_this_gpu(device_type), max_columns, brief)

@@ -130,10 +130,12 @@ class RowTrainer(Trainer, Generic[R]):
         return [*super().worker_code(config), optim.optimizer, optim.lr_scheduler_type]
 
     @classmethod
-    def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
+    def describe(
+        cls, config: Any, max_columns: int | None = None, brief: bool = False
+    ) -> list[str]:
         """The sizes of a step, and the plan of the memory."""
         sizes = f"A step: {step_sizes(config)}"
-        memory = plan_text(config, cls.num_sides(config), max_columns)
+        memory = plan_text(config, cls.num_sides(config), max_columns, brief)
         return [sizes, memory]
 
     def init_arguments(self, role: str) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""What a run prints of its plan before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import load_config
+from trainer.config.recipe import Recipe
+from trainer.detached.recipe import DETACHED
+from trainer.launch import nominal_placement, show_plan, trainer_class
+from trainer.ppo.recipe import PPO
+from trainer.sft.recipe import SFT
+
+MOST_LINES, WIDTH = 12, 80
+SFT_RUN = ("data.train_files=t.jsonl", "model.path={tiny}/model", "trainer.backend=local")
+TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
+
+
+def plan(config: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    show_plan(nominal_placement(config), config, trainer_class(config))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        (PPO, ["placement=split", *TWO]),
+        (PPO, ["placement=split", "trainer.backend=local", *TWO]),
+        (DETACHED, ["detached.topology=1m1t", "algorithm.use_kl_in_reward=false", *TWO]),
+        (SFT, None),
+    ],
+)
+def test_it_is_short_and_no_wider_than_the_terminal_unless_all_is_asked_for(
+    recipe: Recipe,
+    more: list[str] | None,
+    tiny_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.chdir(tmp_path)
+    settings = (
+        [setting.format(tiny=tiny_dir) for setting in SFT_RUN]
+        if more is None
+        else overrides(tiny_dir, Path("run"), *more)
+    )
+    brief = plan(load_config(settings, recipe), capsys)
+    assert len(brief) <= MOST_LINES, "\n".join(brief)
+    assert brief[-1] == "trainer.show=full says all of it."
+    assert max(map(len, brief)) <= WIDTH
+    full = plan(load_config([*settings, "trainer.show=full"], recipe), capsys)
+    assert len(full) > len(brief)
+    assert max(map(len, full)) <= WIDTH
+    assert any("Memory (GiB on each device" in line for line in full)
