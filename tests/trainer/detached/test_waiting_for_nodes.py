@@ -36,6 +36,9 @@ class Group:
 class Cluster(dict[str, Group]):
     """Groups of makers; a pool can be started anew at the try for which there is no error."""
 
+    def check_idle(self, what: str) -> None:
+        """No pool is lost but those that a try says."""
+
     def __init__(self, makers: int, *errors: Exception) -> None:
         self.errors, self.started = list(errors), list[str]()
         roles = ["rollout", *(f"rollout_{number}" for number in range(1, makers))]
@@ -118,6 +121,7 @@ def test_a_run_that_nobody_can_go_on_with_saves_its_last_step_when_it_is_told_to
 
         def __init__(self) -> None:
             self.global_step = 3
+            self.groups = Cluster(0)
 
         def remember_start(self) -> None:
             """Nothing to remember."""

@@ -64,7 +64,7 @@ def test_commands_take_the_run_folder(
     [
         (["trainer.save_final=false"], "NO MODEL is left at the end"),
         (["trainer.save_final=false", "trainer.save_freq=1"], "model is in checkpoints alone"),
-        ([], "The model after the last step: "),
+        ([], "The model after the last step:"),
     ],
 )
 def test_the_plan_and_the_last_lines_say_what_is_left(
