@@ -47,16 +47,16 @@ _Slice = slice  # the class below has a method of this name
 
 @dataclass(frozen=True)
 class Shard:
-    """Which rows of a split batch a worker's piece holds."""
+    """Which rows of a split batch a worker's chunk holds."""
 
     index: int
-    """Number of this piece, 0..count-1."""
+    """Number of this chunk, 0..count-1."""
     count: int
-    """How many pieces the batch was split into."""
+    """How many chunks the batch was split into."""
     start: int
-    """Global row number of this piece's row 0."""
+    """Global row number of this chunk's row 0."""
     rows: int
-    """Rows of this piece that are real; the rows after them are padding."""
+    """Rows of this chunk that are real; the rows after them are padding."""
     total: int
     """Real rows of the whole batch."""
 
@@ -93,9 +93,9 @@ class DataProto:
         self.meta_info = dict(meta_info or {})
         """Facts about all rows."""
         self.shard = shard
-        """Set on the piece that a worker gets when a group splits a batch.
+        """Set on the chunk that a worker gets when a group splits a batch.
 
-        Batches derived from the piece have none.
+        Batches derived from the chunk have none.
         """
         self.check_consistency()
 

@@ -1,8 +1,8 @@
-"""Cutting the rows of a `DataProto` into one piece per worker, and joining pieces again.
+"""Cutting the rows of a `DataProto` into one chunk per worker, and joining chunks again.
 
-A batch of N rows over n workers becomes n contiguous pieces of ceil(N / n) rows. Where that does
-not come out even, the last pieces are filled with copies of the first rows; `Shard` marks them (the
-last rows of a piece) and the engines give them no weight. The caller's batch is never touched.
+A batch of N rows over n workers becomes n contiguous chunks of ceil(N / n) rows. Where that does
+not come out even, the last chunks are filled with copies of the first rows; `Shard` marks them (the
+last rows of a chunk) and the engines give them no weight. The caller's batch is never touched.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from verl_like.batch.tensordict_rows import TensorDictRows, joinable
 from verl_like.errors import BatchError, DispatchError
 
 
-def split_rows(data: DataProto, num_pieces: int) -> list[DataProto]:
-    """Contiguous pieces of equal length, the last ones padded and marked.
+def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
+    """Contiguous chunks of equal length, the last ones padded and marked.
 
-    Pieces without pad rows share storage.
+    Chunks without pad rows share storage.
     """
     total = len(data)
-    size = -(-total // num_pieces)
-    pieces = []
-    for index in range(num_pieces):
+    size = -(-total // num_chunks)
+    chunks = []
+    for index in range(num_chunks):
         start, stop = min(index * size, total), min((index + 1) * size, total)
         if stop - start == size:
-            piece = view_rows(data, start, stop)
+            chunk = view_rows(data, start, stop)
         else:
             padding = [i % total for i in range(size - (stop - start))]
-            piece = data.select_idxs([*range(start, stop), *padding])
-        piece.shard = Shard(
-            index=index, count=num_pieces, start=start, rows=stop - start, total=total
+            chunk = data.select_idxs([*range(start, stop), *padding])
+        chunk.shard = Shard(
+            index=index, count=num_chunks, start=start, rows=stop - start, total=total
         )
-        pieces.append(piece)
-    return pieces
+        chunks.append(chunk)
+    return chunks
 
 
 def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
@@ -44,22 +44,22 @@ def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
     return data.map_columns(stop - start, lambda column: column[rows], lambda array: array[rows])
 
 
-def place_piece(piece: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
-    """Give a piece that came straight from another group its `Shard`.
+def place_chunk(chunk: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
+    """Give a chunk that came straight from another group its `Shard`.
 
-    It gets the longest piece's length too.
+    It gets the longest chunk's length too.
     """
     rows, longest = rows_of_all[index], max(rows_of_all)
-    if len(piece) >= longest:
-        placed = view_rows(piece, 0, longest)
-    elif len(piece) == 0:
+    if len(chunk) >= longest:
+        placed = view_rows(chunk, 0, longest)
+    elif len(chunk) == 0:
         raise BatchError(
-            f"piece {index} of {len(rows_of_all)} has no rows (rows per piece: "
+            f"chunk {index} of {len(rows_of_all)} has no rows (rows per chunk: "
             f"{list(rows_of_all)}), so it cannot be padded with its own rows. Fetch the batch "
             "with .get() and pass it on, or use fewer workers."
         )
     else:
-        placed = piece.select_idxs([i % len(piece) for i in range(longest)])
+        placed = chunk.select_idxs([i % len(chunk) for i in range(longest)])
     placed.shard = Shard(
         index=index,
         count=len(rows_of_all),
@@ -73,7 +73,7 @@ def place_piece(piece: DataProto, index: int, rows_of_all: Sequence[int]) -> Dat
 def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
     """Rows of a method's result that do not come from pad rows.
 
-    Of k rows per row given that is k per real one. `result.shard` is that of the piece that the
+    Of k rows per row given that is k per real one. `result.shard` is that of the chunk that the
     method got, which had `given_rows` rows.
     """
     shard = result.shard
@@ -88,12 +88,12 @@ def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
     return shard.rows * (len(result) // given_rows)
 
 
-def join_pieces(pieces: Sequence[DataProto]) -> DataProto:
-    """The rows of all pieces in memory of their own.
+def join_chunks(chunks: Sequence[DataProto]) -> DataProto:
+    """The rows of all chunks in memory of their own.
 
-    Pieces that are padding only are left out, unless all are.
+    Chunks that are padding only are left out, unless all are.
     """
-    with_rows = [piece for piece in pieces if piece.shard is None or piece.shard.rows > 0]
-    joined = with_rows or list(pieces)
+    with_rows = [chunk for chunk in chunks if chunk.shard is None or chunk.shard.rows > 0]
+    joined = with_rows or list(chunks)
     is_tensordict = isinstance(joined[0], TensorDictRows)
     return DataProto.concat(joinable(joined) if is_tensordict else joined)

@@ -35,7 +35,7 @@ class TensorDictRows(DataProto):
         return cls(batch, arrays, meta, ragged=ragged)
 
     def whole(self) -> TensorDict:
-        """The TensorDict again; of a piece, with its `shard`."""
+        """The TensorDict again; of a chunk, with its `shard`."""
         columns = self.columns
         if not self._has_rows():
             return TensorDict(
@@ -51,21 +51,21 @@ class TensorDictRows(DataProto):
         return whole
 
 
-def joinable(pieces: Sequence[DataProto]) -> list[DataProto]:
-    """The pieces of one TensorDict, to be concatenated.
+def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
+    """The chunks of one TensorDict, to be concatenated.
 
-    Nested columns get one width, that of the longest row of all. Of the pieces' `NonTensorData` the
+    Nested columns get one width, that of the longest row of all. Of the chunks' `NonTensorData` the
     first one's are kept, as `torch.cat` does.
     """
     widths: dict[str, int] = {}
-    for piece in pieces:
-        for name, column in piece.columns.items():
+    for chunk in chunks:
+        for name, column in chunk.columns.items():
             if isinstance(column, Ragged):
                 widths[name] = max(widths.get(name, 0), column.width)
 
     made = []
-    for piece in pieces:
-        kept = piece.select(meta_info_keys=None if piece is pieces[0] else ())
+    for chunk in chunks:
+        kept = chunk.select(meta_info_keys=None if chunk is chunks[0] else ())
         wide = {}
         for name, column in kept.columns.items():
             if isinstance(column, Ragged):

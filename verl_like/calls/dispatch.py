@@ -9,7 +9,7 @@ name. A dispatch mode is a pair:
 Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or hand `{"dispatch_fn": …,
 "collect_fn": …}` to `@register`. What is broadcast and what is scattered is said, never guessed: a
 list is one value unless it is a `Scatter`. `target` is the group as this call sees it
-(`verl_like.calls.target`). How a `DataProto` becomes pieces is in `verl_like.calls.pieces`.
+(`verl_like.calls.target`). How a `DataProto` becomes chunks is in `verl_like.calls.chunks`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from verl_like.calls.pieces import collect_dataproto, split_over
+from verl_like.calls.chunks import collect_dataproto, split_over
 from verl_like.calls.result import declared_form
 from verl_like.calls.target import CallTarget
 from verl_like.errors import DispatchError, nearest
@@ -172,7 +172,7 @@ def dispatch_dp_compute(target: CallTarget, value: Any, name: str) -> list[Any]:
 
 @_per_worker
 def dispatch_dp_compute_proto(target: CallTarget, value: Any, name: str) -> list[Any]:
-    """Contiguous pieces of equal length; the last ones are padded with marked rows."""
+    """Contiguous chunks of equal length; the last ones are padded with marked rows."""
     return split_over(target, value, name, target.world_size)
 
 
@@ -261,19 +261,19 @@ def scatter_lists() -> None:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
-    """Split over a mesh's data axis: ranks that share a dp rank get the same piece.
+    """Split over a mesh's data axis: ranks that share a dp rank get the same chunk.
 
     One of them gives the result.
     """
 
-    def piece_numbers(target: CallTarget) -> list[int]:
+    def chunk_numbers(target: CallTarget) -> list[int]:
         return [dp for dp, _ in target.mesh_facts(mesh_name)]
 
     @_per_worker
     def dispatch_fn(target: CallTarget, value: Any, name: str) -> list[Any]:
-        dp_ranks = piece_numbers(target)
-        pieces = split_over(target, value, name, max(dp_ranks) + 1)
-        return [pieces[dp] for dp in dp_ranks]
+        dp_ranks = chunk_numbers(target)
+        chunks = split_over(target, value, name, max(dp_ranks) + 1)
+        return [chunks[dp] for dp in dp_ranks]
 
     def collecting_ranks(target: CallTarget) -> list[int]:
         by_dp_rank = {}

@@ -1,10 +1,10 @@
 """Results that are still being made.
 
-A future holds references to pieces on the workers; `get()` brings them here.
+A future holds references to chunks on the workers; `get()` brings them here.
 
     ref = reference.compute_ref_log_prob.remote(batch)
     values = critic.compute_values.remote(batch)
-    update = critic.update_critic.remote(values)    # its pieces travel from worker to worker
+    update = critic.update_critic.remote(values)    # its chunks travel from worker to worker
     ref, values = gather(ref, values)               # waits for both, also when one fails
 """
 
@@ -49,12 +49,12 @@ class WorkerFuture:
         pending: Sequence[Pending],
         collect: Callable[[list[Header], list[Any]], Any],
         form: str,
-        pieces: Sequence[Pending],
+        chunks: Sequence[Pending],
         rows: int = 0,
     ):
         """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
-        `form` says how `pieces`, the answers that count, make the result: a `batch`, `metrics`, a
+        `form` says how `chunks`, the answers that count, make the result: a `batch`, `metrics`, a
         `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
         `rows` are those of its batches, where they are known.
         """
@@ -62,7 +62,7 @@ class WorkerFuture:
         self.transport = transport
         self.pending = list(pending)
         self.form = form
-        self.pieces = list(pieces)
+        self.chunks = list(chunks)
         self.keeps: list[Any] = []
         """What its call was sent, until the answers are here: other calls may share it."""
         self.gives_up_soon = False
@@ -157,9 +157,9 @@ class WorkerFuture:
         failures = self._calls.failures
         return [rank for rank, error in failures.items() if isinstance(error, WorkerDiedError)]
 
-    def can_be_passed_to(self, transport: Transport, num_pieces: int) -> bool:
-        """Whether so many ranks of another group can each be given a piece by reference."""
-        is_split_so = self.form == "batch" and len(self.pieces) == num_pieces
+    def can_be_passed_to(self, transport: Transport, num_chunks: int) -> bool:
+        """Whether so many ranks of another group can each be given a chunk by reference."""
+        is_split_so = self.form == "batch" and len(self.chunks) == num_chunks
         return is_split_so and self.transport.kind == transport.kind
 
     def __del__(self) -> None:
@@ -169,7 +169,7 @@ class WorkerFuture:
 
     def __repr__(self) -> str:
         state = "here" if self._outcome else "on their way"
-        return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
+        return f"<{type(self).__name__} {self.name}: {len(self.pending)} chunks, {state}>"
 
     def __str__(self) -> str:
         """The call, and the ranks of which no answer is known."""
@@ -197,7 +197,7 @@ def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`; `get()` gives a `Result` where the method returns metrics, too.
 
-    Passed to a group that has as many data-parallel ranks, its pieces go from worker to worker as
+    Passed to a group that has as many data-parallel ranks, its chunks go from worker to worker as
     the batch: nothing is fetched here.
     """
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_rows import value_of
+from verl_like.calls.chunks import drop_padding, own_value
 from verl_like.calls.dispatch import (
     ATTRIBUTE,
     Dispatch,
@@ -34,7 +35,6 @@ from verl_like.calls.dispatch import (
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.messages import Call, Header
 from verl_like.calls.pack import submit_all
-from verl_like.calls.pieces import drop_padding, own_value
 from verl_like.calls.result import BOTH, METRICS, Result, collect_metrics, form_of
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
 from verl_like.calls.transport import Transport
@@ -104,12 +104,12 @@ class BoundMethod:
         pending, keeps = submit_all(
             group.transport, self.call, target.ranks, split_args, split_kwargs
         )
-        pieces = [pending[place] for place in self._collecting_ranks(target)]
+        chunks = [pending[place] for place in self._collecting_ranks(target)]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
         collect = functools.partial(self._collect, target)
         batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
         rows = max(map(len, batches), default=0)
-        about = self.form, pieces, rows
+        about = self.form, chunks, rows
         future = kind(self.site.name, group.transport, pending, collect, *about)
         future.keeps = keeps
         return future

@@ -27,10 +27,10 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class PieceSlot:
-    """Stands for one piece of another group's result.
+class ChunkSlot:
+    """Stands for one chunk of another group's result.
 
-    `payload` is the number of its part, `headers` those of the headers of all pieces.
+    `payload` is the number of its part, `headers` those of the headers of all chunks.
     """
 
     payload: int

@@ -15,9 +15,9 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
+from verl_like.calls.chunks import FutureShard
 from verl_like.calls.future import WorkerFuture
-from verl_like.calls.messages import Call, Pending, PieceSlot, Slot
-from verl_like.calls.pieces import FutureShard
+from verl_like.calls.messages import Call, ChunkSlot, Pending, Slot
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError
 
@@ -45,9 +45,9 @@ def submit_all(
 
     def pack(value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):
-            pieces, first = value.future.pieces, len(parts)
-            parts += [pieces[value.index].payload, *(piece.header for piece in pieces)]
-            return PieceSlot(first, tuple(range(first + 1, len(parts))), value.index)
+            chunks, first = value.future.chunks, len(parts)
+            parts += [chunks[value.index].payload, *(chunk.header for chunk in chunks)]
+            return ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index)
         if isinstance(value, WorkerFuture):  # nobody but the driver has all of it
             value = value.batch() if value.form == "batch" else value.get()
         if num_bytes(value) < SHARED_BYTES:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.split import place_piece
-from verl_like.calls.messages import Header, PieceSlot, RemoteError, Slot
+from verl_like.batch.split import place_chunk
+from verl_like.calls.messages import ChunkSlot, Header, RemoteError, Slot
 from verl_like.calls.result import BATCH, BOTH
 from verl_like.errors import DispatchError
 
@@ -26,18 +26,18 @@ class UpstreamError(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """What a method was given of a split batch: rows, pad rows included, and whose they are."""
 
     num_rows: int
     shard: Shard
 
 
-def piece_of(arguments: Iterable[Any]) -> Piece | None:
-    """The piece that results of a call are measured by: the first among its arguments."""
+def chunk_of(arguments: Iterable[Any]) -> Chunk | None:
+    """The chunk that results of a call are measured by: the first among its arguments."""
     for value in arguments:
         if isinstance(value, DataProto) and value.shard is not None:
-            return Piece(len(value), value.shard)
+            return Chunk(len(value), value.shard)
     return None
 
 
@@ -46,11 +46,11 @@ def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
 
     A batch is a private copy unless the method promised not to write.
     """
-    if isinstance(value, PieceSlot):
+    if isinstance(value, ChunkSlot):
         headers = _checked(value.headers, parts)
         _require_batch(headers[value.index])
         rows = [header.rows or 0 for header in headers]
-        value = place_piece(parts[value.payload], value.index, rows)
+        value = place_chunk(parts[value.payload], value.index, rows)
     elif isinstance(value, Slot):
         value = parts[value.part]
 

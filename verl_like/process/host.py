@@ -33,7 +33,7 @@ from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.progress import COROUTINES, Progress, progress_of_call
 from verl_like.calls.result import take_apart
-from verl_like.calls.unpack import UpstreamError, fill, piece_of
+from verl_like.calls.unpack import UpstreamError, chunk_of, fill
 from verl_like.errors import WorkerError
 from verl_like.masking import learn_secrets
 from verl_like.process.environment import (
@@ -202,7 +202,7 @@ class WorkerHost:
             readonly = mark is not None and mark.readonly
             args = [fill(value, parts, readonly) for value in args]
             kwargs = {name: fill(value, parts, readonly) for name, value in kwargs.items()}
-            given = piece_of([*args, *kwargs.values()])
+            given = chunk_of([*args, *kwargs.values()])
             args = [value_of(value) for value in args]
             kwargs = {name: value_of(value) for name, value in kwargs.items()}
         with self._turn_of(state):
@@ -218,7 +218,7 @@ class WorkerHost:
         if about.get("metrics") is None and not isinstance(result, DataProto):
             return result, about
 
-        given = given or piece_of([*args, *kwargs.values()])
+        given = given or chunk_of([*args, *kwargs.values()])
         about["only_padding"] = given is not None and given.shard.rows == 0
         if not isinstance(result, DataProto):
             return None, about

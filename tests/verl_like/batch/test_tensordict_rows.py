@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from verl_like.batch.split import join_pieces, split_rows
+from verl_like.batch.split import join_chunks, split_rows
 from verl_like.batch.tensordict_rows import TensorDictRows
 from verl_like.errors import BatchError
 
@@ -68,7 +68,7 @@ def test_pieces_are_padded_and_join_again() -> None:
     assert last.shard.rows == 2
 
     real = pieces[1].slice(0, 2)
-    joined = join_pieces([pieces[0], real])
+    joined = join_chunks([pieces[0], real])
     assert_equal(joined.whole(), make())
 
 
@@ -81,7 +81,7 @@ def test_a_copy_shares_no_nested_memory() -> None:
 
 def test_of_joined_pieces_the_first_has_the_entries() -> None:
     one, other = (TensorDict({"m": NonTensorData(n)}, batch_size=[]) for n in (1, 2))
-    joined = join_pieces([TensorDictRows.of(one), TensorDictRows.of(other)])
+    joined = join_chunks([TensorDictRows.of(one), TensorDictRows.of(other)])
     assert joined.whole()["m"] == 1
     assert joined.whole().batch_size == ()
 

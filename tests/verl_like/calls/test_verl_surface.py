@@ -22,7 +22,7 @@ from verl_like import (
 )
 from verl_like.batch.tensordict_rows import TensorDictRows
 from verl_like.calls import dispatch
-from verl_like.calls.pieces import collect_dataproto
+from verl_like.calls.chunks import collect_dataproto
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import ConfigError, DispatchError, PlacementError
 from verl_like.process.facts import ProcessFacts
