@@ -31,7 +31,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.disturbances import CHAOS_FILE, FATES, LEDGER
+from trainer.report.disturbances import CHAOS_FILE, OUTCOMES, LEDGER
 from verl_like.errors import LedgerError, WorkerDiedError
 from verl_like.files import json_line, json_objects
 
@@ -135,7 +135,7 @@ class Chaos:
             return
         kept = [step for step in _steps_of(self._folder) if step > self._first]
         unfinished = [step for step in self._begun[-1:] if step not in kept]
-        became = dict(zip(FATES, (len(kept), self._made_again, len(unfinished)), strict=True))
+        became = dict(zip(OUTCOMES, (len(kept), self._made_again, len(unfinished)), strict=True))
         in_order = kept == list(range(self._first + 1, self._first + 1 + len(kept)))
         if not in_order or self._num_begun != sum(became.values()):
             raise LedgerError(

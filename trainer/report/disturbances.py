@@ -11,7 +11,7 @@ from verl_like.files import json_objects
 CHAOS_FILE, RESTARTS_FILE = "chaos.jsonl", "restarts.jsonl"
 LEDGER = "ledger"
 """The kind of the last line, which is no fault."""
-FATES = ("kept", "made_again", "not_finished")
+OUTCOMES = ("kept", "made_again", "not_finished")
 """What may become of a step that was begun."""
 
 
@@ -27,7 +27,7 @@ def faults_in_words(folder: Path) -> list[str]:
 
 
 def _ledger_in_words(line: dict[str, Any]) -> str:
-    became = [f"{line[name]} {name.replace('_', ' ')}" for name in FATES]
+    became = [f"{line[name]} {name.replace('_', ' ')}" for name in OUTCOMES]
     words = f"steps: {line['begun']} begun = {' + '.join(became)}"
     return f"{words}; {_samples_in_words(line['samples'])}" if "samples" in line else words
 
