@@ -31,7 +31,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.disturbances import CHAOS_FILE, OUTCOMES, LEDGER
+from trainer.report.disturbances import CHAOS_FILE, LEDGER, OUTCOMES
 from verl_like.errors import LedgerError, WorkerDiedError
 from verl_like.files import json_line, json_objects
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,18 +65,30 @@ class PythonRun:
         own = flat_settings(self._recipe.schema, keys)
         self.folder = _run_folder(folder, own.pop(FOLDER_KEY, None), self._recipe.name)
 
+        is_new = not self.folder.exists() or folder is None
+        try:
+            self._take(model, tokenizer, data, own)
+        except BaseException:
+            if is_new:  # a run that is refused leaves no folder
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def _take(
+        self, model: Any, tokenizer: Any, data: Mapping[str, Any], own: dict[str, Any]
+    ) -> None:
+        """Write what is in memory into files, and check the configuration."""
         make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
         given = self.model_settings(model, tokenizer, inputs)
-        for key, rows in data.items():
-            if rows is not None:
-                given[key] = self._files(key, rows, own, inputs)
-        _refuse_twice(given, own)
         self._defaults: dict[str, Any] = {
             "trainer.backend": "local",
             "trainer.save_freq": LAST_STEP_ONLY,
         }
+        for key, rows in data.items():
+            if rows is not None:
+                given[key] = self._files(key, rows, own, inputs)
+        _refuse_twice(given, own)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **given}
         self.settings |= self.plain_settings(own, inputs)
         self.config()
@@ -86,6 +99,8 @@ class PythonRun:
             return file_names(rows)
         what = f"what is given for {key}"
         made = self.rows_of(rows_in_memory(rows, what), own)
+        if key == "data.train_files":
+            self._defaults |= self.defaults_for(len(made))
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
         return write_rows(made, what, path, may_differ=is_new)
@@ -106,6 +121,10 @@ class PythonRun:
     def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
         """Items of data in memory as rows of the recipe's files."""
         return [text_row(item) for item in items]
+
+    def defaults_for(self, num_rows: int) -> dict[str, Any]:
+        """Settings, below the user's, of a run on so many rows in memory."""
+        return {}
 
     def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """The user's settings, with what is no text or number put into files."""

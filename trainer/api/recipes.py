@@ -18,6 +18,7 @@ from typing import Any
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
+from trainer.data.config import DataConfig
 from trainer.data.files import other_columns
 from trainer.ppo.config import PPOConfig
 from trainer.run_folder.result import RunResult
@@ -119,6 +120,11 @@ class PPO(PythonRun):
         rows = [prompt_row(item, prompt_key) for item in items]
         self._columns = other_columns(rows, prompt_key)
         return rows
+
+    def defaults_for(self, num_rows: int) -> dict[str, Any]:
+        """Prompts that are fewer than the default's batch are one batch."""
+        few = num_rows < DataConfig.train_batch_size
+        return {"data.train_batch_size": num_rows} if few and num_rows else {}
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
         """A reward model that is given scores, too."""

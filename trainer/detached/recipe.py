@@ -21,6 +21,7 @@ from trainer.ppo.recipe import (
     PPO,
     check,
     correct_by_default,
+    divide_batch,
     extra_roles,
     inactive_roles,
     rows_where_asked,
@@ -58,6 +59,7 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     if "trainer.n_gpus_per_node" not in keys:
         sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
         config.trainer.n_gpus_per_node = sum(sizes)
+    divide_batch(config, keys)
     notices = correct_by_default(config, keys, _other_weights(config))
     return [*rows_where_asked(config, keys), *notices]
 

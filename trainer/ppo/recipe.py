@@ -87,8 +87,17 @@ def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
 
 
 def complete(config: PPOConfig, keys: Collection[str]) -> list[str]:
-    """How passes are cut, and the correction, where the user has not said."""
+    """Mini-batches, how passes are cut, and the correction, where the user has not said."""
+    divide_batch(config, keys)
     return [*rows_where_asked(config, keys), *correct_by_default(config, keys)]
+
+
+def divide_batch(config: PPOConfig, keys: Collection[str]) -> None:
+    """Take the largest mini-batch up to the default that divides the batch."""
+    actor, size = config.actor_rollout_ref.actor, config.data.train_batch_size
+    if "actor_rollout_ref.actor.ppo_mini_batch_size" not in keys and size > 0:
+        most = min(actor.ppo_mini_batch_size, size)
+        actor.ppo_mini_batch_size = next(n for n in range(most, 0, -1) if size % n == 0)
 
 
 def check(config: PPOConfig) -> None:

@@ -155,7 +155,9 @@ class ActorConfig(ShardedConfig):
     """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""
+    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`. Unset, it is the
+    largest divisor up to the default.
+    """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )

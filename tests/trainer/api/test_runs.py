@@ -299,3 +299,25 @@ def test_every_run_without_a_folder_has_one_of_its_own(
 @pytest.mark.parametrize("cls", [SFT, RewardModel, DPO])
 def test_a_recipe_is_called_on_the_command_line_as_here(cls: Any) -> None:
     assert cls.recipe == RECIPES[load_object(cls.recipe, "").name]
+
+
+def test_few_prompts_are_one_batch_and_mini_batches_divide_it(tiny_dir: Path) -> None:
+    own = PPO(tiny_dir / "model", ["say a"] * 6, reward=lambda response: 1.0)
+    config = own.config()
+    assert config.data.train_batch_size == 6
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 6
+    assert "data.train_batch_size=6" in own.command()
+    larger = PPO(tiny_dir / "model", ["say a"] * 100, data={"train_batch_size": 100}).config()
+    assert larger.actor_rollout_ref.actor.ppo_mini_batch_size == 50
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no key 'nokey'"):
+        PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "run", nokey=1)
+    with pytest.raises(ConfigError, match="above 0"):
+        PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "run", data={"train_batch_size": 0})
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError):
+        PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "mine", data={"train_batch_size": 0})
+    assert (tmp_path / "mine").is_dir()
