@@ -16,6 +16,10 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_named
+from verl_like.registry import load_object
+
+BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
+"""In float32 with its gradient and two moments, and in bfloat16."""
 
 
 def roles_of(recipe: Recipe[Any]) -> list[str]:
@@ -53,12 +57,13 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
     config.role_mapping = own_names_first(config.role_mapping, named_roles)
     notices = [*recipe.complete(config, keys)]
     inactive = recipe.inactive_roles(config)
+    weights = _weight_bytes(config)
     dropped = _drop_inactive_roles(config, inactive, keys)
     _add_extra_roles(config, recipe.extra_roles(config))
     _check_roles(config, roles_of(recipe), inactive)
 
     used = set(config.role_mapping.values())
-    shared = share_devices(config)
+    shared = share_devices(config, weights)
     named_pools = names_below("resource_pool_spec", keys)
     for pool in [pool for pool in config.resource_pool_spec if pool not in used]:
         if pool in named_pools:
@@ -70,16 +75,17 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
     spec = config.resource_pool_spec
     if shared and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
-            f"notice: the devices do not divide evenly, the first pools have more: {spec}"
+            f"notice: the devices do not divide evenly: {spec}. Pools of frozen models alone have "
+            "fewer, the first ones more."
         )
     return notices
 
 
-def share_devices(config: RunConfig) -> list[str]:
-    """Give the pools without a size, which a preset names, an even share; returns their names.
+def share_devices(config: RunConfig, weights: Mapping[str, int]) -> list[str]:
+    """Give a preset's pools, which have no size, shares by `weights`; returns their names.
 
-    The rest goes to the first of them. Nodes are shared out when there is at least one for each
-    pool, otherwise the devices of every node are.
+    Nodes are shared out when there is at least one for each pool, otherwise the devices of every
+    node are.
     """
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
     own = {pool: sizes for pool, sizes in spec.items() if sizes}
@@ -94,18 +100,39 @@ def share_devices(config: RunConfig) -> list[str]:
     wide = [devices for devices in free if devices >= len(shared)]
     if len(free) < len(shared) and not wide:
         raise _too_few(config, shared, used_own)
-    first = 0
-    for number, pool in enumerate(shared):
-        if len(free) >= len(shared):
-            nodes = _even_share(len(free), len(shared), number)
+    by_pool = [weights[pool] for pool in shared]
+    if len(free) >= len(shared):
+        first = 0
+        for pool, nodes in zip(shared, _shares(len(free), by_pool), strict=True):
             spec[pool], first = free[first : first + nodes], first + nodes
-        else:
-            spec[pool] = [_even_share(devices, len(shared), number) for devices in wide]
+        return shared
+    on_nodes = [_shares(devices, by_pool) for devices in wide]
+    spec |= {pool: [node[number] for node in on_nodes] for number, pool in enumerate(shared)}
     return shared
 
 
-def _even_share(total: int, parts: int, number: int) -> int:
-    return total // parts + (number < total % parts)
+def _weight_bytes(config: RunConfig) -> dict[str, int]:
+    """Pool of a preset -> what a weight of its models takes, whether this run has them or not.
+
+    A class of the user's own counts as one that trains.
+    """
+    pools = [pool for pool, sizes in config.resource_pool_spec.items() if not sizes]
+    found = dict.fromkeys(pools, BYTES_OF_A_WEIGHT["frozen"])
+    for role, pool in expand_roles(config.role_mapping).items():
+        path = config.role_workers.get(role) or ""
+        if len(found) > 1 and pool in found:
+            ours = path.startswith("workers.") and load_object(path, f"role_workers.{role}")
+            if not getattr(ours, "is_frozen", False):
+                found[pool] = BYTES_OF_A_WEIGHT["trained"]
+    return found
+
+
+def _shares(total: int, weights: Sequence[int]) -> list[int]:
+    """Each has one; each one more goes where there is least by weight, to the first of equals."""
+    shares = [1] * len(weights)
+    for _ in range(total - len(shares)):
+        shares[min(range(len(shares)), key=lambda i: shares[i] / weights[i])] += 1
+    return shares
 
 
 def _left_on_nodes(config: RunConfig, own: Mapping[str, Sequence[int]]) -> list[int]:

@@ -85,6 +85,31 @@ def test_a_preset_shares_out_what_pools_of_ones_own_leave(
 
 
 @pytest.mark.parametrize(
+    ("placement", "machines", "sizes"),
+    [
+        ("standalone", (1, 16), [[5], [5], [1], [5]]),
+        ("standalone", (2, 8), [[3, 3], [2, 2], [1, 1], [2, 2]]),
+        ("standalone", (8, 4), [[4] * 3, [4] * 2, [4], [4] * 2]),
+        ("standalone", (1, 4), [[1], [1], [1], [1]]),
+        ("split", (1, 16), [[8], [8]]),
+    ],
+)
+def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
+    placement: str, machines: tuple[int, int], sizes: list[list[int]]
+) -> None:
+    num_nodes, num_devices = machines
+    nodes = f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={num_devices}"
+    config = load(f"placement={placement}", *nodes)
+    assert list(config.resource_pool_spec.values()) == sizes
+
+
+def test_split_gives_a_reward_model_its_half_where_there_is_no_critic() -> None:
+    rewarded = ["reward_model.enable=true", "reward_model.model.path=scores"]
+    config = load("placement=split", "algorithm=grpo", "trainer.n_gpus_per_node=8", *rewarded)
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
+
+
+@pytest.mark.parametrize(
     ("resources", "left"),
     [
         ({"device": "cpu"}, [4]),
