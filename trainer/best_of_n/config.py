@@ -52,6 +52,10 @@ class SelectionConfig:
     """Samples kept of each prompt, at most; of equal scores the first, of equal texts one."""
     min_score: float | None = key(None, allows="a number")
     """Lowest score of a sample that is kept, or chosen; null keeps whatever is best."""
+    cut: str = key("keep", choices=("keep", "drop"))
+    """A sample that the length cut (`finish_reason` is length): keep it, and no end is taught after
+    it; or drop and count it.
+    """
     file: str = key(
         "", allows="a .parquet or .jsonl file, written when the run ends", may_change_on_resume=True
     )

@@ -19,6 +19,7 @@ from verl_like.files import json_lines, lines_of, parse_json, write_whole
 from workers.columns import read_columns
 from workers.rewards.manager import decode_responses
 from workers.rewards.weighted import SKIPPED
+from workers.rollout.sample import CUT_BY_LENGTH
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -44,17 +45,22 @@ def select(
     A response without text teaches nothing and is left out, as is one that a failed reward skips.
     """
     rows: list[Row] = []
-    counts = {"num_prompts": 0, "num_empty": 0, "num_below_min_score": 0, "num_equal": 0}
+    names = ("num_prompts", "num_empty", "num_cut", "num_below_min_score", "num_equal")
+    counts = dict.fromkeys(names, 0)
     least = -math.inf if config.min_score is None else config.min_score
     for about, prompt, samples in samples_by_prompt(batch, tokenizer):
         counts["num_prompts"] += 1
         good = [sample for sample in samples if sample.text.strip()]
         counts["num_empty"] += len(samples) - len(good)
+        whole = [sample for sample in good if sample.about["finish_reason"] != CUT_BY_LENGTH]
+        counts["num_cut"] += len(good) - len(whole)
+        if config.cut == "drop":
+            good = whole
         if good and good[0].score < least:
             counts["num_below_min_score"] += 1
         elif config.write == "sft":
             for rank, sample in enumerate(best_samples(good, least, config.top_k), start=1):
-                row = {**conversation(prompt, sample.text), **about, "rank": rank}
+                row = {"prompt": prompt, "response": sample.text, **about, "rank": rank}
                 rows.append(row | sample.about)
         elif len(good) > 1 and good[0].score > good[-1].score:
             rows.append(pair_row(prompt, about, good[0], good[-1]))
@@ -125,27 +131,13 @@ def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sam
     return good[:most]
 
 
-def conversation(prompt: Any, text: str) -> Row:
-    """Prompt and response as columns that `verl-like sft` reads."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt, "response": text}
-    return {"messages": [*prompt, _answer(text)]}
-
-
 def pair_row(prompt: Any, about: Row, best: Sample, worst: Sample) -> Row:
     """Best against worst, as `trainer.data.pairs` reads it."""
-    row: Row = {"prompt": prompt}
     sides = {"chosen": best, "rejected": worst}
-    for side, sample in sides.items():
-        row[side] = sample.text if isinstance(prompt, str) else [_answer(sample.text)]
-    row |= about
+    row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **about}
     for side, sample in sides.items():
         row |= {f"{side}_{name}": value for name, value in sample.about.items()}
     return row
-
-
-def _answer(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

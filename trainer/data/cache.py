@@ -31,7 +31,7 @@ ROWS_PER_BLOCK = 1000
 """Of the files in an entry: no more rows than these are in memory while they are written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """An entry that no run has opened for so long is removed."""
-FORMAT = 3
+FORMAT = 4
 ROWS, FACTS = "rows.arrow", "facts.json"
 
 

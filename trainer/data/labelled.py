@@ -90,7 +90,8 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
             "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; there "
             f"is {filled_columns(row)}"
         )
-    return [(encode_reply(row["prompt"], row[columns[0]], tokenizer), _label(row))]
+    prompt, said, finish_reason = row["prompt"], row[columns[0]], row.get("finish_reason")
+    return [(encode_reply(prompt, said, tokenizer, finish_reason), _label(row))]
 
 
 def _label(row: Row) -> bool:

@@ -7,7 +7,8 @@
 What is in the loss follows from a row's columns:
 
 - `text`: every token, and the end of the text;
-- `prompt` and `response`: the response and its end. A prompt is tokenized as PPO's are;
+- `prompt` and `response`: the response and, unless its `finish_reason` is length, its end. A
+  prompt is tokenized as PPO's are;
 - `messages`: what the assistant says, in every turn. Where the chat template marks that by
   `{% generation %}`, as it is marked; otherwise what the template adds for a message of the
   assistant's after the generation prompt, its end-of-turn tokens included.
@@ -42,6 +43,7 @@ from trainer.data.prompt_tokens import (
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
+from workers.rollout.sample import CUT_BY_LENGTH
 
 logger = logging.getLogger(__name__)
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -105,8 +107,10 @@ def _encode_response(row: Row, tokenizer: Any) -> LMRow:
     if not row["prompt"]:
         raise ValueError("'prompt' is empty")
     prompt = encode_prompt(row["prompt"], tokenizer)
-    response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
-    ids = np.concatenate([prompt, _with_end(response, tokenizer)])
+    said = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
+    has_end = row.get("finish_reason") != CUT_BY_LENGTH
+    response = _with_end(said, tokenizer) if has_end else np.array(said, dtype=np.int64)
+    ids = np.concatenate([prompt, response])
     return LMRow(ids, np.arange(len(ids)) >= len(prompt))
 
 

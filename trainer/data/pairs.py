@@ -95,16 +95,18 @@ def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
     said, prompt = row[side], row.get("prompt")
     try:
         if prompt is not None:
-            return encode_reply(prompt, said, tokenizer)
+            finish_reason = row.get(f"{side}_finish_reason")
+            return encode_reply(prompt, said, tokenizer, finish_reason)
         return encode_lm_row({"text" if isinstance(said, str) else "messages": said}, tokenizer)
     except ValueError as problem:
         raise ValueError(f"{side!r}: {problem}") from problem
 
 
-def encode_reply(prompt: Any, said: Any, tokenizer: Any) -> LMRow:
+def encode_reply(prompt: Any, said: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
     """A prompt with a reply to it, a text or messages; the loss is of the reply alone."""
     if isinstance(said, str):
-        return encode_lm_row({"prompt": prompt, "response": said}, tokenizer)
+        row = {"prompt": prompt, "response": said, "finish_reason": finish_reason}
+        return encode_lm_row(row, tokenizer)
     if not isinstance(prompt, list) or not isinstance(said, list):
         raise ValueError("messages stand beside a prompt that is no list of messages")
     whole = encode_lm_row({"messages": [*prompt, *said]}, tokenizer)

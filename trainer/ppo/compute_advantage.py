@@ -25,6 +25,7 @@ from verl_like.signatures import is_asked
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
 from workers.config.conditions import teacher_is_alone
+from workers.rollout.sample import CUT_BY_LENGTH
 
 GDPO_KEY = "algorithm.gdpo_reward_keys"
 SETTINGS: Mapping[str, str] = {
@@ -141,7 +142,7 @@ def truncated_rows(batch: DataProto) -> Tensor:
     """Which rows hit the length limit without an end."""
     require(batch, "finish_reason")
     reasons = batch.non_tensor_batch["finish_reason"]
-    return torch.tensor([reason == "length" for reason in reasons])
+    return torch.tensor([reason == CUT_BY_LENGTH for reason in reasons])
 
 
 def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:

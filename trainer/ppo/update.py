@@ -40,6 +40,7 @@ from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import facts_of, get_policy_loss
 from workers.rewards.weighted import SKIPPED
+from workers.rollout.sample import CUT_BY_LENGTH
 
 WithMetrics = tuple[DataProto, dict[str, float]]
 
@@ -139,8 +140,6 @@ def choose_tokens(
     return write_columns(batch, chosen_tokens=chosen)
 
 
-CUT_BY_LENGTH = "length"
-"""The `finish_reason` of a sample that reached the limit before an end of sequence."""
 logger = logging.getLogger(__name__)
 
 

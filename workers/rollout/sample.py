@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CUT_BY_LENGTH = "length"
+"""The `finish_reason` of a sample that reached the limit before an end of sequence."""
+
 
 def _no_tokens() -> Tensor:
     return torch.empty(0, dtype=torch.long)

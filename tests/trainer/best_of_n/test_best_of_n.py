@@ -13,6 +13,7 @@ from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
 from trainer.data.config import DataConfig
+from trainer.data.encoded_rows import LMRow
 from trainer.data.files import rows_of_files
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.pairs import read_pairs
@@ -72,7 +73,7 @@ def test_every_prompt_has_its_best_sample(whole: Path) -> None:
     assert [row["uid"] for row in rows] == [f"{number}-0" for number in range(32)]
     for row in rows:
         assert row["score"] == best[row["uid"]]["score"]
-        assert row["messages"][-1] == {"role": "assistant", "content": best[row["uid"]]["output"]}
+        assert row["response"] == best[row["uid"]]["output"]
     metrics = lines(whole)
     assert [line["selection/num_prompts"] for line in metrics] == [12, 12, 8]
     assert all(line["score/best"] > line["score/mean"] for line in metrics)
@@ -83,8 +84,44 @@ def test_sft_reads_the_file(whole: Path, tiny_dir: Path) -> None:
     files = str(whole / "selected.jsonl")
     rows = read_lm_rows("data.train_files", files, tokenizer, max_length=64)
     assert len(rows) == 32
-    said = tokenizer.decode(rows[0].ids[rows[0].in_loss], skip_special_tokens=True)
-    assert said == rows_in(whole)[0]["messages"][-1]["content"]
+    for row, written in zip(rows, rows_in(whole), strict=True):
+        end = tokenizer.eos_token if written["finish_reason"] == "stop" else ""
+        assert tokenizer.decode(row.ids[row.in_loss]) == written["response"] + end
+    assert {row["finish_reason"] for row in rows_in(whole)} == {"stop", "length"}
+
+
+def test_of_a_talk_of_several_turns_the_drawn_words_alone_are_trained(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bb"},
+        {"role": "user", "content": "c"},
+    ]
+    prompts = tmp_path / "talks.jsonl"
+    rows = [json.loads(line) for line in chats(tiny_dir, 12).splitlines()]
+    talks = [json.dumps(row | {"prompt": talk + row["prompt"]}) for row in rows]
+    prompts.write_text("\n".join(talks), encoding="utf-8")
+    more = (f"data.train_files={prompts}", "data.max_prompt_length=64")
+
+    def check(side: LMRow, said: str, finish_reason: str) -> None:
+        end = tokenizer.eos_token if finish_reason == "stop" else ""
+        assert tokenizer.decode(side.ids[side.in_loss]) == said + end
+
+    selected(tiny_dir, tmp_path / "sft", *more)
+    written = rows_in(tmp_path / "sft")
+    files = str(tmp_path / "sft" / "selected.jsonl")
+    for side, of in zip(read_lm_rows("f", files, tokenizer, 128), written, strict=True):
+        assert of["prompt"][:3] == talk
+        check(side, of["response"], of["finish_reason"])
+
+    selected(tiny_dir, tmp_path / "pairs", *more, "selection.write=pairs")
+    written = rows_in(tmp_path / "pairs")
+    files = str(tmp_path / "pairs" / "selected.jsonl")
+    for pair, of in zip(read_pairs("f", files, tokenizer, 128), written, strict=True):
+        check(pair.chosen, of["chosen"], of["chosen_finish_reason"])
+        check(pair.rejected, of["rejected"], of["rejected_finish_reason"])
 
 
 def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
@@ -134,18 +171,23 @@ def test_both_engines_have_the_weights_of_the_folder(tiny_dir: Path, tmp_path: P
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
     prompt = tokenizer.apply_chat_template(
-        row["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     said = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert row["messages"][-1]["content"] == said
+    assert row["response"] == said
 
 
 @pytest.mark.slow
 def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_path: Path) -> None:
     best, tuned = tmp_path / "best.jsonl", tmp_path / "tuned"
     more = (f"data.train_files={tiny_dir}/train.parquet", "data.train_batch_size=300")
-    drawn = ("actor_rollout_ref.rollout.n=16", f"selection.file={best}", "selection.min_score=0.2")
+    drawn = (
+        "actor_rollout_ref.rollout.n=16",
+        f"selection.file={best}",
+        "selection.min_score=0.2",
+        "selection.cut=drop",
+    )
     run(load_config(settings(tiny_dir, tmp_path / "draw", *more, *drawn), BEST_OF_N))
     sft = [
         f"data.train_files={best}",
@@ -166,7 +208,7 @@ def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_p
     run(load_config(again, BEST_OF_N))
     before = lines(tmp_path / "draw")[0]["score/mean"]
     after = [line["score/mean"] for line in lines(tmp_path / "again")]
-    assert min(after) > 3 * before
+    assert min(after) > 3 * before, (before, after)
 
 
 def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:

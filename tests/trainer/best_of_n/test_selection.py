@@ -93,15 +93,23 @@ def test_a_pair_is_best_against_worst_and_equal_scores_make_none(tokenizer: Any)
     assert metrics["selection/num_equal"] == metrics["selection/num_below_min_score"] == 1
 
 
-def test_a_chat_goes_on_with_the_answer(tokenizer: Any) -> None:
+def test_of_a_chat_the_answer_is_a_column_of_its_own(tokenizer: Any) -> None:
     prompt = np.array([{"role": "user", "content": "say a"}], dtype=object)
     batch = samples(tokenizer, [[0.0, 1.0]], prompt)
-    answer = [{"role": "assistant", "content": "bb"}]
     (row,), _ = select(batch, SelectionConfig(), tokenizer)
-    assert row["messages"] == [*prompt, *answer]
+    assert (row["prompt"], row["response"]) == (list(prompt), "bb")
     (row,), _ = select(batch, SelectionConfig(write="pairs"), tokenizer)
-    assert row["prompt"] == list(prompt)
-    assert row["chosen"] == answer
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (list(prompt), "bb", "aa")
+
+
+@pytest.mark.parametrize(("cut", "best"), [("keep", "bb"), ("drop", "cc")])
+def test_samples_cut_by_the_length_are_kept_or_dropped(cut: str, best: str, tokenizer: Any) -> None:
+    batch = samples(tokenizer, [[0.0, 3.0, 0.0, 0.0, 1.0]])
+    batch.non_tensor_batch["finish_reason"][1] = "length"
+    (row,), metrics = select(batch, SelectionConfig(cut=cut), tokenizer)
+    assert (row["response"], metrics["selection/num_cut"]) == (best, 1)
+    (row,), _ = select(batch, SelectionConfig(cut=cut, write="pairs"), tokenizer)
+    assert row["chosen"] == best
 
 
 def test_a_sample_whose_reward_is_skipped_is_not_chosen(tokenizer: Any) -> None:
