@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,22 @@ TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 def plan(config: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
     show_plan(nominal_placement(config), config, trainer_class(config))
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("show", ["brief", "full"])
+@pytest.mark.parametrize("recipe", [PPO, DETACHED])
+def test_a_role_of_ones_own_stands_in_it_with_its_pool(
+    recipe: Recipe,
+    show: str,
+    tiny_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    judge = ("role_mapping.judge=judges", "role_workers.judge=verl_like.Worker")
+    own = (*judge, "resource_pool_spec.judges=[1]", "trainer.n_gpus_per_node=4")
+    config = load_config(overrides(tiny_dir, tmp_path, *own, f"trainer.show={show}"), recipe)
+    shown = plan(config, capsys)
+    assert any(re.search(r"\bjudges\b.*\bjudge\b", line) for line in shown), "\n".join(shown)
 
 
 @pytest.mark.parametrize(

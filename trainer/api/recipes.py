@@ -33,6 +33,7 @@ class PPO(PythonRun):
         "actor": "actor_rollout_ref.model",
         "critic": "critic.model",
         "reward_model": "reward_model.model",
+        "ref": "actor_rollout_ref.ref.model",
     }
 
     def __init__(
@@ -50,7 +51,7 @@ class PPO(PythonRun):
         """Write what is in memory into the run folder, and check the configuration.
 
         - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; of
-          several roles a dict of actor, critic, reward_model; or a function that returns it.
+          several roles a dict of actor, critic, reward_model, ref; or a function that returns it.
         - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
           `datasets.Dataset`, any iterable of them), or file names.
         - `reward`: a function, or a module's `forward`; its parameters name what it reads:

@@ -29,7 +29,7 @@ from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.config import critic_optim
+from workers.config import critic_optim, is_actors_module
 from workers.config.conditions import has_teacher, teacher_is_alone
 from workers.config.passes import tokens_per_pass
 from workers.losses.correction import RolloutCorrection
@@ -368,6 +368,11 @@ def _of_reference(config: PPOConfig) -> Iterator[str]:
     """A reference that follows the actor, or is int8, has weights of its own; not both."""
     policy, pools = config.actor_rollout_ref, expand_roles(config.role_mapping)
     every, lora_rank = policy.ref.update_every, policy.model.lora_rank
+    if every is not None and policy.ref.model.path is not None:
+        yield (
+            f"{REF}.update_every={every} with {REF}.model.path={policy.ref.model.path}: a "
+            "reference that follows the actor begins with its weights. Leave one of them out."
+        )
     if every is not None and lora_rank > 0:
         yield (
             f"{REF}.update_every={every} with model.lora_rank={lora_rank}: the reference is the "
@@ -381,7 +386,7 @@ def _of_reference(config: PPOConfig) -> Iterator[str]:
             f"{REF}.quantization=int8 with {REF}.update_every={every}: weights that move are not "
             "held as int8, which would round their steps away. Drop one."
         )
-    if lora_rank > 0 and pools["ref"] == pools.get("actor"):
+    if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
         yield (
             f"{REF}.quantization=int8 with model.lora_rank={lora_rank}: the reference is the "
             "actor's own module with its adapters off, and loads nothing that could be int8. Leave "

@@ -17,7 +17,7 @@ from trainer.ppo.update import longest_row
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.process.machine import memory_gb
-from workers.config import model_rewards
+from workers.config import is_actors_module, model_rewards
 from workers.config.passes import fewest_tokens_per_pass, tokens_per_pass
 from workers.memory import (
     GIB,
@@ -33,7 +33,6 @@ def role_memories(
 ) -> list[RoleMemory]:
     """Of every role with a model."""
     pools, models, found = expand_roles(config.role_mapping), models_of(config), []
-    lora = config.actor_rollout_ref.model.lora_rank > 0
     for role, pool in pools.items():
         beside_actor = pool == pools["actor"]
         if config.kind_of(role) == "rollout":
@@ -48,8 +47,8 @@ def role_memories(
                     sum(config.resource_pool_spec[pool]) if beside_actor else None,
                 )
             )
-        elif role == "ref" and lora and beside_actor:
-            continue  # the actor's own module with its adapters off
+        elif role == "ref" and beside_actor and is_actors_module(config.actor_rollout_ref):
+            continue
         elif role in models:
             largest = LargestPass(*tokens_at_once(config, role))
             found.append(held_memory(config, role, models[role], device_type, largest))

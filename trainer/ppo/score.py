@@ -68,6 +68,7 @@ def measures_reference(config: PPOConfig, step: int) -> bool:
     return (
         step == 1
         and "ref" in config.role_mapping
+        and config.actor_rollout_ref.ref.model.path is None
         and bool(config.actor_rollout_ref.ref.quantization)
     )
 

@@ -98,6 +98,17 @@ def teacher_model(config: WorkersConfig) -> ModelConfig:
     return replace(config.actor_rollout_ref.model, path=path, lora_rank=0)
 
 
+def reference_model(policy: ActorRolloutRefConfig) -> ModelConfig:
+    """The reference's model settings, whole."""
+    path = policy.ref.model.path
+    return policy.model if path is None else replace(policy.model, path=path, lora_rank=0)
+
+
+def is_actors_module(policy: ActorRolloutRefConfig) -> bool:
+    """Whether the reference of the actor's process is the actor's module with its adapters off."""
+    return policy.model.lora_rank > 0 and policy.ref.model.path is None
+
+
 def critic_optim(config: WorkersConfig) -> OptimConfig:
     """The critic's optimizer settings, whole."""
     return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))

@@ -238,9 +238,21 @@ def shuffle_seed(actor: ActorConfig) -> int | None:
 
 
 @dataclass(kw_only=True)
+class RefModelConfig:
+    """Where the weights of the reference come from."""
+
+    path: str | None = key(None, allows="a folder or a name", hint="or null")
+    """Folder of a model with the actor's tokenizer, or its name on the hub; null is the actor's own
+    model, before training and without its adapters.
+    """
+
+
+@dataclass(kw_only=True)
 class RefConfig(FrozenModelConfig):
     """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
 
+    model: RefModelConfig = key(factory=RefModelConfig)
+    """The model; types, attention and packing are the actor's."""
     update_every: int | None = key(None, above=0)
     """Steps after which the actor's weights become the reference's; null leaves the initial ones.
     """

@@ -1,8 +1,8 @@
-"""The reference: the actor's initial policy, frozen, or following the actor from afar.
+"""The reference: the actor's initial policy, or another model's; frozen, or following the actor.
 
-Beside an actor that trains LoRA adapters it loads nothing: the actor's module with its adapters off
-is the reference. Under `ref.update_every` the driver sends it the actor's weights now and then, as
-it does to a rollout, and checkpoints hold its own.
+Beside an actor that trains LoRA adapters it loads nothing, unless it has a folder of its own: the
+actor's module with its adapters off is the reference. Under `ref.update_every` the driver sends it
+the actor's weights now and then, as it does to a rollout, and checkpoints hold its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
 from workers.columns import SEQUENCES, batch_columns
+from workers.config import is_actors_module, reference_model
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
@@ -49,12 +50,13 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "ref") -> HeldModel:
-        """The policy as it was, or as it follows the actor's."""
+        """The policy as it was, as it follows the actor's, or another."""
         policy, own = config.actor_rollout_ref, config.actor_rollout_ref.ref
         follows = own.update_every is not None
+        is_apart = own.model.path is not None
         return HeldModel(
-            "actor_rollout_ref.model.path",
-            policy.model,
+            "actor_rollout_ref.ref.model.path" if is_apart else "actor_rollout_ref.model.path",
+            reference_model(policy),
             own.fsdp_config,
             policy.actor.strategy,
             quantization=own.quantization,
@@ -71,7 +73,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
         Beside an actor with adapters: after the actor's `init_model`.
         """
         actor: Any = self.sibling("actor")
-        if actor is not None and actor.policy.model.lora_rank > 0:
+        if actor is not None and is_actors_module(actor.policy):
             self.engine = actor.engine
         else:
             self.engine.build(self)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import lines, numbers, overrides
-from trainer import load_config, run
+from trainer import PPO, load_config, run
 from trainer.ppo.dataflow import describe
+from trainer.ppo.memory import role_memories
 from trainer.ppo.step import Metrics
 from verl_like.errors import ConfigError
 
@@ -53,6 +56,40 @@ def test_a_resumed_run_goes_on_with_its_reference_bit_for_bit(
             steps = f"trainer.total_training_steps={length}"
             run(load_config(overrides(tiny_dir, folder, *settings, steps)))
     assert numbers(parted) == numbers(whole)
+
+
+def test_a_reference_of_its_own_folder_is_counted_scores_and_does_not_follow(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    other = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tiny_dir / "model").save_pretrained(tmp_path / "other")
+    kl = {}
+    for name, ref in (("same", tiny_dir / "model"), ("other", tmp_path / "other")):
+        models = {"actor": tiny_dir / "model", "ref": ref}
+        keys = dict.fromkeys(["data.max_prompt_length", "data.max_response_length"], 16)
+        lora = {"actor_rollout_ref.model.lora_rank": 2, "algorithm.use_kl_in_reward": True}
+        made = PPO(
+            models,
+            ["say a", "say b"],
+            lambda response: 1.0,
+            folder=tmp_path / name,
+            algorithm="grpo",
+            **keys,
+            **lora,
+            **{"data.train_batch_size": 2, "trainer.logger": []},
+        )
+        kl[name] = made.fit(steps=1).metrics[0]["actor/reward_kl_penalty"]
+        roles = {memory.role for memory in role_memories(made.config(), "cpu")}
+        assert "ref" in roles
+    assert kl["same"] == pytest.approx(0, abs=1e-5)
+    assert abs(kl["other"]) > 1e-3
+
+    follows = [*EVERY_SECOND, f"actor_rollout_ref.ref.model.path={tmp_path}/other"]
+    with pytest.raises(ConfigError, match="update_every=2 with .*ref.model.path=.*Leave one"):
+        load_config(overrides(tiny_dir, tmp_path, *follows))
 
 
 def test_the_graph_draws_it(tiny_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
@@ -26,6 +27,24 @@ def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir: Path) -> Non
     reference = started(ReferenceWorker, tiny_config(tiny_dir))
     assert reference.engine.optimizer is None
     assert not any(parameter.requires_grad for parameter in reference.engine.parameters())
+
+
+def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_adapters(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    own = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    with torch.no_grad():
+        own.lm_head.weight.mul_(2)
+    own.save_pretrained(tmp_path)
+    as_actor = tiny_config(tiny_dir)
+    as_actor.actor_rollout_ref.model.path = str(tmp_path)
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.ref.model.path = str(tmp_path)
+    config.actor_rollout_ref.model.lora_rank = 2
+    assert ReferenceWorker.held_model(config).model.lora_rank == 0
+    three = (config, as_actor, tiny_config(tiny_dir))
+    hashes = [started(ReferenceWorker, each).weights_checksum() for each in three]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_equal_weights_have_equal_checksums_across_roles(tiny_dir: Path) -> None:
