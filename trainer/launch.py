@@ -191,7 +191,7 @@ def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer
     width, trainer = terminal_width(), config.trainer
     brief = trainer.show == "brief" and not trainer.dry_run
     parts = [placement.draw(width), *trainer_cls.describe(config, width, brief)]
-    if trainer_cls.role:
+    if trainer_cls.leaves_model(config):
         parts.append(_what_is_left(trainer))
     if brief:
         parts.append("trainer.show=full says all of it.")

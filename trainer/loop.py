@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 from trainer.alarms import AlarmRule, Alarms
 from trainer.chaos import Chaos, Fault
 from trainer.config.schema import RunConfig
-from trainer.groups.worker_groups import WorkerGroups
+from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks, check_callbacks
 from trainer.restarts import Restarts, replace_within_step
 from trainer.run_folder.checkpoint import IS_LAST, Checkpoints
@@ -112,6 +112,11 @@ class Trainer(Hooks, ABC):
     def worker_code(cls, config: Any) -> list[str]:
         """Dotted paths in the configuration that worker processes import."""
         return list(config.role_workers.values())
+
+    @classmethod
+    def leaves_model(cls, config: Any) -> bool:
+        """Whether there is a trained model that a run can leave."""
+        return bool(cls.role) and hasattr(worker_class(config, cls.role), "export_model")
 
     @classmethod
     def describe(
@@ -254,7 +259,7 @@ class Trainer(Hooks, ABC):
 
     def _leave_model(self) -> None:
         """Put the trained model into the run folder, if it is asked for; says where it is."""
-        if not self.role:
+        if not self.leaves_model(self.config):
             return
         if self.config.trainer.save_final:
             folder = self.checkpoints.write_model(self.global_step, self.groups[self.role])
