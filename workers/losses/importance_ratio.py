@@ -35,7 +35,8 @@ class _LogRatio(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         log_r, inside = ctx.saved_tensors
-        return zero_outside(gradient, inside & (log_r.abs() < LARGEST_LOG_RATIO)), None, None
+        # a NaN is not clamped: its gradient is NaN, too, by which the step is skipped
+        return zero_outside(gradient, inside > (log_r.abs() >= LARGEST_LOG_RATIO)), None, None
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:

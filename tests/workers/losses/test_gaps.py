@@ -211,3 +211,15 @@ def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(
     assert_equal(flat(FORMULAS[name](given), mask), expected)
     for key, column in before.items():
         assert torch.equal(given[key].detach().nan_to_num(7), column.nan_to_num(7)), key
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_loss_that_is_nan_by_an_old_log_prob_has_a_gradient_that_skips_the_step(
+    name: str, whole: Columns
+) -> None:
+    row, place = whole["response_mask"].nonzero()[0].tolist()
+    whole["old_log_prob"] = whole["old_log_prob"].clone()
+    whole["old_log_prob"][row, place] = torch.nan
+    found = of_policy_loss(name, "token-mean")(with_gradients(whole))
+    assert found["loss"].isnan() != found["gradient"].isfinite().all()
+    assert found["loss"].isnan() or name in ("reinforce", "gpg")  # they read no old log-probs
