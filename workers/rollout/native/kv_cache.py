@@ -300,5 +300,7 @@ class SlotCache(Cache):
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""
         for layer in self.slot_layers:
+            if not layer.is_initialized:  # it reads an earlier layer's keys and values
+                continue
             for stored in (layer.keys, layer.values):
                 stored.index_copy_(0, targets, stored.index_select(0, sources))

@@ -101,3 +101,21 @@ def test_layers_that_are_passed_several_times_have_a_cache_for_each_pass() -> No
     config = build_tiny(tiny_model_config("hrm_text")).config
     assert config.num_hidden_layers == 8 * config.num_layers_per_stack
     assert proof.why_not_native(config, 96) == ""
+
+
+def test_layers_that_share_keys_and_values_may_lose_samples_in_mid_generation() -> None:
+    config = tiny_model_config("gemma3n_text")
+    config.sliding_window = PROMPT + RESPONSE
+    module = build_tiny(config)
+    assert config.num_kv_shared_layers == 1
+    requests = [Sample([7 + row, 9, 30], row, f"row {row}") for row in range(4)]
+    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
+    whole = engine_of(module).generate(requests, sampling)
+    stops = (int(whole[0].tokens[4]),)  # the first row leaves before the others
+    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=stops, do_sample=False)
+    lengths = set()
+    for expected, output in zip(whole, engine_of(module).generate(requests, sampling), strict=True):
+        tokens = output.tokens.tolist()
+        assert tokens == expected.tokens.tolist()[: len(tokens)]
+        lengths.add(len(tokens))
+    assert len(lengths) > 1
