@@ -265,7 +265,9 @@ class TrainEngine:
                 said = {name: rectangle_of(column) for name, column in outputs.items()}
                 asked = {name: self._for_loss(column) for name, column in columns.items()}
                 loss, shares = loss_fn(said, asked, batch)
-                loss.backward()
+                # a loss that is not finite has a gradient of NaN, also where its formula clamps
+                seed = 1 + (loss.detach() - loss.detach())
+                loss.backward(seed)
 
             for name, share in shares.items():
                 if num_real:
@@ -302,7 +304,11 @@ class TrainEngine:
         }
 
     def _for_loss(self, column: Column) -> Tensor:
-        return rectangle_of(column.to(self.device, non_blocking=True))
+        values = rectangle_of(column.to(self.device, non_blocking=True))
+        # what is infinite is NaN to every formula, also to one that clamps it: the step is skipped
+        if values.is_floating_point():
+            values = values.masked_fill(values.isinf(), torch.nan)
+        return values
 
     def reads(self, columns: RowColumns) -> Ragged:
         """For every token, whether it gets a head."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerError
-from workers.config import OptimConfig
+from workers.config import OptimConfig, RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker
 
 
@@ -83,3 +84,31 @@ def test_a_resumed_worker_counts_on(tiny_dir: Path, tmp_path: Path) -> None:
     resumed.load_checkpoint(str(tmp_path / "actor"))
     with pytest.raises(WorkerError, match=r"^2 steps in a row had a non-finite gradient"):
         resumed.update_actor(broken_batch())
+
+
+BYPASS = {"bypass_mode": True}
+WEIGHED = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("column", "correction"),
+    [
+        ("old_log_probs", {}),
+        ("rollout_log_probs", BYPASS),
+        ("rollout_log_probs", WEIGHED),
+        ("ref_log_prob", {}),
+    ],
+)
+def test_a_log_prob_that_is_not_finite_skips_the_step(
+    one_layer_dir: Path, column: str, correction: dict[str, Any], value: float
+) -> None:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4, use_kl_loss=True)
+    config.algorithm.rollout_correction = RolloutCorrectionConfig(**correction)
+    actor = started(ActorWorker, config, 10)
+    batch = make_batch(4)
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].clone()
+    batch.batch[column][0, 0] = value
+    before = actor.weights_checksum()
+    assert actor.update_actor(batch)["actor/skipped_steps"] == 1.0
+    assert actor.weights_checksum() == before
