@@ -90,7 +90,7 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
         if row.get(column) is None:
             raise ValueError(f"nothing in column {column!r}; there is {filled_columns(row)}")
     prompt, rule = row[prompt_key], row["reward_model"]
-    if not prompt:
+    if isinstance(prompt, str | list) and not prompt:
         raise ValueError(f"{prompt_key!r} is empty")
     if not isinstance(prompt, str):
         check_messages(prompt_key, prompt)
@@ -231,6 +231,9 @@ def _custom_rows(
 
 
 def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+    for column in there:
+        if column and there.count(column) > 1:  # spreadsheets write columns without a name
+            raise ConfigError(f"{path}: two of its columns have the name {column!r}; rename one.")
     for column in wanted:
         if column not in there:
             raise ConfigError(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,19 @@ def _json_row(line: bytes) -> Any:
         )
     if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
         return ValueError(f"nested more than {DEEPEST} levels deep")
+    if isinstance(row, dict) and (name := _named_twice(line, row)) is not None:
+        return ValueError(f"two of its columns have the name {name!r}")
     return row
+
+
+def _named_twice(line: bytes, row: dict[str, Any]) -> str | None:
+    """The name that two columns have, if one is; few lines are parsed for it again."""
+    names = (json.dumps(name, ensure_ascii=False).encode(errors="replace") for name in row)
+    if all(line.count(name) < 2 for name in names):
+        return None
+    pairs: list[tuple[str, Any]] = json.loads(line, object_pairs_hook=list)
+    seen = Counter(name for name, _ in pairs)
+    return next((name for name, count in seen.items() if count > 1), None)
 
 
 def _depth(value: Any) -> int:

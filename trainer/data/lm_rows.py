@@ -36,6 +36,7 @@ from trainer.data.encoded_rows import (
 from trainer.data.files import Row, filled_columns
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
+    check_length,
     check_messages,
     encode_prompt,
     readable,
@@ -104,7 +105,7 @@ def _encode_text(row: Row, tokenizer: Any) -> LMRow:
 
 
 def _encode_response(row: Row, tokenizer: Any) -> LMRow:
-    if not row["prompt"]:
+    if row["prompt"] in ("", []):
         raise ValueError("'prompt' is empty")
     prompt = encode_prompt(row["prompt"], tokenizer)
     said = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
@@ -185,6 +186,7 @@ def _filled_string(row: Row, column: str) -> str:
         raise ValueError(f"{column!r} is a {type(value).__name__}, not a string")
     if not value.strip():
         raise ValueError(f"{column!r} is empty")
+    check_length(value)
     return value
 
 

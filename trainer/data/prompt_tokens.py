@@ -15,6 +15,8 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: JSON can write it, UTF-8 and tokenizers cannot hold it."""
 OF_A_TEMPLATE = (TypeError, LookupError, AttributeError)
 """What a template's own code may raise over messages that it did not expect."""
+LONGEST_TEXT = 4 * 2**20
+"""Characters that are tokenized: some seconds' work, and a million tokens or more."""
 
 
 def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
@@ -24,6 +26,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
     if not is_plain:
         text = chat_text(text, tokenizer)
     # the template writes the special tokens of a chat itself
+    check_length(text)
     ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
     if ids.size == 0:
         raise ValueError(f"it has no tokens: {text!r:.80}")
@@ -49,8 +52,18 @@ def chat_text(messages: Any, tokenizer: Any) -> str:
     return text
 
 
+def check_length(text: str) -> None:
+    """Refuse a text that would take minutes to tokenize, whatever becomes of its tokens."""
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(
+            f"it has {len(text):,} characters, of which at most {LONGEST_TEXT:,} are tokenized"
+        )
+
+
 def check_messages(column: str, messages: Any) -> None:
     """Refuse what is no chat; content of None, too, which templates would write as a word."""
+    if isinstance(messages, bool | int | float):
+        raise ValueError(f"{column!r} is {messages!r}, neither a text nor messages")
     is_list = isinstance(messages, list | tuple) and messages
     if not is_list or not all(
         isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
@@ -59,8 +72,13 @@ def check_messages(column: str, messages: Any) -> None:
             f"{column!r} is no list of messages with role and content: {messages!r:.80}"
         )
     for number, message in enumerate(messages):
-        if message["content"] is None and not message.get("tool_calls"):
+        content = message["content"]
+        if content is None and not message.get("tool_calls"):
             raise ValueError(f"the content of message {number} is null")
+        if isinstance(content, bool | int | float):
+            raise ValueError(f"the content of message {number} is {content!r}, not a text")
+        if isinstance(content, str):
+            check_length(content)
         if not isinstance(message["role"], str):
             raise ValueError(f"the role of message {number} is {message['role']!r:.40}")
 

@@ -16,6 +16,7 @@ import pytest
 from tests.trainer.data.test_prompts import make_config
 from trainer.data.config import DataConfig
 from trainer.data.encoded_rows import encode_rows
+from trainer.data.files import rows_of_files
 from trainer.data.formats import DEEPEST
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.loader import RowLoader
@@ -102,7 +103,26 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "null content": (second(row(chat(None))), "line 2: the content of message 0 is null", 2),
     "a role that is none": (second(row(chat("a", 3))), "line 2: the role of message 0 is 3", 2),
     "a template's refusal": (second(row(chat("a", "nobody"))), "line 2: the chat template", 2),
-    "a template's own error": (second(row(chat(7))), "line 2: the chat template refuses it", 2),
+    "a template's own error": (second(row(chat([7]))), "line 2: the chat template refuses it", 2),
+    "a number": (second(row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
+    "zero": (second(row(0)), "line 2: 'prompt' is 0, neither a text nor messages", 2),
+    "a boolean": (second(row(False)), "line 2: 'prompt' is False, neither", 2),
+    "content of a number": (second(row(chat(7))), "line 2: the content of message 0 is 7, not", 2),
+    "two columns of one name": (
+        second(b'{"prompt": "a", "reward_model": null, "prompt": "b"}'),
+        "line 2: two of its columns have the name 'prompt'",
+        2,
+    ),
+    "ten megabytes": (
+        second(row("ab " * 3_500_000)),
+        "line 2: it has 10,500,000 characters, of which at most 4,194,304 are tokenized",
+        2,
+    ),
+    "ten megabytes in a chat": (
+        second(row(chat("ab " * 3_500_000))),
+        "line 2: it has 10,500,000 characters",
+        2,
+    ),
     "a cut gzip file": (cut_gzip, "p.jsonl.gz, line 3: not readable from here on", 2),
     "a file that is no gzip": (
         lambda folder: second("x")(folder).rename(folder / "p.gz"),
@@ -144,7 +164,21 @@ def test_a_bad_row_is_named_by_file_and_place_or_skipped(
     assert "are skipped (data.on_bad_row=skip)" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["null content", "a template's own error", "a corrupt page"])
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_with_two_columns_of_one_name_is_refused(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"p.{suffix}"
+    if suffix == "csv":
+        path.write_text("prompt,,prompt,\na,,b,\n", encoding="utf-8")
+    else:
+        pq.write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]), path)
+    with pytest.raises(ConfigError, match=rf"p.{suffix}: two of its columns .* 'prompt'"):
+        list(rows_of_files([str(path)], "data.train_files"))
+
+
+ON_ROWS = ["null content", "a template's own error", "a corrupt page", "a number", "zero"]
+
+
+@pytest.mark.parametrize("kind", [*ON_ROWS, "two columns of one name", "ten megabytes"])
 def test_recipes_on_rows_name_them_alike(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.chat_template = TEMPLATE
