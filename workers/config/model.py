@@ -175,7 +175,7 @@ class ModelConfig:
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
-    """Layers that get an adapter: all-linear (all but the head), or names such as q_proj."""
+    """Layers that get an adapter: all-linear (no head, no routed experts), or names like q_proj."""
 
 
 @dataclass(kw_only=True)

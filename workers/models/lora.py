@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
 from workers.models.adapters import PARTS, merged_weight
+from workers.models.attention import say_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
@@ -45,8 +46,11 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         ) from error
 
     has_scalar_head = isinstance(module, ScalarHeadModel)
+    body = module.body if has_scalar_head else module
     target: Any = config.target_modules
-    if not isinstance(target, str):
+    if target == "all-linear":
+        target = _not_named_like_experts(LoraConfig(target_modules=target), body) or target
+    elif not isinstance(target, str):
         target = list(target)
     lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
     linear = _linear_layers(module)
@@ -54,7 +58,7 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         # peft sets fan_in_fan_out right for GPT-2, and warns that it did
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         try:
-            inject_adapter_in_model(lora, module.body if has_scalar_head else module)
+            inject_adapter_in_model(lora, body)
         except ValueError as error:
             hint = nearest(target if isinstance(target, str) else target[0], linear)
             raise ConfigError(
@@ -71,11 +75,39 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             "only."
         )
 
+    if config.target_modules == "all-linear":
+        _say_what_experts_lack(body)
     for name, parameter in module.named_parameters():
         is_head = has_scalar_head and name.startswith("score.")
         parameter.requires_grad_(is_adapter(name) or is_head)
         if is_adapter(name) and not parameter.is_meta:
             parameter.data.copy_(initial_value(name, parameter.shape))
+
+
+def _not_named_like_experts(lora: Any, body: Any) -> list[str] | None:
+    """all-linear where peft takes names of a class for its routed experts; None elsewhere.
+
+    Dense layers of those names would be saved as adapters that peft does not load.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as peft_names
+    except ImportError:  # a peft that has no such names
+        return None
+    peft_names.convert_peft_config_for_transformers(lora, body, None)
+    return sorted(lora.target_modules) if lora.target_parameters else None
+
+
+def _say_what_experts_lack(body: Any) -> None:
+    """A line for a mixture of experts, whose routed experts are no linear layers."""
+    if any(".experts." in name for name, _ in body.named_parameters()):
+        adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
+        without = [
+            name for name in _linear_layers(body) if name not in {*adapted, "base_layer", NAME}
+        ]
+        say_once(
+            f"LoRA: all-linear of {body.config.model_type} is {', '.join(adapted)}; no adapter for "
+            f"{', '.join(['routed experts', *without])}."
+        )
 
 
 def initial_value(name: str, shape: torch.Size) -> Tensor:

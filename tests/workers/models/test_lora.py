@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
+from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
+from workers.models.attention import say_once
+from workers.models.causal_lm import ScalarHeadModel
 from workers.models.load import load_model
-from workers.models.lora import is_adapter, save_adapter
+from workers.models.lora import adapted_layers, add_adapter, is_adapter, save_adapter
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -207,3 +211,36 @@ def test_layers_that_do_not_exist_or_are_not_linear_are_refused(one_layer_dir: P
         lora_actor(one_layer_dir, target_modules=["q_prj"])
     with pytest.raises(ConfigError, match="model.embed_tokens is no linear layer"):
         lora_actor(one_layer_dir, target_modules=["embed_tokens"])
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_again(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from peft import PeftModel
+
+    model_config = ModelConfig(path="none", lora_rank=2)
+    module = build_tiny(tiny_model_config(case))
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        add_adapter(module, model_config)
+    (line,) = [record.getMessage() for record in caplog.records if "LoRA" in record.getMessage()]
+    assert f"all-linear of {case} is " in line
+    assert "o_proj" in line.partition("; no adapter for routed experts")[0]
+    assert any(name.endswith("self_attn.o_proj") for name in adapted_layers(module))
+    shared = [name for name in adapted_layers(module) if "shared_expert." in name]
+    assert bool(shared) == (case == "qwen2_moe")
+
+    adapter = [(n, p.detach().normal_()) for n, p in module.named_parameters() if is_adapter(n)]
+    save_adapter(tmp_path, module, model_config, adapter)
+    loaded = PeftModel.from_pretrained(build_tiny(tiny_model_config(case)), tmp_path)
+    ids = torch.arange(6, 12)[None]
+    assert torch.equal(loaded(ids).logits, module(ids).logits)
+
+
+def test_a_critic_of_a_mixture_of_experts_has_adapters_beside_its_attention() -> None:
+    module = ScalarHeadModel(build_tiny(tiny_model_config("mixtral")))
+    add_adapter(module, ModelConfig(path="none", lora_rank=2))
+    assert {name.rpartition(".")[2] for name in adapted_layers(module)} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj")
+    }
