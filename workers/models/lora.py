@@ -90,10 +90,10 @@ def _not_named_like_experts(lora: Any, body: Any) -> list[str] | None:
     Dense layers of those names would be saved as adapters that peft does not load.
     """
     try:
-        from peft.utils import transformers_weight_conversion as peft_names
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # a peft that has no such names
         return None
-    peft_names.convert_peft_config_for_transformers(lora, body, None)
+    convert_peft_config_for_transformers(lora, body, None)
     return sorted(lora.target_modules) if lora.target_parameters else None
 
 
