@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trainer.data.cache import Entry, cached_rows, what_tokens_depend_on
 from trainer.data.files import Row, good_rows, names_of, rows_of_files
+from workers.models.folder import generation_eos
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,22 @@ def teaches(sides: Sequence[LMRow]) -> bool:
     first, *others = sides
     has_loss = all(side.in_loss[1:].any() for side in sides)
     return has_loss and not any(np.array_equal(first.ids, side.ids) for side in others)
+
+
+def stop_tokens(tokenizer: Any, path: str) -> list[int]:
+    """What ends a sample of the model of that folder."""
+    return [id for id in (tokenizer.eos_token_id, *generation_eos(path)) if id is not None]
+
+
+def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
+    """The side up to its last stop token, if blanks alone follow."""
+    if side.ids[-1] in stops:
+        return side
+    is_reply = np.arange(len(side.ids)) >= side.in_loss.argmax()
+    places = (np.isin(side.ids, stops) & is_reply).nonzero()[0]
+    if not len(places) or tokenizer.decode(side.ids[places[-1] + 1 :]).strip():
+        return side
+    return side.cut(int(places[-1]) + 1)
 
 
 def cut_rows(

@@ -187,7 +187,7 @@ def _preferences(fields: GivenFlags) -> None:
             f"loss_type={first}: there are {', '.join(DPO_LOSSES)} and, here, kto"
         )
     if first == "sigmoid" and smoothing:
-        settings = {"loss": "cdpo", "label_smoothing": smoothing}
+        settings["label_smoothing"] = smoothing
         fields.becomes("label_smoothing", settings)
     if losses[1:] == ["sft"]:
         of_dpo, of_sft = weights if len(weights) == 2 else ("1", "1")

@@ -3,7 +3,8 @@
 Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference
 is the model before training, or that of ref.model.path; its log-probs are computed once.
 
-  loss=dpo|cdpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
+  loss=dpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
+  label_smoothing=0.1  reference_free=true   dpo on noisy labels (cDPO); without the reference
   beta=0.1  sft_coef=0                     how much a log-ratio counts; SFT on the chosen beside it
   verl-like dpo --cfg all                  every key with its meaning
 """
@@ -18,15 +19,29 @@ from trainer.config.recipe import Recipe, presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
+from verl_like.config_key import key
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
-from workers.config.preference import PreferenceWorkerConfig, loss_reads
+from workers.config.preference import PreferenceWorkerConfig, has_reference, loss_reads
+from workers.config.rows import RowDataConfig
+
+
+@dataclass(kw_only=True)
+class PreferenceDataConfig(RowDataConfig):
+    """Pairs, or responses with a label: files, sizes, how long they may be."""
+
+    after_end: str = key("keep", choices=("keep", "cut"))
+    """Blanks that the chat template writes after a response's end token: keep them in the loss, as
+    TRL does, or cut them, as samples end.
+    """
 
 
 @dataclass(kw_only=True)
 class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """A run of preference training."""
 
+    data: PreferenceDataConfig = key(factory=PreferenceDataConfig)
+    """Rows."""
     trainer: ValidatingTrainerConfig = rows.trainer_section(
         "trainer.preference.step.PreferenceTrainer", "dpo"
     )
@@ -35,8 +50,11 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
 
 def inactive_roles(config: Any) -> dict[str, str]:
     """The reference's role, where it is not part of a run -> why."""
-    if not loss_reads(config, "ref_log_probs"):
-        return {"ref": f"loss={config.loss} has no reference"}
+    if not has_reference(config):
+        free = (
+            "reference_free=true: there is" if config.reference_free else f"loss={config.loss} has"
+        )
+        return {"ref": f"{free} no reference"}
     if config.ref.model.path is None:
         return {"ref": "without ref.model.path the reference is the model itself, before training"}
     return {}

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.data.encoded_rows import LMRow
+from trainer.data.encoded_rows import LMRow, stop_tokens, without_blanks
 from trainer.data.labelled import LabelledRow
 from trainer.data.pairs import PairRow
+from trainer.preference.recipe import PreferenceConfig
+
+logger = logging.getLogger(__name__)
 
 NumberedRow = tuple[int, PairRow | LabelledRow]
 """A row with its place among those of its files, which the reference's log-probs are found by."""
+
+
+def settle_ends(
+    key: str, rows: Sequence[NumberedRow], tokenizer: Any, config: PreferenceConfig
+) -> list[NumberedRow]:
+    """The rows with what their template wrote after an end token, or without; a log line says so.
+
+    `key` names their files.
+    """
+    stops = stop_tokens(tokenizer, config.model.path)
+    found: list[NumberedRow] = []
+    num_longer = 0
+    for number, row in rows:
+        names = ("chosen", "rejected") if isinstance(row, PairRow) else ("response", "mismatched")
+        sides: dict[str, Any] = {
+            name: without_blanks(getattr(row, name), stops, tokenizer) for name in names
+        }
+        num_longer += any(len(side.ids) < len(getattr(row, x).ids) for x, side in sides.items())
+        found.append((number, replace(row, **sides)))
+    is_cut = config.data.after_end == "cut"
+    if num_longer:
+        what = "cut there" if is_cut else "kept in the loss; data.after_end=cut leaves it out"
+        logger.info("%s: blanks after the end token of %d rows are %s", key, num_longer, what)
+    return found if is_cut else list(rows)
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:

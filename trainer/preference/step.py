@@ -8,6 +8,7 @@ are computed before a checkpoint is loaded, so a resumed run has the same.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,15 +25,17 @@ from trainer.preference.rows import (
     NumberedRow,
     both_sides,
     labelled_columns,
+    settle_ends,
     with_mismatched,
 )
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
-from workers.config.preference import loss_reads
+from workers.config.preference import has_reference, loss_reads
 from workers.losses.preference.measures import measures
 
+logger = logging.getLogger(__name__)
 ONE_ROW = 1e-6
 """Less than the share of one row; sums of shares are not exact."""
 
@@ -54,8 +57,12 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         length, on_bad_row = longest_row(config), config.data.on_bad_row
         if loss_reads(config, "desirable"):
             seed = config.trainer.seed
-            return list(enumerate(read_labelled(key, files, tokenizer, length, seed, on_bad_row)))
-        return list(enumerate(read_pairs(key, files, tokenizer, length, on_bad_row)))
+            labelled = read_labelled(key, files, tokenizer, length, seed, on_bad_row)
+            return settle_ends(key, list(enumerate(labelled)), tokenizer, config)
+        pairs = read_pairs(key, files, tokenizer, length, on_bad_row)
+        if any(pair.margin for pair in pairs) and not loss_reads(config, "margin"):
+            logger.info("%s: loss=%s does not read the margins of pairs", key, config.loss)
+        return settle_ends(key, list(enumerate(pairs)), tokenizer, config)
 
     @staticmethod
     def make_batch(
@@ -85,7 +92,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares with one."""
-        return loss_reads(self.config, "ref_log_probs")
+        return has_reference(self.config)
 
     @property
     def is_labelled(self) -> bool:
@@ -157,6 +164,9 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         if self.has_reference:
             columns["ref_log_probs"] = self.reference["val"]
 
+        margins = [row.margin for _, row in self.validation if isinstance(row, PairRow)]
+        if margins:
+            columns["margin"] = torch.tensor(margins)
         labels = [row.desirable for _, row in self.validation if isinstance(row, LabelledRow)]
         if labels:
             reference = columns["ref_log_probs"]

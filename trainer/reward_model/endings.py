@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from trainer.data.encoded_rows import LMRow
+from trainer.data.encoded_rows import stop_tokens, without_blanks
 from trainer.data.pairs import PairRow
-from workers.models.folder import generation_eos
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +24,11 @@ def end_as_samples_do(
 
     `key` names the files, `path` the model; a side of `max_length` tokens may have been cut.
     """
-    stops = [id for id in (tokenizer.eos_token_id, *generation_eos(path)) if id is not None]
+    stops = stop_tokens(tokenizer, path)
     found, num_open = [], 0
     for row in rows:
-        chosen = _without_blanks(row.chosen, stops, tokenizer)
-        rejected = _without_blanks(row.rejected, stops, tokenizer)
+        chosen = without_blanks(row.chosen, stops, tokenizer)
+        rejected = without_blanks(row.rejected, stops, tokenizer)
         found.append(replace(row, chosen=chosen, rejected=rejected))
         for side in (chosen, rejected):
             num_open += len(side.ids) < max_length and int(side.ids[-1]) not in stops
@@ -48,13 +45,3 @@ def end_as_samples_do(
             ", ".join(tokenizer.convert_ids_to_tokens(sorted(set(stops)))),
         )
     return found
-
-
-def _without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
-    """The side up to its last stop token, if blanks alone follow."""
-    is_reply = np.arange(len(side.ids)) >= side.in_loss.argmax()
-    places = (np.isin(side.ids, stops) & is_reply).nonzero()[0]
-    if not len(places) or tokenizer.decode(side.ids[places[-1] + 1 :]).strip():
-        return side
-    end = int(places[-1]) + 1
-    return LMRow(side.ids[:end], side.in_loss[:end])

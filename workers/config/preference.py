@@ -18,6 +18,11 @@ def loss_reads(run: Any, name: str) -> bool:
     return name in inspect.signature(loss).parameters
 
 
+def has_reference(run: Any) -> bool:
+    """Whether the loss of this run compares with a reference."""
+    return loss_reads(run, "ref_log_probs") and not run.reference_free
+
+
 def takes(name: str) -> When:
     """The loss has a parameter of that name."""
     return entry_takes(name, "preference loss", "loss")
@@ -30,8 +35,13 @@ LEARNS_PAIRS = When(
 )
 HAS_REFERENCE = When(
     "the loss has a reference",
-    lambda _, run: loss_reads(run, "ref_log_probs"),
+    lambda _, run: has_reference(run),
     "the loss has no reference",
+)
+MAY_BE_REFERENCE_FREE = When(
+    "the loss compares pairs with a reference",
+    lambda _, run: loss_reads(run, "ref_log_probs") and not loss_reads(run, "desirable"),
+    "the loss compares no pairs with a reference",
 )
 REFERENCE_IS_APART = unless("ref.model.path")
 
@@ -64,7 +74,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     """What is learned from a pair, or from a row with a label."""
     beta: float = key(0.1, above=0, read_when=takes("beta"))
     """How much a log-ratio counts; simpo's paper takes 2 and more."""
-    label_smoothing: float = key(0.1, at_least=0, below=0.5, read_when=takes("label_smoothing"))
+    label_smoothing: float = key(0.0, at_least=0, below=0.5, read_when=takes("label_smoothing"))
     """Share of pairs that are taken to be the wrong way round: of one half nothing is learned."""
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
     """The margin between rewards that simpo wants."""
@@ -76,5 +86,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     """Weight of bad responses."""
     sft_coef: float = key(0.0, at_least=0, read_when=LEARNS_PAIRS)
     """Weight of the chosen response's loss of SFT, a mean over its tokens, beside the loss."""
+    reference_free: bool = key(False, read_when=MAY_BE_REFERENCE_FREE)
+    """Compare with a reference under which all responses are as likely: there is no model of it."""
     ref: ReferenceConfig = key(factory=ReferenceConfig, read_when=HAS_REFERENCE)
     """Reference."""

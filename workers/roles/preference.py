@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
-from workers.config.preference import PreferenceWorkerConfig, loss_reads
+from workers.config.preference import PreferenceWorkerConfig, has_reference, loss_reads
 from workers.losses.preference.measures import LABELLED_COLUMNS, measures
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
@@ -37,9 +37,9 @@ class PreferenceWorker(RowWorker):
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         self.engine_class = engine_class(config)
-        columns = ["ref_log_probs"] if loss_reads(config, "ref_log_probs") else []
+        columns = ["ref_log_probs"] if has_reference(config) else []
         is_labelled = loss_reads(config, "desirable")
-        self.loss_columns = [*columns, *(LABELLED_COLUMNS if is_labelled else ())]
+        self.loss_columns = [*columns, *(LABELLED_COLUMNS if is_labelled else ("margin",))]
         super().__init__(config)
 
     def loss(

@@ -113,7 +113,7 @@ def test_a_reward_model_and_smoothed_preferences() -> None:
     assert (config.center_coef, config.optim.lr) == (0.01, 1e-4)
     dpo = "trl dpo --model_name_or_path m --dataset_name a/b --label_smoothing 0.2"
     config = composed(migrate("trl", dpo))
-    assert (config.loss, config.label_smoothing) == ("cdpo", 0.2)
+    assert (config.loss, config.label_smoothing) == ("dpo", 0.2)
 
 
 @pytest.mark.parametrize("program", ["grpo", "sft", "reward", "dpo"])

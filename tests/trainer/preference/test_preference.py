@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -21,6 +22,8 @@ from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.preference.recipe import DPO
 from trainer.preference.reference import FILE
+from trainer.preference.rows import both_sides
+from trainer.preference.step import PreferenceTrainer
 from verl_like.errors import CheckpointError, ConfigError
 
 PAIRS = [{"prompt": f"say {x}", "chosen": f"ab{x}", "rejected": "cd"} for x in "efghijklmn"]
@@ -218,7 +221,7 @@ def test_two_ranks_write_the_numbers_of_one(
         assert own == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["cdpo", "ipo", "hinge", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "orpo", "simpo", "kto"])
 def test_every_loss_learns(
     loss: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -229,6 +232,71 @@ def test_every_loss_learns(
     assert steps[-1]["train/rewards/margin"] > steps[0]["train/rewards/margin"]
     assert ("train/kl/row" in steps[0]) == (loss not in ("orpo", "simpo"))
     assert (tmp_path / FILE).exists() == (loss not in ("orpo", "simpo"))
+
+
+def test_without_the_reference_there_is_no_table_of_it(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("reference_free=true", *validating(files))
+    steps = trained(*settings_of(tiny_dir, files, tmp_path, *more))
+    assert not (tmp_path / FILE).exists()
+    assert "train/kl/row" not in steps[-1]
+    before, last = ([x for x in steps if "val/loss" in x][place] for place in (0, -1))
+    gap = before["val/log_probs/chosen"] - before["val/log_probs/rejected"]
+    assert before["val/rewards/margin"] == pytest.approx(0.1 * gap, abs=1e-4)
+    assert last["val/loss"] < before["val/loss"]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_margins_of_pairs_are_in_the_loss_or_said_to_be_left_out(
+    loss: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"train": tmp_path / "train.jsonl", "val": tmp_path / "val.jsonl"}
+    for file in files.values():
+        rows = [row | {"margin": 1.5} for row in PAIRS]
+        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    more = (f"loss={loss}", *validating(files))
+    with caplog.at_level(logging.INFO):
+        steps = trained(*settings_of(tiny_dir, files, tmp_path / "run", *more))
+    said = "loss=ipo does not read the margins of pairs"
+    if loss == "ipo":
+        assert caplog.text.count(f"data.train_files: {said}") == 1
+        return
+    assert said not in caplog.text
+    expected = pytest.approx(math.log1p(math.exp(1.5)), abs=1e-5)
+    first, before = (next(x[y] for x in steps if y in x) for y in ("train/loss", "val/loss"))
+    assert (first, before) == (expected, expected)
+
+
+@pytest.mark.parametrize("after_end", ["keep", "cut"])
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_what_a_template_writes_after_the_end_is_kept_or_cut(
+    loss: str, after_end: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(f"{tiny_dir}/model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos> {% endif %}"
+        "{% endfor %}"
+    )
+    asked = [{"role": "user", "content": "say a"}]
+    rows = [{"prompt": asked, "chosen": said(f"ab{x}"), "rejected": said("cd")} for x in "efgh"]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    more = (f"loss={loss}", f"data.after_end={after_end}")
+    config = load_config(settings_of(tiny_dir, {"train": file}, tmp_path, *more), DPO)
+    with caplog.at_level(logging.INFO):
+        found = PreferenceTrainer.read_rows(config, "data.train_files", str(file), tokenizer)
+    tail = "<eos> " if after_end == "keep" else "<eos>"
+    for side in both_sides(found):
+        assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
+        assert tokenizer.decode(side.ids).endswith(tail)
+    what = "kept in the loss; data.after_end=cut" if after_end == "keep" else "cut there"
+    num_rows = 4 if loss == "dpo" else 8
+    assert caplog.text.count(f"after the end token of {num_rows} rows are {what}") == 1
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
 
 
 def test_ktos_kl_is_that_of_mismatched_responses(
@@ -273,7 +341,11 @@ def test_adapters_start_from_the_reference(
         (["simpo_gamma=1"], r"simpo_gamma is set.*that loss names does not take simpo_gamma"),
         (["loss=kto", "sft_coef=1"], r"sft_coef is set.*rows with a label, not pairs"),
         (["loss=simpo", "ref.model.path=x"], r"ref.model.path is set.*has no reference"),
-        (["loss=cdpo", "label_smoothing=0.5"], r"label_smoothing=0.5.*below 0.5"),
+        (["label_smoothing=0.5"], r"label_smoothing=0.5.*below 0.5"),
+        (["loss=hinge", "label_smoothing=0.1"], r"does not take label_smoothing"),
+        (["loss=kto", "reference_free=true"], r"compares no pairs with a reference"),
+        (["loss=orpo", "reference_free=true"], r"compares no pairs with a reference"),
+        (["reference_free=true", "ref.model.path=x"], r"ref.model.path is set.*no reference"),
         (["loss=kto", "desirable_weight=0", "undesirable_weight=0"], r"nothing is learned"),
         (["data.max_token_len_per_gpu=63"], r"Two responses of data.max_length=32.*=63"),
     ],

@@ -1,17 +1,22 @@
-"""DPO: direct preference optimization."""
+"""DPO: direct preference optimization, and cDPO, where some labels are wrong."""
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from workers.losses.preference.registry import PREFERENCE_LOSSES, gap
+from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, smoothed
 
 
 @PREFERENCE_LOSSES.register("dpo")
-def compute_dpo_loss(log_probs: Tensor, ref_log_probs: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta h), with h the log-ratio to the reference, chosen less rejected.
+def compute_dpo_loss(
+    log_probs: Tensor, ref_log_probs: Tensor, margin: Tensor, beta: float, label_smoothing: float
+) -> Tensor:
+    """-(1 - e) log sigmoid(x) - e log sigmoid(-x), with x = beta h - margin.
+
+    h is the log-ratio to the reference, chosen less rejected. e, `label_smoothing`, is the share of
+    pairs that are the wrong way round; above 0 the loss is cDPO (Mitchell, A note on DPO with noisy
+    preferences and relationship to IPO, 2023). With margins of pairs it is ODPO (arXiv 2402.10571).
 
     Source: DPO, arXiv 2305.18290, equation 7
     """
-    return -logsigmoid(beta * gap(log_probs - ref_log_probs))
+    return smoothed(beta * gap(log_probs - ref_log_probs) - margin, label_smoothing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from workers.losses.preference.registry import (
@@ -27,6 +28,8 @@ have a row's label.
 
 def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     """Name -> [pairs] or [rows]; the gradient goes through `loss`."""
+    if settings.reference_free:
+        columns = {**columns, "ref_log_probs": torch.zeros_like(columns["log_probs"])}
     if "desirable" in columns:
         return _of_rows(columns, settings)
     return _of_pairs(columns, settings)
@@ -60,7 +63,7 @@ def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]
         "rewards/accuracy": (margin > 0).to(loss),
         "lengths/mean": num_tokens.mean(dim=1),
     }
-    if "ref_log_probs" in columns:
+    if "ref_log_probs" in columns and not settings.reference_free:
         found["kl/row"] = (log_probs.detach() - columns["ref_log_probs"]).mean(dim=1)
     for name, of_sides in shown.items():
         found[f"{name}/chosen"], found[f"{name}/rejected"] = of_sides.unbind(dim=1)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from verl_like.registry import Registry
 from verl_like.signatures import check_by_name
@@ -26,10 +27,11 @@ COLUMNS: Mapping[str, str] = {
     "log_probs": "log-probs of the responses: sums over their tokens",
     "ref_log_probs": "the same under the reference",
     "num_tokens": "tokens of the responses",
+    "margin": "of a pair: the least by which its file wants the chosen one to be better, or 0",
     "desirable": "whether the response of a row is a good one",
     "mismatched_kl": "KTO's estimate of the KL to the reference, the same in every row",
 }
-"""What a loss may read of a batch: [pairs, 2], chosen and rejected, or [rows]."""
+"""What a loss may read of a batch: [pairs, 2], chosen and rejected, or [rows]; margins: [pairs]."""
 
 
 def parameters_of(loss: PreferenceLoss) -> list[str]:
@@ -50,6 +52,12 @@ def compute_losses(name: str, columns: Mapping[str, Tensor], settings: Any) -> T
 def per_token(log_probs: Tensor, num_tokens: Tensor) -> Tensor:
     """The mean over a response's tokens; zero for one without any."""
     return log_probs / num_tokens.clamp(min=1)
+
+
+def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
+    """-log sigmoid(logits), where a share of the pairs is taken to be the wrong way round."""
+    right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
+    return (1 - label_smoothing) * right + label_smoothing * wrong
 
 
 def gap(of_sides: Tensor) -> Tensor:

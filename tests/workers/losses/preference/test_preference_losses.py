@@ -27,6 +27,7 @@ SETTINGS = SimpleNamespace(
     desirable_weight=1.5,
     undesirable_weight=0.5,
     sft_coef=0.0,
+    reference_free=False,
 )
 ON_PAIRS = [name for name in PREFERENCE_LOSSES if name != "kto"]
 
@@ -36,11 +37,15 @@ def pairs(count: int = 7) -> dict[str, Tensor]:
     log_probs = -20 * torch.rand(count, 2, generator=generator, dtype=torch.float64) - 0.5
     noise = torch.randn(count, 2, generator=generator, dtype=torch.float64)
     num_tokens = torch.randint(1, 9, (count, 2), generator=generator).double()
-    return {"log_probs": log_probs, "ref_log_probs": log_probs + noise, "num_tokens": num_tokens}
+    columns = {"log_probs": log_probs, "ref_log_probs": log_probs + noise}
+    margin = torch.rand(count, generator=generator, dtype=torch.float64)
+    return columns | {"num_tokens": num_tokens, "margin": margin}
 
 
 def rows(count: int = 7) -> dict[str, Tensor]:
-    columns = {name: column[:, 0] for name, column in pairs(count).items()}
+    of_pairs = pairs(count)
+    del of_pairs["margin"]
+    columns = {name: column[:, 0] for name, column in of_pairs.items()}
     columns["desirable"] = torch.arange(count) % 3 != 0
     columns["mismatched_kl"] = torch.full((count,), 0.4, dtype=torch.float64)
     return columns
@@ -58,35 +63,36 @@ def odds(p: float) -> float:
     return p / (1 - p)
 
 
-def dpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
-    return -math.log(1 / (1 + math.exp(-0.3 * ((w - ref_w) - (r - ref_r)))))
+def smoothed(x: float) -> float:
+    return -0.8 * log_sigmoid(x) - 0.2 * log_sigmoid(-x)
 
 
-def cdpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
-    right = 1 / (1 + math.exp(-0.3 * ((w - ref_w) - (r - ref_r))))
-    return -0.8 * math.log(right) - 0.2 * math.log(1 - right)
+def dpo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
+    return smoothed(0.3 * ((w - ref_w) - (r - ref_r)) - more[-1])
 
 
-def ipo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+def ipo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
+    num_w, num_r, _ = more
     return ((w - ref_w) / num_w - (r - ref_r) / num_r - 1 / 0.6) ** 2
 
 
-def hinge(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
-    return max(0.0, 1 - 0.3 * ((w - ref_w) - (r - ref_r)))
+def hinge(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
+    return max(0.0, 1 + more[-1] - 0.3 * ((w - ref_w) - (r - ref_r)))
 
 
-def simpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
-    return -log_sigmoid(0.3 / num_w * w - 0.3 / num_r * r - 0.5)
+def simpo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
+    num_w, num_r, margin = more
+    return smoothed(0.3 / num_w * w - 0.3 / num_r * r - 0.5 - margin)
 
 
-def orpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+def orpo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
+    num_w, num_r, _ = more
     ratio = odds(math.exp(w / num_w)) / odds(math.exp(r / num_r))
     return -w / num_w - 0.7 * log_sigmoid(math.log(ratio))
 
 
 TWINS: dict[str, Callable[..., float]] = {
     "dpo": dpo,
-    "cdpo": cdpo,
     "ipo": ipo,
     "hinge": hinge,
     "simpo": simpo,
@@ -99,8 +105,10 @@ def test_a_loss_of_pairs_is_that_of_plain_python(name: str) -> None:
     columns = pairs()
     found = compute_losses(name, columns, SETTINGS)
     for number, own in enumerate(found.tolist()):
-        of_pair = [columns[column][number].tolist() for column in columns]
-        assert own == pytest.approx(TWINS[name](*(x for side in of_pair for x in side)), rel=1e-9)
+        sides = ("log_probs", "ref_log_probs", "num_tokens")
+        of_pair = [x for column in sides for x in columns[column][number].tolist()]
+        twin = TWINS[name](*of_pair, float(columns["margin"][number]))
+        assert own == pytest.approx(twin, rel=1e-9)
 
 
 def test_kto_is_one_less_the_value_of_plain_python() -> None:
@@ -116,11 +124,10 @@ def test_kto_is_one_less_the_value_of_plain_python() -> None:
 @pytest.mark.parametrize(
     ("name", "by_hand"),
     [
-        ("dpo", math.log(1 + math.exp(-0.3 * 2))),
-        ("cdpo", 0.8 * math.log(1 + math.exp(-0.6)) + 0.2 * math.log(1 + math.exp(0.6))),
+        ("dpo", 0.8 * math.log(1 + math.exp(-0.35)) + 0.2 * math.log(1 + math.exp(0.35))),
         ("ipo", (1 / 2 - -1 / 2 - 1 / 0.6) ** 2),
-        ("hinge", 0.4),
-        ("simpo", math.log(1 + math.exp(-(0.3 * (-1 + 3) - 0.5)))),
+        ("hinge", 0.65),
+        ("simpo", 0.8 * math.log(1 + math.exp(0.15)) + 0.2 * math.log(1 + math.exp(-0.15))),
     ],
 )
 def test_a_pair_by_hand(name: str, by_hand: float) -> None:
@@ -128,12 +135,13 @@ def test_a_pair_by_hand(name: str, by_hand: float) -> None:
         "log_probs": torch.tensor([[-2.0, -6.0]]),
         "ref_log_probs": torch.tensor([[-3.0, -5.0]]),
         "num_tokens": torch.tensor([[2.0, 2.0]]),
+        "margin": torch.tensor([0.25]),
     }
     assert float(compute_losses(name, columns, SETTINGS)) == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_without_a_difference_dpo_and_kto_are_at_the_middle() -> None:
-    columns = pairs() | {"ref_log_probs": pairs()["log_probs"]}
+    columns = pairs() | {"ref_log_probs": pairs()["log_probs"], "margin": torch.zeros(7)}
     found = compute_losses("dpo", columns, SETTINGS)
     torch.testing.assert_close(found, torch.full_like(found, math.log(2)))
     alike = rows() | {"ref_log_probs": rows()["log_probs"], "mismatched_kl": torch.zeros(7)}
@@ -204,6 +212,7 @@ def test_measures_of_pairs_by_hand() -> None:
         "log_probs": torch.tensor([[-2.0, -6.0], [-4.0, -1.0]]),
         "ref_log_probs": torch.tensor([[-3.0, -5.0], [-4.0, -3.0]]),
         "num_tokens": torch.tensor([[2.0, 4.0], [1.0, 1.0]]),
+        "margin": torch.zeros(2),
     }
     found = {name: value.tolist() for name, value in measures(columns, settings_of("dpo")).items()}
     assert found["rewards/chosen"] == pytest.approx([0.3, 0.0])
@@ -218,10 +227,23 @@ def test_measures_of_pairs_by_hand() -> None:
     assert with_sft == pytest.approx([found["loss"][0] + 2 * 1, found["loss"][1] + 2 * 4])
 
 
+def test_reference_free_is_a_reference_of_zeros() -> None:
+    columns = pairs()
+    del columns["ref_log_probs"]
+    found = measures(columns, settings_of("dpo", reference_free=True))
+    zeros = {"ref_log_probs": torch.zeros(7, 2).double()}
+    expected = measures(columns | zeros, settings_of("dpo"))
+    del expected["kl/row"]
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert values.equal(expected[name]), name
+
+
 def test_without_a_reference_a_reward_is_of_the_log_prob_a_token() -> None:
     columns = {
         "log_probs": torch.tensor([[-2.0, -6.0]]),
         "num_tokens": torch.tensor([[2.0, 4.0]]),
+        "margin": torch.zeros(1),
     }
     found = measures(columns, settings_of("simpo"))
     assert float(found["rewards/margin"]) == pytest.approx(0.3 * 0.5)
