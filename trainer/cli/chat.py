@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
@@ -77,9 +78,11 @@ class Chat:
         """Token ids of the conversation; without a chat template, of the message alone."""
         if self.tokenizer.chat_template is None:
             return self.tokenizer(text, return_tensors="pt")
-        return self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        try:
+            text = written(self.messages, self.tokenizer, add_generation_prompt=True)
+        except ValueError as error:
+            raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
+        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
 def _streamer(tokenizer: Any, show_on: TextIO) -> Any:

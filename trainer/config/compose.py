@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_run
+from trainer.config.flat import refuse_many_aliases
 from trainer.config.keys import keys_by_name, read
 from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
@@ -168,6 +169,8 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     first, *others = (folder.resolve() for folder in recipe.folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
+    for own_file in _own_files(recipe).values():
+        refuse_many_aliases(own_file)
     register(recipe, schema={})  # the keys of all files are looked at together, not one by one
     try:
         with initialize_config_dir(str(first), version_base="1.3"):

@@ -40,6 +40,7 @@ from trainer.data.prompt_tokens import (
     check_messages,
     encode_prompt,
     readable,
+    written,
 )
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
@@ -134,13 +135,13 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
             "add chat_template.jinja to the model folder"
         )
 
-    try:
-        if isinstance(template, str) and GENERATION_MARKER.search(template):
+    if isinstance(template, str) and GENERATION_MARKER.search(template):
+        try:
             return _encode_marked(messages, tokenizer)
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        spans = _assistant_spans(messages, tokenizer, text)
-    except (TemplateError, *OF_A_TEMPLATE) as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
+        except (TemplateError, *OF_A_TEMPLATE) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+    text = written(messages, tokenizer)
+    spans = _assistant_spans(messages, tokenizer, text)
 
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = np.array([start for start, _ in encoded["offset_mapping"]])
@@ -166,10 +167,8 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(
-            messages[:number], tokenize=False, add_generation_prompt=True
-        )
-        after = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+        before = written(messages[:number], tokenizer, add_generation_prompt=True)
+        after = written(messages[: number + 1], tokenizer)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
                 f"the chat template writes message {number}, the assistant's, otherwise where "

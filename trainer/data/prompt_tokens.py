@@ -5,18 +5,29 @@ A ValueError says what is wrong with a prompt; which prompt it is, the reader of
 
 from __future__ import annotations
 
+import ctypes
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_like.errors import VerlLikeError
+
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: JSON can write it, UTF-8 and tokenizers cannot hold it."""
-OF_A_TEMPLATE = (TypeError, LookupError, AttributeError)
+OF_A_TEMPLATE = (
+    *(TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
 """What a template's own code may raise over messages that it did not expect."""
 LONGEST_TEXT = 4 * 2**20
 """Characters that are tokenized: some seconds' work, and a million tokens or more."""
+TEMPLATE_S = 10.0
+"""Seconds in which a template has written one short message."""
 
 
 def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
@@ -25,8 +36,8 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
     is_plain = isinstance(text, str)
     if not is_plain:
         text = chat_text(text, tokenizer)
-    # the template writes the special tokens of a chat itself
     check_length(text)
+    # the template writes the special tokens of a chat itself
     ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
     if ids.size == 0:
         raise ValueError(f"it has no tokens: {text!r:.80}")
@@ -35,20 +46,30 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
 
 def chat_text(messages: Any, tokenizer: Any) -> str:
     """A chat as the template of the tokenizer writes it, up to where the assistant answers."""
-    from jinja2 import TemplateError
-
     check_messages("prompt", messages)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template; "
             "add chat_template.jinja to the model folder, or give prompts as plain strings"
         )
+    return written(messages, tokenizer, add_generation_prompt=True)
+
+
+class NoEndError(VerlLikeError):
+    """A chat template that has no end."""
+
+
+def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
+    """Messages as the tokenizer's template writes them, which may be a stranger's."""
+    from jinja2 import TemplateError
+
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False
         )
     except (TemplateError, *OF_A_TEMPLATE) as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
+    check_length(text)
     return text
 
 
@@ -58,6 +79,41 @@ def check_length(text: str) -> None:
         raise ValueError(
             f"it has {len(text):,} characters, of which at most {LONGEST_TEXT:,} are tokenized"
         )
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise `NoEndError` for a template that does not write a short message in `TEMPLATE_S`."""
+    if tokenizer.chat_template is not None:
+        late = (
+            f"The chat template of {tokenizer.name_or_path} takes more than {TEMPLATE_S:g} s for a "
+            "short message. Give the model folder another."
+        )
+        with suppress(ValueError), time_limit(TEMPLATE_S, late):
+            written([{"role": "user", "content": "a"}], tokenizer, add_generation_prompt=True)
+
+
+@contextmanager
+def time_limit(seconds: float, late: str) -> Iterator[None]:
+    """End this thread's Python code by a `NoEndError` of these words after so many seconds."""
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def stop() -> None:
+        with lock:
+            if not is_over:
+                raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                raise_in(ctypes.c_ulong(thread), ctypes.py_object(NoEndError))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except NoEndError:
+        raise NoEndError(late) from None
+    finally:
+        with lock:
+            is_over = True
+        timer.cancel()
 
 
 def check_messages(column: str, messages: Any) -> None:

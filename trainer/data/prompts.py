@@ -24,6 +24,7 @@ from trainer.data.config import DataConfig
 from trainer.data.files import listing
 from trainer.data.loader import digest_of_rows, epoch_order, refuse_other_rows
 from trainer.data.prompt_table import read_prompts
+from trainer.data.prompt_tokens import check_template
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
@@ -42,6 +43,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
     except (OSError, ValueError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"No tokenizer loads from {key}={path}: {there}.\n{err}") from err
+    check_template(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

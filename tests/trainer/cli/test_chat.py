@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
 
 from trainer.cli import chat as command
 from trainer.cli.chat import Chat, talk
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, VerlLikeError
+
+ROUNDS = "{% for i in range(90000) %}"
+ENDLESS = f"{ROUNDS}{ROUNDS}{'{% endfor %}' * 2}"
 
 
 def greedy(folder: Path, messages: list[dict[str, str]], max_tokens: int) -> str:
@@ -31,6 +35,26 @@ def greedy(folder: Path, messages: list[dict[str, str]], max_tokens: int) -> str
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "the chat template refuses it: Range too big"),
+        ("{{ messages[0].no.such }}", "the chat template refuses it: .*no attribute"),
+        ("{{ 1 // 0 }}", "the chat template refuses it: "),
+        ("{{ 'x' * 20000000 }}", "it has 20,000,000 characters, of which"),
+        (ENDLESS, "takes more than 1 s for a short message"),
+    ],
+)
+def test_a_strangers_template_is_refused_in_words(
+    template: str, words: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.prompt_tokens.TEMPLATE_S", 1.0)
+    folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(VerlLikeError, match=words):
+        Chat(folder, system="", max_tokens=1, temperature=0.0).answer("say a", io.StringIO())
 
 
 def test_a_conversation_goes_on_until_it_is_forgotten(tiny_dir: Path) -> None:
