@@ -126,6 +126,5 @@ echo "A tiny chat model, fine-tuned until it gives a third of the sums:"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
 echo "Now the first steps again with the roles on one pool, in turns: what actor and critic take alone, and that the numbers are the same:"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate trainer.total_training_steps=5 \
-    trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}" \
-    "~trainer.total_epochs" # its end is a number of steps
+    trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}"
 "$py" "$here/compare.py" "$split" "$colocate"

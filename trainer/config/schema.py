@@ -7,7 +7,7 @@ holds only what refers to another key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,8 +63,8 @@ class TrainerConfig:
         may_change_on_resume=False,
     )
     """Dotted path of the trainer: the recipe's, or a subclass that overrides stages or hooks."""
-    total_epochs: int = key(1, above=0, read_when=when("total_training_steps", None))
-    """Passes over the data."""
+    total_epochs: int | None = key(None, above=0, hint="or null for one, or as many as steps take")
+    """Passes over the data; with `total_training_steps` the run ends with what ends first."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the whole run; null takes epochs x batches."""
     stop_at: dict[str, float] = key(factory=dict, allows="metric: value")
@@ -131,6 +131,14 @@ class TrainerConfig:
         hint="(metrics.jsonl is always written.)",
     )
     """Where metrics go besides metrics.jsonl."""
+
+    def num_steps(self, in_epochs: Callable[[int], int]) -> int:
+        """Steps of the whole run, where `in_epochs` gives those of so many passes."""
+        if self.total_training_steps is None:
+            return in_epochs(self.total_epochs or 1)
+        if self.total_epochs is None:
+            return self.total_training_steps
+        return min(self.total_training_steps, in_epochs(self.total_epochs))
 
 
 @dataclass(kw_only=True)

@@ -213,7 +213,7 @@ class PromptLoader:
         total = self._config.total_prompts
         if total is not None:
             return -(-total // self._config.train_batch_size)
-        return self._trainer.total_training_steps or self._trainer.total_epochs * len(self)
+        return self._trainer.num_steps(lambda epochs: epochs * len(self))
 
     def __iter__(self) -> Iterator[DataProto]:
         """The next batch and all after it, without end."""

@@ -133,9 +133,10 @@ class DetachedTrainer(PPOTrainer):
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, those on batches that come again included."""
-        if self.config.data.total_prompts is None and self.config.trainer.total_training_steps:
-            return self.config.trainer.total_training_steps
-        return self.loader.total_steps * self.config.detached.train_epochs
+        times = self.config.detached.train_epochs
+        if self.config.data.total_prompts is not None:
+            return self.loader.total_steps * times
+        return self.config.trainer.num_steps(lambda epochs: epochs * len(self.loader) * times)
 
     def timed_step(self) -> Metrics:
         """PPO's step, on the samples that come next."""

@@ -82,20 +82,21 @@ class RowTrainer(Trainer, Generic[R]):
     def num_rows_of_step(self) -> int:
         """`data.train_batch_size`, or what the last epoch has left."""
         size = self.config.data.train_batch_size
-        if self.config.trainer.total_training_steps is not None:
+        trainer = self.config.trainer
+        if trainer.total_training_steps is not None and trainer.total_epochs is None:
             return size
         return min(size, self.num_rows_of_run - (self.global_step - 1) * size)
 
     @property
     def num_rows_of_run(self) -> int:
         """Rows of all epochs."""
-        return self.config.trainer.total_epochs * len(self.loader)
+        return (self.config.trainer.total_epochs or 1) * len(self.loader)
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, by the number of rows or as configured."""
-        by_rows = -(-self.num_rows_of_run // self.config.data.train_batch_size)
-        return self.config.trainer.total_training_steps or by_rows
+        size = self.config.data.train_batch_size
+        return self.config.trainer.num_steps(lambda epochs: -(-epochs * len(self.loader) // size))
 
     # ----------------------------------------------------------------------- what the loop asks for
 

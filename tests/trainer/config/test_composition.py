@@ -16,6 +16,7 @@ from tests.trainer.config.partitions import ROLES, partitions
 from trainer import load_config, main_ppo
 from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
+from trainer.config.schema import TrainerConfig
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement
 from trainer.ppo.config import PPOConfig
@@ -73,7 +74,6 @@ def test_verls_split_command_composes_unchanged() -> None:
                 "critic.model.fsdp_config.optimizer_offload",
             ],
         ),
-        ("trainer.total_training_steps=3", ["trainer.total_epochs"]),
     ],
 )
 def test_keys_of_a_command_that_a_change_leaves_unread_are_refused_together(
@@ -84,6 +84,17 @@ def test_keys_of_a_command_that_a_change_leaves_unread_are_refused_together(
     taken_back = [f"~{key}" for key in unread]
     assert f"take it back behind it, {' '.join(taken_back)}, or" in str(refused.value)
     load_config([*VERLS_SPLIT_COMMAND, change, *taken_back])
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "expected"),
+    [(None, None, 5), (None, 2, 10), (7, None, 7), (7, 1, 5), (7, 2, 7)],
+)
+def test_a_run_ends_with_the_first_of_its_steps_and_epochs(
+    steps: int | None, epochs: int | None, expected: int
+) -> None:
+    trainer = TrainerConfig(total_training_steps=steps, total_epochs=epochs)
+    assert trainer.num_steps(lambda passes: 5 * passes) == expected
 
 
 def test_a_key_that_is_set_again_after_it_was_taken_back_is_set() -> None:
