@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -164,6 +165,8 @@ class RewardProcess:
                 self._channel.close()  # its supervisor sees it
             self._channel = None
         if self._supervisor is not None:
+            with suppress(ProcessLookupError):  # untrusted code may have stopped it
+                os.kill(self._supervisor.pid, signal.SIGCONT)
             try:
                 self._supervisor.wait(END_S)
             except subprocess.TimeoutExpired:

@@ -8,6 +8,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,6 +69,8 @@ def act(solution_str):
             ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
+    if solution_str == "stopped supervisor":
+        os.kill(os.getppid(), signal.SIGSTOP)
     if solution_str == "garbage":
         for number in every_socket():
             os.write(number, b"not an answer\\n")
@@ -341,6 +344,20 @@ def test_one_that_kills_its_supervisor_is_killed_and_leaves_nothing(
     pid, folder = stranger.note.read_text().split()
     wait_until_ended(int(pid))
     assert not Path(folder).exists()
+
+
+def test_a_supervisor_that_is_stopped_ends_by_itself_as_soon_as_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.rewards.handle.END_S", 60.0)
+    path = tmp_path / "stranger.py"
+    path.write_text(f"NOTE = {str(tmp_path / 'note')!r}\n{STRANGER}", encoding="utf-8")
+    scorer = Scorer(FunctionSpec(str(path), "act", deadline=20.0, sandbox=SMALL), 60.0)
+    scorer.start()
+    begin = time.monotonic()
+    scorer.score([{"solution_str": "stopped supervisor"}])
+    scorer.stop()
+    assert time.monotonic() - begin < 50
 
 
 def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str]) -> None:
