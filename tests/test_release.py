@@ -87,14 +87,21 @@ def test_extras_are_as_declared(release: tuple[Path, Path]) -> None:
     assert len(required) == count
 
 
-def run(release: tuple[Path, Path], folder: Path, *command: str) -> str:
+@pytest.fixture(scope="module")
+def installed(release: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel is installed in."""
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.unpack_archive(release[1], folder, "zip")
+    return folder
+
+
+def run(installed: Path, folder: Path, *command: str) -> str:
     """What a command prints in an installation of the wheel, outside the checkout."""
-    shutil.unpack_archive(release[1], folder / "installed", "zip")
-    (folder / "elsewhere").mkdir()
+    environment = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         command,
-        cwd=folder / "elsewhere",
-        env=os.environ | {"PYTHONPATH": str(folder / "installed"), "PYTHONSAFEPATH": "1"},
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -104,29 +111,30 @@ def run(release: tuple[Path, Path], folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_what_the_help_of_make_tiny_says_runs(release: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.example
+def test_what_the_help_of_make_tiny_says_runs(installed: Path, tmp_path: Path) -> None:
     from trainer.cli import make_tiny
 
     commands = str(make_tiny.__doc__).partition("  verl-like")[2]
     script = 'verl-like() { "$PY" -c "from trainer.cli.main import main; main()" "$@"; }\n'
     script += "verl-like" + commands.replace("training_steps=20", "training_steps=1")
-    out = run(release, tmp_path, "bash", "-euc", f"PY={sys.executable}\n{script}")
+    out = run(installed, tmp_path, "bash", "-euc", f"PY={sys.executable}\n{script}")
     assert "step 1/1" in out
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["-c", "import trainer; print(trainer.__file__)"], "installed/trainer/__init__.py"),
+        (["-c", "import trainer; print(trainer.__file__)"], "installed0/trainer/__init__.py"),
         (["-m", "trainer.main_ppo", "--cfg", "job"], "actor_rollout_ref:"),
         (["-c", "from trainer.cli.main import main; main()", "--help"], "verl-like"),
         (["-m", "trainer.main_ppo", "algorithm=dapo", "--cfg", "job"], "clip_ratio_high: 0.28"),
     ],
 )
 def test_commands_run_from_the_wheel_outside_the_checkout(
-    release: tuple[Path, Path], tmp_path: Path, command: list[str], words: str
+    installed: Path, tmp_path: Path, command: list[str], words: str
 ) -> None:
-    assert words in run(release, tmp_path, sys.executable, *command)
+    assert words in run(installed, tmp_path, sys.executable, *command)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
