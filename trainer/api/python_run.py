@@ -63,9 +63,10 @@ class PythonRun:
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
         own = flat_settings(self._recipe.schema, keys)
-        self.folder = _run_folder(folder, own.pop(FOLDER_KEY, None), self._recipe.name)
+        named = own.pop(FOLDER_KEY, None)
+        self.folder = _run_folder(folder, named, self._recipe.name)
 
-        is_new = not self.folder.exists() or folder is None
+        is_new = not self.folder.exists() or (folder is None and named is None)
         try:
             self._take(model, tokenizer, data, own)
         except BaseException:

@@ -320,4 +320,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tiny_dir: Path, tmp_path: Path) 
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigError):
         PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "mine", data={"train_batch_size": 0})
+    by_key = {"trainer.default_local_dir": tmp_path / "mine", "data.train_batch_size": 0}
+    with pytest.raises(ConfigError):
+        PPO(tiny_dir / "model", ["say a"], **by_key)
     assert (tmp_path / "mine").is_dir()
