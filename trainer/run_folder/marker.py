@@ -71,6 +71,14 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return marker
 
 
+def marker_of_model(run: Path) -> dict[str, Any] | None:
+    """What the marker says of the model that a run left, unless a checkpoint is newer."""
+    if not (run / MODEL / MARKER).is_file():
+        return None
+    marker = read_marker(run / MODEL)
+    return marker if marker["step"] >= max(committed(run), default=0) else None
+
+
 def refuse_damaged(folder: Path) -> None:
     """Refuse a checkpoint that lacks a file, or has another in its place.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
-from trainer.run_folder.marker import MARKER, MODEL, committed, read_marker
+from trainer.run_folder.marker import MODEL, committed, marker_of_model
 from verl_like.files import json_objects
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,10 @@ class RunResult:
         """Read from the run folder; the export is that of `role`."""
         folder = Path(config.trainer.default_local_dir)
         metrics = _read_metrics(folder / "metrics.jsonl")
-        steps = committed(folder)
-        places = [folder / f"global_step_{step}" / role / EXPORT for step in steps]
-        if (folder / MODEL / MARKER).is_file():
-            is_newest = read_marker(folder / MODEL)["step"] >= max(steps, default=0)
-            places.insert(len(places) if is_newest else 0, folder / MODEL)
-        model_folder = next((path for path in reversed(places) if path.is_dir()), None)
+        exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
+        left = [folder / MODEL] if marker_of_model(folder) else []
+        places = [*left, *reversed(exports)]
+        model_folder = next((path for path in places if path.is_dir()), None)
         return cls(folder, config_hash(config), metrics, model_folder)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.marker import MARKER, MODEL, committed, read_marker
+from trainer.run_folder.marker import MARKER, MODEL, committed, marker_of_model, read_marker
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, nearest
 from workers.config import ModelConfig
@@ -92,15 +92,14 @@ def find_saved_model(
 
 def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
     """The model that the run of this folder left, where it is of that role and the newest."""
-    folder = run / MODEL
-    if not (folder / MARKER).is_file():
+    marker = marker_of_model(run)
+    if marker is None:
         return None
-    marker = read_marker(folder)
-    config, step = marker["config"], marker["step"]
-    is_policy = SECTIONS[1] + ".path" in config
-    if step < max(committed(run), default=0) or (is_policy and role not in ("", "actor")):
+    config = marker["config"]
+    if SECTIONS[1] + ".path" in config and role not in ("", "actor"):
         return None
-    return SavedModel(run, step, folder, _model_config(config, role, base), config)
+    model = _model_config(config, role, base)
+    return SavedModel(run, marker["step"], run / MODEL, model, config)
 
 
 def find_checkpoint(path: Path) -> tuple[Path, str]:
