@@ -27,6 +27,7 @@ from cards import (
     preset_text,
 )
 
+from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.cli.explain import field_docs, said_of
 from trainer.config.keys import Key, config_keys, leaf_keys, read
 from trainer.config.recipe import Recipe
@@ -335,6 +336,15 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def flat_name_table() -> str:
+    """What the flat names of runs from Python stand for."""
+    rows = []
+    for name in OF_PPO | OF_ROWS:
+        keys = [names.get(name, "") for names in (OF_PPO, OF_ROWS)]
+        rows.append([_code([name]), *(_code([key]) if key else "" for key in keys)])
+    return _table(["name", "`PPO`, `GRPO`, `Detached`", "`SFT`, `RewardModel`, `DPO`"], rows)
+
+
 def migration_table(rows: Callable[[], list[list[str]]]) -> str:
     """What becomes of every key or flag of another system."""
     return _table(["there", "here"], rows())
@@ -352,6 +362,7 @@ def listing_table(system: str, name: str) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "flat-names": ("python.md", flat_name_table),
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),

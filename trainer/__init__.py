@@ -1,7 +1,7 @@
 """The driver: the order of things. Names are imported on first use.
 
 `trainer.ppo.step` is the PPO step; `trainer.loop` is the loop that every recipe shares. `PPO`,
-`Detached`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
+`GRPO`, `Detached`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.api.recipes import DPO, PPO, SFT, Detached, RewardModel
+    from trainer.api.recipes import DPO, GRPO, PPO, SFT, Detached, RewardModel
     from trainer.config.flat import config_hash
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DPO",
     "Detached",
+    "GRPO",
     "PPO",
     "PPOConfig",
     "PPOTrainer",
@@ -38,6 +39,7 @@ __all__ = [
 _MODULE_OF = {
     "DPO": "api.recipes",
     "Detached": "api.recipes",
+    "GRPO": "api.recipes",
     "PPO": "api.recipes",
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.step",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.api.flat_names import OF_ROWS, settings_of
 from trainer.api.inputs import (
     Row,
     file_names,
@@ -21,7 +22,7 @@ from trainer.api.inputs import (
 from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import flat_settings, overrides_of
+from trainer.config.settings import overrides_of
 from trainer.config.unused_keys import why_unused
 from trainer.hooks import check_callbacks
 from trainer.launch import run
@@ -46,6 +47,10 @@ class PythonRun:
     """Dotted path of the recipe; it is imported when the first run of it is made."""
     model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; the first is that of a model alone."""
+    flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
+    """Flat name -> the key that it sets."""
+    presets: ClassVar[Mapping[str, str]] = {}
+    """Settings that the class stands for, unless the call says others."""
 
     def __init__(
         self,
@@ -53,7 +58,6 @@ class PythonRun:
         data: Mapping[str, Any],
         *,
         tokenizer: Any,
-        folder: str | Path | None,
         callbacks: Sequence[object],
         keys: Mapping[str, Any],
     ) -> None:
@@ -62,11 +66,11 @@ class PythonRun:
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
-        own = flat_settings(self._recipe.schema, keys)
+        own = {**self.presets, **settings_of(keys, self.flat_names, self._recipe)}
         named = own.pop(FOLDER_KEY, None)
-        self.folder = _run_folder(folder, named, self._recipe.name)
+        self.folder = _run_folder(named, self._recipe.name)
 
-        is_new = not self.folder.exists() or (folder is None and named is None)
+        is_new = named is None or not self.folder.exists()
         try:
             self._take(model, tokenizer, data, own)
         except BaseException:
@@ -195,12 +199,10 @@ def require_counts(**counts: int | None) -> dict[str, int]:
     return numbers
 
 
-def _run_folder(given: str | Path | None, key: str | Path | None, recipe: str) -> Path:
-    """The folder of the call or of the keys; otherwise a new one, made at once."""
-    if given is not None and key is not None:
-        raise ConfigError(f"folder={given} and {FOLDER_KEY}={key} are the same thing. Drop one.")
-    if given is not None or key is not None:
-        return Path(given or key or "").expanduser().resolve()
+def _run_folder(named: str | Path | None, recipe: str) -> Path:
+    """The folder that the call names; otherwise a new one, made at once."""
+    if named is not None:
+        return Path(named).expanduser().resolve()
 
     runs = Path("runs/verl_like").resolve()
     runs.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""The recipes as classes: `from trainer import PPO, SFT, RewardModel, DPO`.
+"""The recipes as classes: `from trainer import PPO, GRPO, SFT, RewardModel, DPO`.
 
-    run = PPO(model="gpt2", prompts=["say a", "say b"], reward=lambda prompt, response: 1.0)
-    result = run.fit(steps=20)          # .metrics, .folder, .model_folder
+    run = GRPO("gpt2", ["say a", "say b"], lambda prompt, response: 1.0, lr=1e-6, n=8)
+    result = run.fit(steps=20)          # .metrics, .model, .plot()
     result = run.fit(steps=20)          # 20 more
     run.command()                       # the same on the command line
 
-Further keywords are keys of the recipe's configuration: `placement="split"`, a section as a dict,
-or any key by its dotted name, `**{"data.train_batch_size": 8}`.
+Further keywords are flat names (`trainer.api.flat_names`) or keys of the recipe's configuration:
+`placement="split"`, a section as a dict, a dotted name, `**{"trainer.val_before_train": False}`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.api.flat_names import OF_PPO
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
@@ -29,6 +30,7 @@ class PPO(PythonRun):
     """PPO, GRPO and their kin: a policy learns from rewards of what it says."""
 
     recipe = "trainer.ppo.recipe.PPO"
+    flat_names = OF_PPO
     model_sections = {
         "actor": "actor_rollout_ref.model",
         "critic": "critic.model",
@@ -44,7 +46,6 @@ class PPO(PythonRun):
         *,
         val_prompts: Any = None,
         tokenizer: Any = None,
-        folder: str | Path | None = None,
         callbacks: Sequence[object] = (),
         **keys: Any,
     ) -> None:
@@ -58,8 +59,8 @@ class PPO(PythonRun):
           `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`, ..., or
           `**row` for all. Or a reward model of transformers. Without one, the rule of each row's
           data_source. `rewards=[...]` is the configuration's list, in which these may stand.
-        - `folder`: the run folder; a new one in `runs/verl_like` by default.
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
+        - `keys`: flat names, of which `save_to` is the run folder, and keys of the configuration.
         """
         if reward is not None and "rewards" in keys:
             raise ConfigError("reward and rewards are both given: put all into the list `rewards`.")
@@ -67,9 +68,7 @@ class PPO(PythonRun):
             keys["rewards"] = [reward]
         self._columns: list[str] | None = None
         data = {"data.train_files": prompts, "data.val_files": val_prompts}
-        super().__init__(
-            model, data, tokenizer=tokenizer, folder=folder, callbacks=callbacks, keys=keys
-        )
+        super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=keys)
 
     def fit(
         self,
@@ -142,6 +141,12 @@ class PPO(PythonRun):
         return settings
 
 
+class GRPO(PPO):
+    """GRPO: PPO whose samples are compared with those of the same prompt, without a critic."""
+
+    presets = {"algorithm": "grpo"}
+
+
 class Detached(PPO):
     """PPO with makers that generate while trainers learn."""
 
@@ -153,12 +158,12 @@ class RowsRun(PythonRun):
 
     def __init__(
         self,
-        model: Any,
-        rows: Any,
+        model: Any = None,
+        rows: Any = None,
+        /,
         *,
         val_rows: Any = None,
         tokenizer: Any = None,
-        folder: str | Path | None = None,
         callbacks: Sequence[object] = (),
         **keys: Any,
     ) -> None:
@@ -167,13 +172,17 @@ class RowsRun(PythonRun):
         - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
         - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
           iterable of them), or file names.
-        - `folder`: the run folder; a new one in `runs/verl_like` by default.
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
+        - `keys`: flat names, of which `save_to` is the run folder, and keys of the configuration.
+
+        `model` and `rows` may be given by name; beside a model, `model={...}` is its section.
         """
+        model = keys.pop("model", None) if model is None else model
+        rows = keys.pop("rows", None) if rows is None else rows
+        if model is None or rows is None:
+            raise ConfigError(f"{type(self).__name__}(model, rows) needs both.")
         data = {"data.train_files": rows, "data.val_files": val_rows}
-        super().__init__(
-            model, data, tokenizer=tokenizer, folder=folder, callbacks=callbacks, keys=keys
-        )
+        super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=keys)
 
 
 class SFT(RowsRun):

@@ -60,7 +60,7 @@ def test_what_is_no_model_is_refused_with_the_roles(model: Any, message: str) ->
 
 def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="role 'actor', which this recipe loads no model for"):
-        SFT({"actor": "policy"}, ["a"], folder=tmp_path)
+        SFT({"actor": "policy"}, ["a"], save_to=tmp_path)
 
 
 def test_makers_and_trainers_run_with_the_models_of_functions(
@@ -85,7 +85,7 @@ def test_makers_and_trainers_run_with_the_models_of_functions(
         PROMPTS,
         lambda response: float(len(response)),
         tokenizer=AutoTokenizer.from_pretrained(tiny_dir / "model"),
-        folder=tmp_path / "run",
+        save_to=tmp_path / "run",
         **{
             "data": {"train_batch_size": 4, "max_prompt_length": 16, "max_response_length": 4},
             "actor_rollout_ref.actor.ppo_mini_batch_size": 4,

@@ -74,7 +74,7 @@ def make_ppo(tiny_dir: Path, folder: Path, **more: Any) -> PPO:
         return table[letter] * response.count(letter) + sum(map(ord, response[:1])) / 100
 
     keys = {**SMALL, **more}
-    return PPO(tiny_dir / "model", PROMPTS, score, folder=folder, **keys)
+    return PPO(tiny_dir / "model", PROMPTS, score, save_to=folder, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_what_the_call_did_not_set_never_refuses_a_key_of_the_users(
     assert (config.trainer.save_freq, config.trainer.backend) == (-1, "local")
     assert (config.trainer.total_training_steps, config.data.total_prompts) == (2, None)
 
-    rows = SFT(tiny_dir / "model", ROWS, folder=tmp_path / "sft", **{"trainer.save_freq": -1})
+    rows = SFT(tiny_dir / "model", ROWS, save_to=tmp_path / "sft", **{"trainer.save_freq": -1})
     rows_keys = {"trainer.save_freq=-1", "trainer.total_training_steps=2"}
     assert rows_keys <= set(rows.overrides(steps=2))
 
@@ -199,7 +199,7 @@ def test_a_run_goes_on_with_its_own_rows_alone(made: tuple[PPO, RunResult], tiny
     own, _ = made
     before = (own.folder / "inputs" / "train_files.jsonl").read_text()
     with pytest.raises(ConfigError, match=r"has other rows .*choose another folder"):
-        PPO(tiny_dir / "model", ["say a"] * 8, folder=own.folder, **SMALL)
+        PPO(tiny_dir / "model", ["say a"] * 8, save_to=own.folder, **SMALL)
     assert (own.folder / "inputs" / "train_files.jsonl").read_text() == before
     assert make_ppo(tiny_dir, own.folder).steps_made() == 3
 
@@ -211,7 +211,7 @@ def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Pat
         tiny_dir / "model",
         PROMPTS,
         lambda response: len(response) / 8,
-        folder=tmp_path,
+        save_to=tmp_path,
         callbacks=[noted],
         **SMALL,
         **more,
@@ -239,7 +239,7 @@ def test_an_sft_run_trains_its_last_rows_and_calls_its_hooks(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     noted = Noted()
-    own = SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[noted], **SMALL_SFT)
+    own = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[noted], **SMALL_SFT)
     torch.set_num_threads(2)  # those of the session, which stay
     result = own.fit()
     assert torch.get_num_threads() == 2
@@ -258,7 +258,7 @@ def test_an_sft_run_trains_its_last_rows_and_calls_its_hooks(
 
 
 def test_an_error_of_a_callback_names_it_and_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:
-    own = SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[Failing()], **SMALL_SFT)
+    own = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[Failing()], **SMALL_SFT)
     with pytest.raises(CallbackError, match=r"Failing\.on_step_end failed at step 2: KeyErr") as e:
         own.fit()
     assert isinstance(e.value.__cause__, KeyError)
@@ -276,16 +276,16 @@ def test_a_callback_that_would_never_be_called_is_refused(
     callback: object, words: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[callback])
+        SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[callback])
 
 
 def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path='b' stands among the keys"):
-        SFT("a", ROWS, folder=tmp_path, **{"model.path": "b"})
+        SFT("a", ROWS, save_to=tmp_path, **{"model.path": "b"})
     with pytest.raises(ConfigError, match=r"There is no key 'optim\.lrr'.*'optim\.lr'"):
-        SFT("a", ROWS, folder=tmp_path, optim={"lrr": 1.0})
+        SFT("a", ROWS, save_to=tmp_path, optim={"lrr": 1.0})
     with pytest.raises(ConfigError, match="put all into the list `rewards`"):
-        PPO("a", PROMPTS, len, rewards=[len], folder=tmp_path)
+        PPO("a", PROMPTS, len, rewards=[len], save_to=tmp_path)
 
 
 def test_every_run_without_a_folder_has_one_of_its_own(
@@ -313,13 +313,13 @@ def test_few_prompts_are_one_batch_and_mini_batches_divide_it(tiny_dir: Path) ->
 
 def test_a_run_that_is_refused_leaves_no_folder(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no key 'nokey'"):
-        PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "run", nokey=1)
+        PPO(tiny_dir / "model", ["say a"], save_to=tmp_path / "run", nokey=1)
     with pytest.raises(ConfigError, match="above 0"):
-        PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "run", data={"train_batch_size": 0})
+        PPO(tiny_dir / "model", ["say a"], save_to=tmp_path / "run", data={"train_batch_size": 0})
     assert not (tmp_path / "run").exists()
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigError):
-        PPO(tiny_dir / "model", ["say a"], folder=tmp_path / "mine", data={"train_batch_size": 0})
+        PPO(tiny_dir / "model", ["say a"], save_to=tmp_path / "mine", data={"train_batch_size": 0})
     by_key = {"trainer.default_local_dir": tmp_path / "mine", "data.train_batch_size": 0}
     with pytest.raises(ConfigError):
         PPO(tiny_dir / "model", ["say a"], **by_key)

@@ -75,7 +75,7 @@ def test_a_reference_of_its_own_folder_is_counted_scores_and_does_not_follow(
             models,
             ["say a", "say b"],
             lambda response: 1.0,
-            folder=tmp_path / name,
+            save_to=tmp_path / name,
             algorithm="grpo",
             **keys,
             **lora,

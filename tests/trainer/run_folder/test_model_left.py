@@ -105,7 +105,7 @@ def test_every_recipe_that_trains_leaves_one(
 def test_a_run_from_python_goes_on_and_leaves_the_newest(tiny_dir: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "say a", "response": "aaaa"}] * 8
     keys = {"data": {"train_batch_size": 4}, "optim": {"lr": 1e-3}}
-    sft = SFT(str(tiny_dir / "model"), rows, folder=tmp_path, **keys)
+    sft = SFT(str(tiny_dir / "model"), rows, save_to=tmp_path, **keys)
     first = sft.fit(steps=1).model_folder
     assert first == tmp_path / "model"
     before = weights(first)

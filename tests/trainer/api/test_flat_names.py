@@ -1,0 +1,108 @@
+"""Flat names reach keys; what is neither a name nor a key is refused with the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import DPO, GRPO, PPO, SFT, Detached, RewardModel
+from trainer.api.flat_names import SWITCHES, settings_of
+from trainer.config.keys import keys_by_name
+from trainer.ppo.recipe import PPO as PPO_RECIPE
+from verl_like.errors import ConfigError
+from verl_like.registry import load_object
+
+ROWS = [{"prompt": "say a", "response": "aaa"}] * 4
+PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
+
+
+@pytest.mark.parametrize("cls", [PPO, GRPO, Detached, SFT, RewardModel, DPO])
+def test_every_flat_name_reaches_a_key_and_is_none_itself(cls: Any) -> None:
+    recipe = load_object(cls.recipe, "")
+    keys = keys_by_name(recipe.schema)
+    assert set(cls.flat_names.values()) <= keys.keys()
+    assert not cls.flat_names.keys() & {*keys, *recipe.groups}
+    assert len({*cls.flat_names.values()}) == len(cls.flat_names)
+
+
+def test_every_switch_is_a_key() -> None:
+    assert {*SWITCHES, *SWITCHES.values()} <= keys_by_name(PPO_RECIPE.schema).keys()
+
+
+def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> None:
+    names = {"lr": 1e-3, "n": 2, "batch_size": 4, "mini_batch_size": 2, "max_new_tokens": 8}
+    model, prompts = tiny_dir / "model", ["say a"] * 8
+    run = GRPO(model, prompts, lambda response: 1.0, kl=0.5, epochs=2, save_to=tmp_path, **names)
+    config = run.config()
+    assert config.algorithm.adv_estimator == "grpo"
+    actor = config.actor_rollout_ref.actor
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.optim.lr) == (True, 0.5, 1e-3)
+    assert (config.actor_rollout_ref.rollout.n, actor.ppo_mini_batch_size) == (2, 2)
+    assert (config.data.train_batch_size, config.data.max_response_length) == (4, 8)
+    assert (config.trainer.total_epochs, run.folder) == (2, tmp_path)
+    assert {"algorithm=grpo", "actor_rollout_ref.rollout.n=2"} <= set(run.command().split())
+
+    other = GRPO(model, prompts, lambda response: 1.0, algorithm="dr_grpo", kl=0, save_to=tmp_path)
+    assert not other.config().actor_rollout_ref.actor.use_kl_loss
+    section = {"adv_estimator": "rloo"}
+    other = GRPO(model, prompts, lambda response: 1.0, algorithm=section, save_to=tmp_path)
+    assert other.config().algorithm.adv_estimator == "rloo"
+    assert other.config().actor_rollout_ref.rollout.n == 8, "the preset's"
+
+
+@pytest.mark.parametrize(("cls", "rows"), [(SFT, ROWS), (DPO, PAIRS), (RewardModel, PAIRS)])
+def test_recipes_on_rows_take_flat_names_sections_and_dotted_keys(
+    cls: Any, rows: Any, tiny_dir: Path, tmp_path: Path
+) -> None:
+    run = cls(
+        tiny_dir / "model",
+        rows,
+        lr=1e-3,
+        batch_size=2,
+        max_length=64,
+        model={"dtype": "float32"},
+        save_to=tmp_path,
+        **{"optim.weight_decay": 0.5},
+    )
+    config = run.config()
+    assert (config.optim.lr, config.optim.weight_decay, config.model.dtype) == (
+        1e-3,
+        0.5,
+        "float32",
+    )
+    assert (config.data.train_batch_size, config.data.max_length) == (2, 64)
+
+
+def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Path) -> None:
+    run = SFT(model=tiny_dir / "model", rows=ROWS, save_to=tmp_path)
+    assert run.settings["model.path"] == str(tiny_dir / "model")
+    with pytest.raises(ConfigError, match=r"SFT\(model, rows\) needs both"):
+        SFT(model=tiny_dir / "model")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"batchsize": 4}, r"no key 'batchsize'\. Did you mean 'batch_size'"),
+        ({"max_response_length": 8}, r"Did you mean 'max_new_tokens'\? Flat names: lr, .*, n, "),
+        ({"tempreature": 1.0}, "Did you mean 'temperature'"),
+        ({"zzz": 1}, r"no key 'zzz'\. Flat names: lr, "),
+        ({"lr": 1, "actor_rollout_ref.actor.optim.lr": 2}, r"lr=1 sets actor.*given as 2, too"),
+        ({"lr": 1.0, "actor_rollout_ref": {"actor": {"optim": {"lr": 2.0}}}}, "Drop one"),
+        ({"kl": 0, "actor_rollout_ref.actor.use_kl_loss": True}, "kl=0 sets .*kl_loss=False"),
+    ],
+)
+def test_what_no_name_is_and_what_is_said_twice_is_refused(
+    keywords: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings_of(keywords, PPO.flat_names, PPO_RECIPE)
+
+
+def test_the_same_value_by_both_names_is_no_contradiction() -> None:
+    both = {"lr": 1.0, "actor_rollout_ref.actor.optim.lr": 1.0}
+    assert settings_of(both, PPO.flat_names, PPO_RECIPE) == {
+        "actor_rollout_ref.actor.optim.lr": 1.0
+    }

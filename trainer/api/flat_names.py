@@ -1,0 +1,81 @@
+"""Flat names of what people set most: `PPO(..., lr=1e-6, n=8)`. Other keys have dotted names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer.config.recipe import Recipe
+from trainer.config.refusals import no_such_key, unknown_key
+from trainer.config.settings import flat_settings
+from verl_like.errors import ConfigError, nearest
+
+OF_RUNS = {
+    "batch_size": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "seed": "trainer.seed",
+    "devices": "trainer.n_gpus_per_node",
+    "save_to": "trainer.default_local_dir",
+    "save_every": "trainer.save_freq",
+    "validate_every": "trainer.test_freq",
+    "logger": "trainer.logger",
+}
+OF_PPO = {
+    "lr": "actor_rollout_ref.actor.optim.lr",
+    "critic_lr": "critic.optim.lr",
+    "n": "actor_rollout_ref.rollout.n",
+    "mini_batch_size": "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "max_prompt_length": "data.max_prompt_length",
+    "max_new_tokens": "data.max_response_length",
+    "temperature": "actor_rollout_ref.rollout.temperature",
+    "top_p": "actor_rollout_ref.rollout.top_p",
+    "kl": "actor_rollout_ref.actor.kl_loss_coef",
+    "clip": "actor_rollout_ref.actor.clip_ratio",
+    "lora_rank": "actor_rollout_ref.model.lora_rank",
+    "lora_alpha": "actor_rollout_ref.model.lora_alpha",
+    "engine": "actor_rollout_ref.rollout.name",
+} | OF_RUNS
+OF_ROWS = {
+    "lr": "optim.lr",
+    "max_length": "data.max_length",
+    "lora_rank": "model.lora_rank",
+    "lora_alpha": "model.lora_alpha",
+} | OF_RUNS
+SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
+"""Key of a weight -> the key that turns it on: a flat name of 0 turns it off."""
+
+
+def settings_of(
+    keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
+) -> dict[str, Any]:
+    """Dotted key -> value of a call's keywords: flat names, sections as dicts, dotted keys."""
+    others = {name: value for name, value in keywords.items() if name not in names}
+    for name in others:
+        if "." not in name and unknown_key(name, recipe):
+            raise ConfigError(_unknown(name, names, recipe))
+
+    settings = flat_settings(recipe.schema, others)
+    for name in keywords.keys() & names.keys():
+        for key, value in _keys_of(names[name], keywords[name]):
+            if key in settings and settings[key] != value:
+                raise ConfigError(
+                    f"{name}={keywords[name]!r} sets {key}={value!r}, which is given as "
+                    f"{settings[key]!r}, too. Drop one."
+                )
+            settings[key] = value
+    return settings
+
+
+def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if key in SWITCHES:
+        yield SWITCHES[key], value != 0
+    if key not in SWITCHES or value != 0:
+        yield key, value
+
+
+def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
+    """The refusal, with the flat name that is nearest, by itself or by the end of its key."""
+    same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
+    hint = f" Did you mean {same[0]!r}?" if same else nearest(name, names)
+    text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
+    return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"
