@@ -18,6 +18,7 @@ import torch
 
 from trainer.alarms import Alarms
 from trainer.chaos import Chaos
+from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.dry_run import look_at
 from trainer.groups.nodes import plan_on
@@ -209,7 +210,8 @@ def _what_is_left(trainer: TrainerConfig) -> str:
 def nominal_placement(config: RunConfig) -> Placement:
     """The plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
-    cpus, kind = float(os.cpu_count() or 1), "CPU slot" if trainer.device == "cpu" else "device"
+    cpus, card = float(os.cpu_count() or 1), devices_of(trainer).card or "device"
+    kind = "CPU slot" if trainer.device == "cpu" else card
     nodes = [
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from trainer.config.devices import Devices
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.groups.worker_groups import worker_class
 from verl_like.errors import ConfigError
@@ -48,8 +47,7 @@ HEAD = (
 
 def memory_table(
     roles: Sequence[RoleMemory],
-    device_type: str,
-    device_bytes: int | None = None,
+    devices: Devices,
     max_columns: int | None = None,
     brief: bool = False,
 ) -> str:
@@ -60,7 +58,7 @@ def memory_table(
         cells = [_gib(number) for number in (*numbers, role.kv_cache, role.host)]
         lines.append((role.role, role.pool, role.types, *cells))
     sums = [
-        f"{pool}: {_gib(total)} GiB on each device at most" + _beside(total, device_bytes)
+        f"{pool}: {_gib(total)} GiB on each device at most" + _beside(total, devices.bytes)
         for pool, total in pool_bytes(roles).items()
     ]
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
@@ -71,7 +69,8 @@ def memory_table(
         )
     if brief:
         return "Memory at most: " + "; ".join(sums).replace(" on each device at most", "")
-    title = f"Memory (GiB on each device, {device_type}, from shapes; rows of full length)"
+    device = devices.card or devices.type
+    title = f"Memory (GiB on each device, {device}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 
 
@@ -101,10 +100,3 @@ def check_fit(roles: Sequence[RoleMemory], device_bytes: int, ways_out: str) -> 
 
 def _story(role: RoleMemory) -> str:
     return f"{role.role}: {_gib(role.kept)} kept, {_gib(role.call)} in a call"
-
-
-def memory_of_this_gpu(device_type: str) -> int | None:
-    """Bytes of the first GPU that this process sees; None where it sees none."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)

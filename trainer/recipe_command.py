@@ -26,7 +26,7 @@ from trainer.config.compose import (
     load_config,
     register,
 )
-from trainer.config.offload import device_type_of
+from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
@@ -116,6 +116,6 @@ def _run(config: RunConfig) -> None:
     with ending_in_words(config.trainer.default_local_dir):
         from trainer.launch import run
 
-        if device_type_of(config.trainer) == "cpu":
+        if devices_of(config.trainer).type == "cpu":
             keep_freed_memory()  # the driver's batches come from the same memory in every step
         run(config)

@@ -1,11 +1,11 @@
-r"""usage: verl-like explain [--card-gb=GIB] [key=value ...]
+r"""usage: verl-like explain [key=value ...]
        verl-like explain detached [--measured=RUN_DIR] [key=value ...]
 
 Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
 calls of a step with what each waits for, which run at the same time, who runs where, every batch
 size with its unit, each key that is not at its default with its meaning, and the keys that have no
-effect in this run. Memory of every role is that of this machine's devices, or of GPUs with
---card-gb GiB, which need not be here.
+effect in this run. Memory of every role is that of this machine's devices, or of those that
+trainer.pretend=8xH100 names.
 
 Of a detached run also who makes and who trains, how far makers run ahead, and, from the seconds of
 the PPO run in RUN_DIR, how long a step will take and what limits it.
@@ -20,21 +20,19 @@ import argparse
 import ast
 import functools
 import inspect
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from trainer.config.devices import devices_of
 from trainer.config.keys import config_keys, leaf_keys, read
-from trainer.config.offload import device_type_of
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.detached.config import DetachedConfig
 from trainer.detached.plan import measured_phases, plan_lines, prediction_line
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
-from trainer.memory import memory_of_this_gpu
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
@@ -54,17 +52,13 @@ WIDTH_OF_A_FILE = 160
 def explain(
     config: PPOConfig,
     max_columns: int | None = None,
-    card_bytes: int | None = None,
     measured: str = "",
 ) -> str:
     """Everything, section by section, with tables no wider than `max_columns`.
 
-    `card_bytes` is the memory of GPUs that this machine need not have; `measured` the folder of a
-    run whose phases say how long a detached one will take.
+    `measured` is the folder of a run whose phases say how long a detached one will take.
     """
-    card = "cuda" if card_bytes is not None else None
-    device_type = card or device_type_of(config.trainer)
-    fit_passes(config, device_type, card_bytes or memory_of_this_gpu(device_type))
+    fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "recipes that are explained are PPO's kin"
     own = own_stages(trainer_cls, trainer_cls.recipe_class())
@@ -73,7 +67,7 @@ def explain(
         **makers_sections(config, max_columns, measured),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
-        "On a device": plan_text(config, max_columns, card, card_bytes).splitlines(),
+        "On a device": plan_text(config, max_columns).splitlines(),
         "What to watch": watch_lines(config),
         "Changed from the defaults": change_lines(config),
         "No effect in this run": [
@@ -197,13 +191,10 @@ def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 def main(arguments: Sequence[str]) -> None:
     """Print the explanation, wrapped to the terminal; of a detached run after that word."""
     parser = argparse.ArgumentParser("verl-like explain", add_help=False, allow_abbrev=False)
-    parser.add_argument("--card-gb", default="")
     parser.add_argument("--measured", default="")
     options, settings = parser.parse_known_args(arguments)
     if unknown := [option for option in settings if option.startswith("-")]:
-        raise ConfigError(
-            f"there is no option {unknown[0]}, only --card-gb=GIB and --measured=RUN_DIR."
-        )
+        raise ConfigError(f"there is no option {unknown[0]}, only --measured=RUN_DIR.")
     is_detached = settings[:1] == ["detached"]
     recipe: Recipe[Any] = DETACHED if is_detached else PPO
     config = load_config(settings[is_detached:], recipe)
@@ -212,13 +203,4 @@ def main(arguments: Sequence[str]) -> None:
             f"--measured={options.measured} tells of a run of `explain detached ...` alone."
         )
     width = terminal_width() or WIDTH_OF_A_FILE
-    print(fit(explain(config, width, card_bytes(options.card_gb), options.measured), width))
-
-
-def card_bytes(gib: str) -> int | None:
-    """A card's memory; None where none is given."""
-    if not gib:
-        return None
-    if not re.fullmatch(r"\d*\.?\d+", gib) or float(gib) == 0:
-        raise ConfigError(f"--card-gb={gib}: give a card's memory in GiB, as 80.")
-    return int(float(gib) * 2**30)
+    print(fit(explain(config, width, options.measured), width))

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_run
+from trainer.config.devices import settle_pretended
 from trainer.config.flat import refuse_many_aliases
 from trainer.config.keys import keys_by_name, read
 from trainer.config.placement import settle
@@ -88,6 +89,7 @@ def load_config(
     keys = keys_set(given)
     config = _as_object(tree, recipe)
     check_fields(config)
+    settle_pretended(config.trainer, keys)
     notices = settle(recipe, config, keys)
     check_run(config)
     for check in recipe.checks:

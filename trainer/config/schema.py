@@ -93,6 +93,10 @@ class TrainerConfig:
     """How much of the plan a run prints before it starts; a dry run prints all."""
     dry_run: bool = key(False)
     """Check all that needs no process of a worker, print the plan and what was found, and stop."""
+    pretend: str | None = key(
+        None, allows="number and card, as 8xH100", read_when=when("dry_run", True)
+    )
+    """A dry run, or `explain`, as on machines with such GPUs; sets dry_run."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
     """Steps between checkpoints to resume from, the last step's included; -1: none by number."""
     save_every_minutes: float | None = key(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from trainer.config.devices import devices_of
 from trainer.config.schema import PoolResources, RunConfig
 from trainer.config.user_modules import modules_of_the_user
 from verl_like.calls.waiting import Deadlines
@@ -140,26 +141,34 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
 def devices_in_words(config: RunConfig) -> str:
     """The devices of this machine; refused if they are not what the configuration asks for."""
     trainer, joins = config.trainer, joined_cluster(config)
+    if trainer.pretend is not None:
+        kind = _devices_here(config)
+        return (
+            f"devices: {trainer.n_gpus_per_node} of kind {kind} on {trainer.nnodes} machine(s), as "
+            f"trainer.pretend={trainer.pretend} says; what is installed there was not looked at"
+        )
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
         return f"devices: those of the Ray cluster {joins or 'here'}, not looked at"
     return f"devices: {trainer.n_gpus_per_node} of kind {_devices_here(config)} on this machine"
 
 
 def _devices_here(config: RunConfig) -> str:
-    import torch
+    wanted, has = config.trainer.n_gpus_per_node, devices_of(config.trainer)
+    device = _device_of_nodes(config)
+    if device == "cuda" and has.num_gpus is None:
+        import torch
 
-    device, wanted = _device_of_nodes(config), config.trainer.n_gpus_per_node
-    if device == "cuda" and not torch.cuda.is_available():
         raise _no_gpu(config, f"torch {torch.__version__} sees none on this machine")
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu" or has.num_gpus is None:
         return "CPU slot"
-    there = torch.cuda.device_count()
-    if wanted > there:
+    if wanted > has.num_gpus:
+        pretend = config.trainer.pretend
+        whose = "this machine has" if pretend is None else f"trainer.pretend={pretend} has"
         raise PlacementError(
-            f"trainer.n_gpus_per_node={wanted} GPUs, and this machine has {there}. Set "
-            f"trainer.n_gpus_per_node={there}, or trainer.device=cpu for process slots on CPUs."
+            f"trainer.n_gpus_per_node={wanted} GPUs, and {whose} {has.num_gpus}. Set it to "
+            f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
         )
-    return "GPU"
+    return has.card or "GPU"
 
 
 def _no_gpu(config: RunConfig, why: str) -> PlacementError:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.checks import check_ranks
-from trainer.config.offload import device_type_of
+from trainer.config.devices import devices_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import (
     GDPO_KEY,
@@ -361,7 +361,7 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
 def check_quantized_device(config: Any) -> None:
     """Refuse int8 on devices that cannot, of PPO or of best-of-n."""
     if any(quantizations_of(config).values()):
-        check_device(device_type_of(config.trainer))
+        check_device(devices_of(config.trainer).type)
 
 
 def _of_reference(config: PPOConfig) -> Iterator[str]:

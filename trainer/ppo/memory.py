@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.config.offload import device_type_of
+from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
 from trainer.memory import (
     check_fit,
     held_memory,
-    memory_of_this_gpu,
     memory_table,
 )
 from trainer.ppo.config import PPOConfig
@@ -82,10 +81,10 @@ def _on_a_rank(config: PPOConfig, role: str, num_prompts: int) -> int:
     return -(-num_prompts * config.actor_rollout_ref.rollout.n // ranks)
 
 
-def check_memory(config: PPOConfig, device_type: str, device_bytes: int | None) -> None:
+def check_memory(config: PPOConfig, devices: Devices) -> None:
     """Refuse a run whose roles do not fit on their devices."""
-    if device_bytes is not None:
-        check_fit(role_memories(config, device_type, device_bytes), device_bytes, WAYS_OUT)
+    if devices.bytes is not None:
+        check_fit(role_memories(config, devices.type, devices.bytes), devices.bytes, WAYS_OUT)
 
 
 WAYS_OUT = (
@@ -95,20 +94,12 @@ WAYS_OUT = (
 )
 
 
-def plan_text(
-    config: PPOConfig,
-    max_columns: int | None = None,
-    device_type: str | None = None,
-    device_bytes: int | None = None,
-    brief: bool = False,
-) -> str:
-    """The table for the plan, or why there is none; of this machine's devices if none are told."""
-    if device_type is None:
-        device_type = device_type_of(config.trainer)
-        device_bytes = memory_of_this_gpu(device_type)
+def plan_text(config: PPOConfig, max_columns: int | None = None, brief: bool = False) -> str:
+    """The table for the plan, or why there is none."""
+    devices = devices_of(config.trainer)
     try:
-        roles = role_memories(config, device_type, device_bytes)
-        return memory_table(roles, device_type, device_bytes, max_columns, brief)
+        roles = role_memories(config, devices.type, devices.bytes)
+        return memory_table(roles, devices, max_columns, brief)
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"
 
@@ -117,7 +108,7 @@ SHARE_OF_A_MACHINE = 0.5
 """Of a machine's memory, what the processes of a run on CPUs may plan with together."""
 
 
-def fit_passes(config: PPOConfig, device_type: str, device_bytes: int | None) -> None:
+def fit_passes(config: PPOConfig, devices: Devices) -> None:
     """Write a smaller `ppo_max_token_len_per_gpu` where the default would not fit on a device.
 
     Half as many tokens at a time, down to the longest row. What the user has set stays, and so does
@@ -126,7 +117,8 @@ def fit_passes(config: PPOConfig, device_type: str, device_bytes: int | None) ->
     actor = config.actor_rollout_ref.actor
     if not actor.use_dynamic_bsz or actor.ppo_max_token_len_per_gpu is not None:
         return
-    if device_type == "cpu":
+    device_bytes = devices.bytes
+    if devices.type == "cpu":
         device_bytes = _share_of_this_machine(config)
     pools = set(expand_roles(config.role_mapping).values())
     if device_bytes is None or not pools <= config.resource_pool_spec.keys():
@@ -134,7 +126,7 @@ def fit_passes(config: PPOConfig, device_type: str, device_bytes: int | None) ->
 
     fewest, default = fewest_tokens_per_pass(config), tokens_per_pass(config)
     tokens = default
-    while tokens > fewest and not _fits(config, tokens, device_type, device_bytes):
+    while tokens > fewest and not _fits(config, tokens, devices.type, device_bytes):
         tokens = max(fewest, tokens // 2)
     if tokens < default:
         actor.ppo_max_token_len_per_gpu = tokens

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from trainer.config.devices import devices_of
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
@@ -92,8 +91,7 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
         gaps.append(largest_gap(batch))
     actor = set(trainer.groups["actor"].weights_checksum(as_sent=True))
     rollout = set(trainer.groups["rollout"].weights_checksum())
-    is_on_gpus = trainer.config.trainer.device != "cpu" and torch.cuda.is_available()
-    device = "cuda" if is_on_gpus else "cpu"
+    device = devices_of(trainer.config.trainer).type
     types = (precision_of(policy.model, device).compute, rollout_dtype(policy, device))
     return explain_gap(
         GapFacts(

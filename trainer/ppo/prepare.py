@@ -6,11 +6,10 @@ import os
 from contextlib import ExitStack, closing
 from typing import Any
 
-from trainer.config.offload import check_offload, device_type_of
+from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.nodes import begin_cluster
-from trainer.memory import memory_of_this_gpu
 from trainer.ppo.checks import check_named_rewards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
@@ -78,10 +77,9 @@ def preflight(config: PPOConfig) -> None:
 
 def plan_memory(config: PPOConfig) -> None:
     """Passes as large as the devices have room for; roles that do not fit are refused."""
-    device_type = device_type_of(config.trainer)
-    device_bytes = memory_of_this_gpu(device_type)
-    fit_passes(config, device_type, device_bytes)
-    check_memory(config, device_type, device_bytes)
+    devices = devices_of(config.trainer)
+    fit_passes(config, devices)
+    check_memory(config, devices)
 
 
 def _check_offload(config: PPOConfig) -> None:

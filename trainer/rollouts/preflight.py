@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.config.offload import device_type_of
+from trainer.config.devices import devices_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.groups.nodes import joined_cluster
 from verl_like.errors import ConfigError
@@ -19,7 +19,8 @@ from workers.rollout.vllm.setup import check_version
 def check_model(config: Any, key: str, path: str) -> None:
     """Refuse a model that is not there, or has fewer positions than a sample has tokens."""
     limit = num_positions(read_model_config(key, path))
-    check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
+    if config.trainer.pretend is None:
+        check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
     data = config.data
     width = data.max_prompt_length + data.max_response_length
     if limit is not None and width > limit:
@@ -52,7 +53,7 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
             f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
         )
-    joins = joined_cluster(config)
     # what is installed on other machines is not known
-    if rollout.name == "vllm" and not (joins or rollout.server_urls):
-        check_version(device_type_of(config.trainer))
+    elsewhere = joined_cluster(config) or config.trainer.pretend or rollout.server_urls
+    if rollout.name == "vllm" and not elsewhere:
+        check_version(devices_of(config.trainer).type)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainer.config.checks import check_ranks
-from trainer.config.offload import check_offload, device_type_of
+from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
-from trainer.memory import check_fit, held_memory, held_model, memory_of_this_gpu, memory_table
+from trainer.memory import check_fit, held_memory, held_model, memory_table
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -33,7 +33,8 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     for role, own in held_models(config).items():
         path = own.model.path
         check_ranks(config, role, own.sharding)
-        check_weights(own.key, path, own.model.random_init_seed)
+        if config.trainer.pretend is None:
+            check_weights(own.key, path, own.model.random_init_seed)
         limit = num_positions(read_model_config(own.key, path))
         if limit is not None and longest > limit:
             raise ConfigError(
@@ -42,10 +43,9 @@ def preflight(config: RowConfig, num_sides: int) -> None:
             )
         check_adapter(own.model, own.head)
 
-    device_type = device_type_of(config.trainer)
-    device_bytes = memory_of_this_gpu(device_type)
-    if device_bytes is not None:
-        check_fit(role_memories(config, num_sides, device_type), device_bytes, WAYS_OUT)
+    devices = devices_of(config.trainer)
+    if devices.bytes is not None:
+        check_fit(role_memories(config, num_sides, devices.type), devices.bytes, WAYS_OUT)
 
 
 def held_models(config: RowConfig) -> dict[str, HeldModel]:
@@ -88,9 +88,9 @@ def plan_text(
     config: RowConfig, num_sides: int, max_columns: int | None = None, brief: bool = False
 ) -> str:
     """The table for the plan, on devices as this machine's, or why there is none."""
-    device_type = device_type_of(config.trainer)
+    devices = devices_of(config.trainer)
     try:
-        roles = role_memories(config, num_sides, device_type)
+        roles = role_memories(config, num_sides, devices.type)
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"
-    return memory_table(roles, device_type, memory_of_this_gpu(device_type), max_columns, brief)
+    return memory_table(roles, devices, max_columns, brief)

@@ -104,13 +104,6 @@ def test_only_a_detached_run_is_predicted() -> None:
         main(["--measured=x", *NEEDED])
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--cardgb=80", "no option --cardgb=80, only --card-gb=GIB"),
-        ("--card-gb=inf", "--card-gb=inf: give a card's memory in GiB"),
-    ],
-)
-def test_an_option_that_says_nothing_is_refused(option: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        main([option, *NEEDED])
+def test_an_option_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no option --card-gb=80, only --measured=RUN_DIR"):
+        main(["--card-gb=80", *NEEDED])

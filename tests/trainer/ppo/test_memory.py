@@ -10,6 +10,7 @@ import pytest
 from tests.integration.runs import overrides
 from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
+from trainer.config.devices import Devices
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, role_memories, tokens_at_once
 from trainer.ppo.prepare import preflight
@@ -22,6 +23,7 @@ from workers.training.lm_head import CHUNK_BYTES
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
 CARD = 80 * GIB
+GPU = Devices("cuda", 8, gib=80)
 TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={}"
 
 
@@ -44,7 +46,7 @@ def script_config(model: Path, *more: str) -> PPOConfig:
 
 
 def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
-    text = explain(script_config(model), None, CARD)
+    text = explain(script_config(model, "trainer.pretend=8x80GiB"))
     assert "float32 / bfloat16" in text
     assert re.findall(r"_pool: \d+\.\d GiB on each device at most, of 80.0: (.*)", text) == [
         "fits",
@@ -120,11 +122,11 @@ def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
 
 
 def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
-    check_memory(script_config(model), "cuda", CARD)
+    check_memory(script_config(model), GPU)
     more = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
     words = r"does not fit: .* which has 80\.0\. actor: .* in a call; rollout: .*checkpointing=true"
     with pytest.raises(ConfigError, match=words):
-        check_memory(script_config(model, more), "cuda", CARD)
+        check_memory(script_config(model, more), GPU)
 
 
 NO_ROWS = (
@@ -142,7 +144,7 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
 
     def settled(gib: float | None, *more: str) -> int | None:
         config = script_config(model, *by_tokens, *more)
-        fit_passes(config, "cuda", None if gib is None else int(gib * GIB))
+        fit_passes(config, Devices("cuda", None if gib is None else 1, gib=gib))
         return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     def needed(tokens: int, gib: int) -> float:
@@ -166,7 +168,7 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
         monkeypatch.setattr("trainer.ppo.memory.memory_gb", lambda _: gib)
         more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2", *more)
         config = load_config(overrides(tiny_dir, tmp_path, *more))
-        fit_passes(config, "cpu", None)
+        fit_passes(config, Devices("cpu", None))
         return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     assert settled(64) is None
@@ -239,6 +241,6 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert copies(whole)["actor"] == 6_910_365_696 * (1 + 2)
     assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
     assert copies("trainer.async_save=false") == {}
-    text = explain(script_config(model), None, CARD)
+    text = explain(script_config(model, "trainer.pretend=8x80GiB"))
     said = r"actor_rollout_ref_pool: 19.3 GiB of host memory for each device to write checkpoints"
     assert re.search(said, text)

@@ -9,7 +9,6 @@ import pytest
 from trainer.config.compose import load_config
 from trainer.preference.recipe import DPO, PreferenceConfig
 from trainer.preference.step import PreferenceTrainer
-from trainer.rows import preflight as preflight_module
 from trainer.rows.preflight import held_models, largest_pass, preflight, role_memories
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
@@ -64,10 +63,9 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
 
 
 def test_roles_that_do_not_fit_on_a_gpu_are_refused(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path,
 ) -> None:
-    monkeypatch.setattr(preflight_module, "memory_of_this_gpu", lambda _: 2**20)
-    config = dpo(tiny_dir, "trainer.device=cuda")
+    config = dpo(tiny_dir, "trainer.pretend=1x0.001GiB")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
         preflight(config, num_sides=2)
 

@@ -1,0 +1,95 @@
+"""`trainer.pretend`: a command for GPUs is checked as on a machine that has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer.config.compose import load_config
+from trainer.config.devices import GIB_OF_CARDS, devices_of
+from trainer.config.schema import TrainerConfig
+from trainer.launch import run
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
+from verl_like.errors import ConfigError, VerlLikeError
+
+FOR_GPUS = (
+    "trainer.device=cuda",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.actor.strategy=fsdp+offload",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+)
+"""Settings of a command for GPUs, refused where there are none."""
+
+
+def config_of(tiny: Path, folder: Path, *settings: str) -> PPOConfig:
+    return load_config(overrides(tiny, folder / "run", "trainer.logger=[]", *settings), PPO)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_command_for_gpus_is_checked_without_any(
+    nodes: int, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = (f"trainer.nnodes={nodes}", "placement=split", "data.train_batch_size=16")
+    settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    run(config_of(tiny_dir, tmp_path, *settings, "trainer.pretend=8xH100"))
+    said = capsys.readouterr().out
+    assert f"devices: 8 of kind H100 on {nodes} machine(s)" in said
+    assert "of 79.0: fits" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_weights_is_enough(tiny_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for file in (tiny_dir / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    settings = f"actor_rollout_ref.model.path={tmp_path}/model"
+    run(config_of(tiny_dir, tmp_path, settings, "trainer.pretend=1xT4"))
+    with pytest.raises(ConfigError, match=r"has a config\.json and no weights"):
+        run(config_of(tiny_dir, tmp_path, settings, "trainer.dry_run=true"))
+
+
+def test_what_the_pretended_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not fit: .* which has 0\.0010"):
+        run(config_of(tiny_dir, tmp_path, "trainer.pretend=4x0.001GiB"))
+    more = ("trainer.pretend=4xH100", "trainer.n_gpus_per_node=8", "data.train_batch_size=8")
+    with pytest.raises(VerlLikeError, match="=8 GPUs, and trainer.pretend=4xH100 has 4"):
+        run(config_of(tiny_dir, tmp_path, *more, "actor_rollout_ref.actor.ppo_mini_batch_size=8"))
+
+
+@pytest.mark.parametrize(
+    ("pretend", "gib"),
+    [
+        ("8xH100", 79),
+        ("1 x h100-80GB", 79),
+        ("2xNVIDIA A100-40GB", 39),
+        ("4xA100-80GB", 79),
+        ("2x40GiB", 40),
+        ("2x40", 40),
+        *[(f"1x{card}", gib) for card, gib in GIB_OF_CARDS.items()],
+    ],
+)
+def test_cards_have_names_or_a_size(pretend: str, gib: int) -> None:
+    found = devices_of(TrainerConfig(pretend=pretend))
+    assert (found.type, found.num_gpus, found.bytes) == ("cuda", int(pretend[0]), gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("trainer.pretend=H100",), "trainer.pretend=H100: give the GPUs of a machine as 8xH100"),
+        (("trainer.pretend=0xH100",), "=0xH100: give the GPUs"),
+        (("trainer.pretend=8xH10O",), "'H10O' is no card .* Did you mean 'H100'"),
+        (("trainer.pretend=8x0GiB",), "'0GiB' is no card whose memory is known"),
+        (("trainer.pretend=8xH100", "trainer.device=cpu"), "=8xH100 and trainer.device=cpu"),
+        (("trainer.pretend=8xH100", "trainer.dry_run=false"), "nothing can train on GPUs that"),
+    ],
+)
+def test_what_cannot_be_pretended_is_refused(
+    settings: tuple[str, ...], words: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(tiny_dir, tmp_path, *settings)

@@ -1,0 +1,149 @@
+"""The devices that a run counts with: those of this machine, or those that it pretends to have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from trainer.config.schema import TrainerConfig
+from verl_like.errors import ConfigError, nearest
+
+GIB_OF_CARDS = {
+    "T4": 14,
+    "V100": 15,
+    "V100-32GB": 31,
+    "L4": 21,
+    "A10G": 21,
+    "RTX3090": 23,
+    "RTX4090": 23,
+    "RTX5090": 31,
+    "A40": 44,
+    "L40S": 44,
+    "A6000": 47,
+    "A100-40GB": 39,
+    "A100": 79,
+    "H100": 79,
+    "H20": 95,
+    "GH200": 94,
+    "H200": 139,
+    "B200": 178,
+    "MI300X": 191,
+}
+"""What a driver leaves of a card's memory, in whole GiB."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of each machine, as far as they are known."""
+
+    type: str
+    """cuda or cpu."""
+    num_gpus: int | None
+    """GPUs of a machine, used or not; None without any."""
+    card: str = ""
+    """The GPU that is pretended."""
+    gib: float | None = None
+    """Its memory."""
+
+    @property
+    def bytes(self) -> int | None:
+        """Memory of a GPU that the run uses, if it is known."""
+        if self.gib is not None:
+            return int(self.gib * 2**30)
+        if self.type == "cpu" or self.num_gpus is None:
+            return None
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def devices_of(trainer: TrainerConfig) -> Devices:
+    """The GPUs of this machine or those of `trainer.pretend`, unless the run is on CPUs."""
+    if trainer.pretend is not None:
+        number, card = _parsed(trainer.pretend)
+        return Devices("cuda", number, card, _gib_of(trainer.pretend, card))
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
+    on_cpus = trainer.device == "cpu" or (trainer.device == "auto" and num_gpus is None)
+    return Devices("cpu" if on_cpus else "cuda", num_gpus)
+
+
+def settle_pretended(trainer: TrainerConfig, keys: Collection[str]) -> None:
+    """With `trainer.pretend` the run is a dry one, on all of the pretended GPUs by default."""
+    if trainer.pretend is None:
+        return
+    if trainer.device == "cpu":
+        raise ConfigError(
+            f"trainer.pretend={trainer.pretend} and trainer.device=cpu: GPUs that are not used "
+            "need not be pretended. Leave one of them out."
+        )
+    if "trainer.dry_run" in keys and not trainer.dry_run:
+        raise ConfigError(
+            f"trainer.pretend={trainer.pretend} and trainer.dry_run=false: nothing can train on "
+            "GPUs that are not here. Leave one of them out."
+        )
+    trainer.device, trainer.dry_run = "cuda", True
+    num_gpus = devices_of(trainer).num_gpus
+    if "trainer.n_gpus_per_node" not in keys and num_gpus is not None:
+        trainer.n_gpus_per_node = num_gpus
+
+
+def _parsed(pretend: str) -> tuple[int, str]:
+    """(number, card) of 8xH100."""
+    found = re.fullmatch(r"(\d+) ?x ?(.+)", pretend.strip())
+    if found is None or int(found[1]) == 0:
+        raise ConfigError(
+            f"trainer.pretend={pretend}: give the GPUs of a machine as 8xH100, or by their memory "
+            "as 8x80GiB."
+        )
+    return int(found[1]), found[2].strip()
+
+
+def _gib_of(pretend: str, card: str) -> float:
+    if memory := re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", card, re.IGNORECASE):
+        if float(memory[1]) > 0:
+            return float(memory[1])
+    by_name = {_plain(name): gib for name, gib in GIB_OF_CARDS.items()}
+    if _plain(card) not in by_name:
+        raise ConfigError(
+            f"trainer.pretend={pretend}: {card!r} is no card whose memory is known."
+            f"{nearest(card, GIB_OF_CARDS)} Known: {', '.join(GIB_OF_CARDS)}; of another give the "
+            "memory, as 8x80GiB."
+        )
+    return by_name[_plain(card)]
+
+
+def _plain(card: str) -> str:
+    """The name without maker, signs and an 80GB that is the usual size."""
+    name = re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", card.lower())
+    return name.removesuffix("80gb") or name
+
+
+def check_offload(
+    trainer: TrainerConfig,
+    sections: Mapping[str, tuple[str, Any]],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """On CPUs there is one memory: what the user wants moved out of it stays, so it is refused.
+
+    `sections`: the section of each strategy -> (strategy, its `fsdp_config`); `elsewhere` are the
+    sections of those whose `fsdp_config` is in another one.
+    """
+    if devices_of(trainer).type != "cpu" or trainer.nnodes > 1:
+        return  # the driver's machine says nothing about those of a cluster
+    for section, (strategy, fsdp) in sections.items():
+        name = elsewhere.get(section, section)
+        keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]
+        wanted = [f"{name}.fsdp_config.{key}=true" for key in keys]
+        if strategy.endswith("offload"):
+            wanted.append(f"{section}.strategy={strategy}")
+        if wanted:
+            raise ConfigError(
+                f"{wanted[0]}: this run is on CPUs, whose only memory is the host's, so nothing "
+                "can be moved out of it. Leave it out (strategy: fsdp or shard_grad_op), take "
+                "trainer.device=cuda, or check the command for GPUs with trainer.pretend=8xH100."
+            )
