@@ -81,6 +81,26 @@ def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
     assert [part for part in quoted if part.strip() not in code] == []
 
 
+TYPED = (
+    "CUDA out of memory",
+    "OOM",
+    "stuck",
+    "hangs",
+    "NCCL timeout",
+    "NaN loss",
+    "reward is flat",
+    "KL explodes",
+    "response length",
+    "slow",
+)
+
+
+def test_a_search_for_what_people_type_leads_to_a_heading_of_troubleshooting() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = "\n".join(re.findall("^## .*", text, re.M)).lower()
+    assert [words for words in TYPED if words.lower() not in headings] == []
+
+
 def load_and_plan(*arguments: Any) -> Any:
     """A configuration of the docs, whose pools have room on the machines that it names."""
     config = load_config(*arguments)
@@ -155,7 +175,9 @@ KEYS = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", ["detached.md", "coming_from_colossalchat.md"])
+@pytest.mark.parametrize(
+    "page", ["detached.md", "coming_from_colossalchat.md", "troubleshooting.md"]
+)
 def test_the_keys_that_a_page_names_are_there(page: str) -> None:
     named = set(KEYS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
     keys = {key.name for key in config_keys(DetachedConfig)}
