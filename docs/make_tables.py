@@ -43,7 +43,8 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
 from workers.columns import COLUMNS
-from workers.config import RewardConfig
+from workers.config import KL_ESTIMATORS as KL_NAMES
+from workers.config import LOSS_AGG_MODES, RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.preference.registry import COLUMNS as LOSS_COLUMNS
@@ -57,7 +58,7 @@ DATA_AND_MODEL = "data.train_files=train.parquet actor_rollout_ref.model.path=MO
 
 
 def key_table() -> str:
-    """A table for every section: key, default, values, when it is read, resume, meaning."""
+    """A table for every section; a section like one above it refers to that."""
     PPO.load_registries()
     docs, default = field_docs(), PPOConfig()
     keys = {key.name: key for key in config_keys(PPOConfig)}
@@ -67,10 +68,12 @@ def key_table() -> str:
             section, _, leaf = key.name.rpartition(".")
             rows.setdefault(section, []).append(_key_row(leaf, key, default, docs))
 
-    parts = []
+    parts, seen = [], dict[str, str]()
     for section, lines in rows.items():
         intro = _section_intro(keys[section], docs[section]) if section else "## Top level\n"
-        parts.append("\n".join([intro, *HEAD_OF_KEYS, *lines]))
+        first = seen.setdefault("\n".join(lines), section)
+        table = "\n".join([*HEAD_OF_KEYS, *lines])
+        parts.append(f"{intro}\n{table if first == section else f'Keys of `{first}`.'}")
     return "\n\n".join(parts)
 
 
@@ -83,10 +86,14 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     return "\n".join([*HEAD_OF_KEYS, *(_key_row(key.name, key, default, docs) for key in own)])
 
 
-HEAD_OF_KEYS = (
-    "| key | default | values | read when | resume | meaning |",
-    "|---|---|---|---|---|---|",
-)
+HEAD_OF_KEYS = ("| key | default | values | meaning |", "|---|---|---|---|")
+LISTED_ELSEWHERE = {
+    KL_NAMES: "a [KL estimator](algorithms.md#kl-estimators)",
+    "advantage estimator": "an [estimator](algorithms.md#advantage-estimators), or a dotted path",
+    "policy loss": "a [policy loss](algorithms.md#policy-losses), or a dotted path",
+    LOSS_AGG_MODES: "an [aggregation](algorithms.md#aggregation)",
+}
+"""Choices, or the registry that has them -> the link to their table."""
 
 
 def reward_key_table() -> str:
@@ -109,23 +116,43 @@ def preference_key_table() -> str:
 
 
 def _key_row(name: str, key: Key, default: Any, docs: Mapping[str, str]) -> str:
-    cells = [f"`{name}`", _show(read(default, key.name)), *_rule_cells(key)]
-    return f"| {' | '.join([*cells, _cell(docs[key.name]) + _name_in_verl(key)])} |"
+    resume = "↻" if key.rules.may_change_on_resume else ""
+    value = read(default, key.name)
+    meaning = f"{_cell(docs[key.name])}{_read_when(key)}{_name_in_verl(key)}"
+    cells = [f"`{name}`{resume}", _show(value), _values(key, value), meaning]
+    return f"| {' | '.join(cells)} |"
 
 
 def _section_intro(section: Key, doc: str) -> str:
     """Heading, docstring, and the rules that hold for all of its keys."""
-    values, read_when, resume = _rule_cells(section)
-    rules = f" Read when {read_when}." if read_when else ""
-    rules += " A resumed run may change all of it." if resume else ""
-    return f"## `{section.name}`\n\n{doc}{rules}\n"
+    resume = "↻" if section.rules.may_change_on_resume else ""
+    return f"## `{section.name}`{resume}\n\n{doc}{_read_when(section)}\n"
 
 
-def _rule_cells(key: Key) -> tuple[str, str, str]:
-    """Values, when it is read, and whether a resumed run may change it."""
-    read_when = " and ".join(condition.says for condition in key.rules.read_when)
-    resume = "may change" if key.rules.may_change_on_resume else ""
-    return _cell(key.allowed), _cell(read_when), resume
+SIGNS = (
+    (r"\babove (-?[\d.]+)", r">\1"),
+    (r"(-?[\d.]+) or (above|more)", r"≥\1"),
+    (r"from ([\d.]+) to ([\d.]+)", r"\1…\2"),
+    (r" and at most ([\d.]+)", r", ≤\1"),
+    (r" and below ([\d.]+)", r", <\1"),
+)
+"""Words of a range -> the same in signs."""
+
+
+def _values(key: Key, default: Any) -> str:
+    """What it may be; the two values of a switch, and null as a default, go without saying."""
+    listed = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices)
+    words = listed or _cell(key.allowed).removesuffix(", or null")
+    for in_words, in_signs in SIGNS:
+        words = re.sub(in_words, in_signs, words) if key.range else words
+    if key.is_optional and default is not None and "null" not in words:
+        words = f"{words}, or null"
+    return "" if isinstance(default, bool) else words
+
+
+def _read_when(key: Key) -> str:
+    conditions = " and ".join(condition.says for condition in key.rules.read_when)
+    return f" *When {_cell(conditions)}.*" if conditions else ""
 
 
 def _name_in_verl(key: Key) -> str:

@@ -62,51 +62,51 @@ class TrainerConfig:
         required="give the dotted path of the trainer's class",
         may_change_on_resume=False,
     )
-    """Dotted path of the trainer: the recipe's, or a subclass that overrides stages or hooks."""
+    """Trainer class: the recipe's or a subclass."""
     total_epochs: int | None = key(None, above=0, hint="or null for one, or as many as steps take")
-    """Passes over the data; with `total_training_steps` the run ends with what ends first."""
+    """Passes over the data; the run ends at the first of this and `total_training_steps`."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
-    """Steps of the whole run; null takes epochs x batches."""
+    """Steps of the run; null: those of `total_epochs`."""
     stop_at: dict[str, float] = key(factory=dict, allows="metric: value")
-    """Metric -> value: the run ends with the first step in which one of them is reached."""
+    """End the run when a metric reaches its value."""
     nnodes: int = key(1, above=0)
-    """Number of machines."""
+    """Machines."""
     n_gpus_per_node: int = key(1, above=0)
-    """Devices per machine; where there is no GPU, process slots."""
+    """Devices per machine; on CPUs, process slots."""
     backend: str = key("ray", choices=("ray", "local", "torchrun"))
-    """local runs the same workers without a cluster; torchrun in the processes that it started."""
+    """Ray; local processes; or the processes that torchrun started."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
-    """auto takes GPUs where there are any."""
+    """auto takes GPUs if there are any."""
     seed: int = key(1, at_least=0, may_change_on_resume=False)
-    """Decides data order, sampling and initial heads."""
+    """Seed of data order, sampling and new heads."""
     project_name: str = key("verl_like", allows="a name")
     """First part of the run folder's name."""
     experiment_name: str = key("run", allows="a name")
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
-    """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
+    """Run folder."""
     test_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for none between steps")
-    """Steps between validations, the last included; -1 validates at most before the first step."""
+    """Steps between validations, which include the last step."""
     val_before_train: bool = key(True)
-    """Validate before the first step, if there is something to validate on."""
+    """Validate before the first step."""
     show: str = key("brief", choices=("brief", "full"))
-    """How much of the plan a run prints before it starts; a dry run prints all."""
+    """Length of the printed plan; a dry run prints all."""
     dry_run: bool = key(False)
-    """Check all that needs no process of a worker, print the plan and what was found, and stop."""
+    """Check the run without starting workers, print the plan and stop."""
     pretend: str | None = key(
         None, allows="number and card, as 8xH100", read_when=when("dry_run", True)
     )
-    """A dry run, or `explain`, as on machines with such GPUs; sets dry_run."""
+    """Plan as if the machines had these GPUs; sets dry_run."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
-    """Steps between checkpoints to resume from, the last step's included; -1: none by number."""
+    """Steps between checkpoints, which include the last step."""
     save_every_minutes: float | None = key(
         SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
     )
-    """Minutes between checkpoints, beside those of save_freq; of a longer run the end's, too."""
-    save_final: bool = key(True)
-    """After the last step the trained model is put into `model/` of the run folder, as
-    `from_pretrained` loads it.
+    """Minutes between checkpoints, in addition to `save_freq`; a longer run also writes one at its
+    end.
     """
+    save_final: bool = key(True)
+    """Save the final model to `model/` in the run folder, in Hugging Face format."""
     max_ckpt_to_keep: int | None = key(
         2,
         at_least=1,
@@ -114,27 +114,25 @@ class TrainerConfig:
         read_when=SAVES,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Newest committed checkpoints that stay in the run folder, beside that of the best validation;
-    null keeps all.
-    """
+    """Checkpoints kept: the newest, and the best by validation."""
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
-    """Steps go on while a large checkpoint is written, from a copy of it in host memory."""
+    """Write large checkpoints in the background, from a copy in host memory."""
     max_restarts: int = key(3, at_least=0)
-    """Times that a run goes on by itself after the loss of a worker, with what is left of it."""
+    """Automatic restarts after a worker is lost."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
-    """auto goes on from the run folder's newest checkpoint, if there is one."""
+    """auto resumes from the run folder's newest checkpoint, if any."""
     resume_from_path: str | None = key(
         None, allows="a folder", read_when=when("resume_mode", "resume_path")
     )
-    """The `global_step_N` folder that resume_mode=resume_path goes on from."""
+    """The `global_step_N` folder to resume from."""
     logger: list[str] = key(
         factory=lambda: ["console"],
         registry="tracker",
         hint="(metrics.jsonl is always written.)",
     )
-    """Where metrics go besides metrics.jsonl."""
+    """Trackers, in addition to metrics.jsonl."""
 
     def num_steps(self, in_epochs: Callable[[int], int]) -> int:
         """Steps of the whole run, where `in_epochs` gives those of so many passes."""
@@ -150,13 +148,13 @@ class RayConfig:
     """How `trainer.backend=ray` reaches its cluster."""
 
     address: str | None = key(None, allows="host:port")
-    """A running cluster to join; null starts one on this machine."""
+    """Cluster to join; null starts one here."""
     namespace: str | None = key(None, allows="a name", read_when=JOINS_A_CLUSTER)
-    """Ray's namespace for the run's actors; null takes one of its own."""
+    """Ray namespace; null makes a new one."""
     runtime_env: dict[str, Any] = key(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
     )
-    """Passed to `ray.init` as it is."""
+    """Passed to `ray.init`."""
 
 
 @dataclass(kw_only=True)
@@ -187,13 +185,13 @@ class ChaosConfig:
     """How often which fault comes: chances per step."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
-    """Chance that a step begins with the death of a worker process, of a random pool."""
+    """Chance that a step starts by killing a random worker."""
     delay: float = key(0.0, at_least=0, at_most=1)
-    """Chance that the calls of one role, which is drawn, wait `delay_s` in a step."""
+    """Chance that a random role's calls are delayed in a step."""
     delay_s: float = key(1.0, above=0, read_when=unless("delay", 0))
-    """Seconds of a delay."""
+    """Seconds of delay."""
     seed: int = key(1, allows="a number")
-    """Decides which faults come when, and whom they strike."""
+    """Seed of the faults."""
 
     @property
     def has_faults(self) -> bool:
@@ -214,35 +212,32 @@ class RunConfig:
     """The Ray cluster."""
     watch: dict[str, float] = key(
         factory=Deadlines.settings,
-        allows=", ".join(f"{name} above 0" for name in Deadlines.settings()),
+        allows="seconds above 0, each",
         may_change_on_resume=True,
     )
-    """The deadline of every kind of wait, in seconds; a wait is logged from the age of warn_s on.
-    """
+    """Deadlines of waits, in seconds; longer waits than warn_s are logged."""
     resource_pool_spec: dict[str, list[int]] = key(
         factory=dict,
         allows="pool: processes of each node, or [] for an even share",
         may_change_on_resume=True,
     )
-    """Pool name -> processes on each of its nodes."""
+    """Pool: its processes on each node."""
     role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)
-    """Role -> pool name; `actor_rollout` is actor and rollout fused in one process, and `rollout`
-    beside it elsewhere.
-    """
+    """Role: its pool; `actor_rollout` is actor and rollout in one process."""
     role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
-    """Role -> dotted path of its worker class, those of a recipe's own roles being in its YAML."""
+    """Role: its worker class."""
     cpus_per_process: float | None = key(None, above=0, read_when=ON_RAY, may_change_on_resume=True)
-    """CPU share of one worker process; null takes min(1, CPUs / processes)."""
+    """CPUs per worker process; null: min(1, CPUs / processes)."""
     pool_resources: dict[str, PoolResources] = key(
         factory=dict,
         allows="pool: {device, cpus, gpus, resources}",
         read_when=SEVERAL_POOLS,
         may_change_on_resume=True,
     )
-    """Pool name -> what its processes take: device, CPUs, share of a GPU, custom resources."""
+    """Pool: resources of each of its processes."""
 
     chaos: ChaosConfig = key(factory=ChaosConfig, read_when=HAS_FAULTS, may_change_on_resume=True)
-    """Faults on purpose, to try a run."""
+    """Injected faults."""
 
     @property
     def child_pools(self) -> frozenset[str]:

@@ -33,19 +33,18 @@ class DataConfig:
     train_files: Any = key(
         "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
     )
-    """A parquet or JSONL file in verl's schema, or a list of them."""
+    """Parquet or JSONL files in verl's schema."""
     val_files: Any = key(
         "",
         allows="a file, or a list",
         read_when=VALIDATION_IS_ON,
         may_change_on_resume=True,
     )
-    """The same for validation; empty: no validation."""
+    """Files to validate on; empty: no validation."""
     custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
-    """A data set of the user's: called with data_files, tokenizer and config, it gives such rows.
-    """
+    """Your data set class, called with data_files, tokenizer and config."""
     prompt_key: str = key("prompt", allows="a column")
-    """Column of the prompts: chat messages, or plain strings."""
+    """Column of prompts: chat messages or strings."""
     train_batch_size: int = key(1024, above=0)
     """Prompts per step."""
     total_prompts: int | None = key(
@@ -55,25 +54,25 @@ class DataConfig:
         read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
-    """Prompts of the whole run; its last step has those that are left: whole mini-batches, or less
-    than one.
+    """Prompts of the whole run; the last step takes what is left: whole mini-batches, or less than
+    one.
     """
     max_prompt_length: int = key(512, above=0)
-    """Tokens; every prompt is left-padded to it."""
+    """Longest prompt in tokens."""
     max_response_length: int = key(512, above=0)
-    """Tokens; every response is right-padded to it."""
+    """Longest response in tokens."""
     shuffle: bool = key(
         True, read_when=when("sampler", None, otherwise="data.sampler says the order")
     )
-    """A new order each epoch, from `trainer.seed`."""
+    """Shuffle each epoch, by `trainer.seed`."""
     sampler: str | None = key(None, allows="a dotted path", read_when=unless("sampler"))
-    """A function of one's own that orders the prompts of an epoch; null shuffles, or does not."""
+    """Your function that orders an epoch's prompts."""
     filter_overlong_prompts: bool = key(False)
-    """Drop (and count) prompts of more than `max_prompt_length` tokens."""
+    """Drop and count prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
-    """An overlong prompt that was not dropped: error, or cut it at its left or right end."""
+    """Overlong prompts that are not dropped: refuse, or cut left or right."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """A row that is no prompt (no column, messages or tokens): error, or skip and count it."""
+    """Rows that are no prompts: refuse, or skip and count."""
 
 
 @dataclass(kw_only=True)
@@ -87,6 +86,6 @@ class ValidatingTrainerConfig(TrainerConfig):
         hint="or -1 for none between steps",
         read_when=CAN_VALIDATE_LATER,
     )
-    """Steps between validations, the last included; -1 validates at most before the first step."""
+    """Steps between validations, which include the last step."""
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
-    """Validate before the first step, if there are `data.val_files`."""
+    """Validate before the first step."""

@@ -54,64 +54,60 @@ class DetachedSettings:
     """Makers, trainers, and the buffer between them."""
 
     topology: str | None = key(None, allows="a name such as 2m1t")
-    """Numbers of makers and trainers in a word."""
+    """Numbers of makers and trainers."""
     makers: int = key(1, above=0, read_when=BY_NUMBERS)
-    """Groups that generate, each on a pool of its own: roles `rollout`, `rollout_1`, ..."""
+    """Groups that generate, each on its own pool: roles `rollout`, `rollout_1`, ..."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
-    """Ranks of the group that learns."""
+    """Ranks that train."""
     edges: list[list[int]] | None = key(None, allows="a list of [maker, trainer]")
-    """Whose samples go to which trainer rank; null is an even graph."""
+    """Which maker's samples go to which trainer rank; null: an even graph."""
     weight_edges: list[list[int]] | None = key(None, allows="a list of [trainer, maker]")
-    """Which trainer rank sends its weights to whom; null is an even graph."""
+    """Which trainer rank sends weights to which maker; null: an even graph."""
     maker_settings: dict[Any, MakerSettings] = key(
         factory=dict, allows=f"number of a maker: {{{', '.join(vars(MakerSettings()))}}}"
     )
-    """Engine, precision and sizes of a maker, where these are not as `actor_rollout_ref.rollout`
-    says.
-    """
+    """Settings of a maker that differ from `actor_rollout_ref.rollout`."""
     prompts_per_piece: int | None = key(None, above=0, hint="or null for a batch in equal parts")
-    """Prompts that a maker answers in one call; null shares every batch out among the makers."""
+    """Prompts per call of a maker; null divides each batch among the makers."""
     limit: int | None = key(None, above=0, hint="or null for what max_staleness lets be open")
-    """Samples that may be open at once, queued or being made."""
+    """Samples open at once, queued or in generation."""
     when_full: str = key("wait", choices=("wait", "evict_oldest"))
-    """What a maker does where the buffer is full: wait, or push the oldest samples out."""
+    """If the buffer is full, a maker waits or evicts the oldest samples."""
     sampler: str = key("in_order", registry="sampler")
-    """Which of the samples in the buffer become the next batch."""
+    """Which buffered samples become the next batch."""
     window: int | None = key(
         None, at_least=0, hint="or null for max_staleness", read_when=HAS_WINDOW
     )
-    """Versions that the samples of a batch may be old; older ones are dropped."""
+    """Largest age of samples in versions; older ones are dropped."""
     max_staleness: int = key(1, at_least=0)
-    """Versions of the weights between the draw of a sample and the update that trains on it; makers
-    wait rather than make what could become older. 0 is the synchronous run.
+    """Largest lag, in weight versions, between generating a sample and training on it; makers wait
+    to keep it. 0 is the synchronous run.
     """
     score_on: str = key("trainer", choices=("trainer", "maker"))
-    """Where reference, reward models and values stand: on the trainers' pool, or beside each
-    rollout, on its devices, with a copy of the critic.
+    """Where reference, reward models and critic score: on the trainers' pool, or on each maker's
+    devices with a copy of the critic.
     """
     new_weights: str = key("at_boundary", choices=("at_boundary", "at_once"))
-    """When a maker takes newer weights: between two pieces, or in the middle of one."""
+    """When a maker takes new weights: between calls, or in the middle of one."""
     update_steps: int = key(1, above=0)
-    """Batches that are trained on between two versions of the weights."""
+    """Batches trained on per weight version."""
     train_epochs: int = key(1, above=0)
-    """Times that each of these batches is trained on, from the second on in a new order."""
+    """Passes over each of these batches, reshuffled from the second on."""
     on_maker_loss: str = key(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )
-    """What a maker's death means: the run ends; the others take its prompts; it is started anew."""
+    """If a maker dies: end the run, give its prompts to the others, or restart it."""
     on_resume: str = key(
         "regenerate",
         choices=("regenerate", "restore"),
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """What becomes of samples that were queued when a checkpoint was written: they are made again,
-    or are kept in it.
-    """
+    """Queued samples at a checkpoint: generate them again, or store them in it."""
     stall_s: float = key(120.0, above=0, may_change_on_resume=True)
-    """Seconds without a batch after which it is said who waits for whom."""
+    """Seconds without a batch until the log says who waits for whom."""
     debug: bool = key(False, may_change_on_resume=True)
-    """Write bytes, seconds and memory of every delivery of weights to `syncs.jsonl`."""
+    """Log bytes, seconds and memory of weight deliveries to `syncs.jsonl`."""
 
 
 @dataclass(kw_only=True)
@@ -119,7 +115,7 @@ class DetachedTrainerConfig(PPOTrainerConfig):
     """The run: length, devices, folder."""
 
     cls: str = key(OWN_TRAINER, allows="a dotted path", may_change_on_resume=False)
-    """Dotted path of the trainer: DetachedTrainer, or a subclass that overrides stages or hooks."""
+    """Trainer class: DetachedTrainer or a subclass."""
     max_restarts: int = key(0, at_least=0)
     """Times that a run goes on by itself from its last checkpoint; a maker alone is
     `detached.on_maker_loss`."""

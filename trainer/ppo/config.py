@@ -32,32 +32,32 @@ def estimator_takes(name: str) -> tuple[When, When]:
 
 @dataclass(kw_only=True)
 class KLControlConfig:
-    """The coefficient of the KL in the reward."""
+    """Coefficient of the KL in the reward."""
 
     type: str = key("fixed", choices=("fixed", "adaptive"))
-    """Whether the coefficient stays, or steers the KL to a target."""
+    """Constant, or adapted so that the KL stays near `target_kl`."""
     kl_coef: float = key(0.001, at_least=0)
-    """The coefficient, or its first value where it adapts."""
+    """The coefficient; its first value if adaptive."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
-    """Samples over which the adaptive controller reacts."""
+    """Samples over which the controller reacts."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
-    """What the adaptive controller steers to."""
+    """Target of the controller."""
 
 
 @dataclass(kw_only=True)
 class FilterGroupsConfig:
-    """DAPO's dynamic sampling: groups of equal scores are replaced by further prompts."""
+    """DAPO's dynamic sampling: new prompts replace groups of equal scores."""
 
     enable: bool = key(False)
-    """Replace groups of equal scores by further prompts."""
+    """Replace groups of equal scores by new prompts."""
     metric: str = key(
         "seq_reward", allows="seq_reward or a reward's own number", read_when=when("enable")
     )
-    """What must differ: seq_reward (the score), or a number that the reward function returns beside
-    it, such as acc.
+    """The number that must differ within a group: the score, or one that the reward returns, such
+    as acc.
     """
     max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
-    """Batches generated for one step at most; then groups of equal scores fill what is missing."""
+    """Largest number of batches generated for a step; then groups of equal scores fill it."""
 
 
 @dataclass(kw_only=True)
@@ -65,11 +65,11 @@ class PolicyFiltrationConfig:
     """PF-PPO: an update trains on the step's samples drawn anew, with replacement, by score."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
-    """Chance of a sample: pow: its score's size to a power; max_min: the step's highest and lowest
-    scores alone; max_random: the highest four times as likely as any other.
+    """Chance of a sample: pow, its absolute score to a power; max_min, only the highest and lowest
+    scores; max_random, the highest four times as likely as the others.
     """
     weight_pow: float = key(2.0, at_least=0, read_when=when("reweight_method", "pow"))
-    """The power of pow: 0 takes all samples alike."""
+    """The power; 0 treats all samples alike."""
 
 
 @dataclass(kw_only=True)
@@ -77,59 +77,57 @@ class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
-    """Advantage estimator; gae is the one that needs the critic."""
+    """Advantage estimator; only gae needs a critic."""
     gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
     """Discount per token."""
     lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = key(True, read_when=estimator_takes("norm_adv_by_std_in_grpo"))
-    """Divide GRPO's advantages by their group's standard deviation."""
+    """Divide advantages by the group's standard deviation."""
     bootstrap_truncated: bool = key(False, read_when=estimator_takes("truncated"))
-    """A response that hit the length limit ends in its last value, as if it went on, not in 0."""
+    """Bootstrap a truncated response from its last value instead of 0."""
     gdpo_reward_keys: list[str] = key(
         factory=list,
         allows="seq_reward (the score) and numbers that the reward function returns beside it",
         read_when=estimator_takes("named_rewards"),
     )
-    """Rewards that GDPO compares each by itself."""
+    """Rewards that GDPO normalises separately."""
     gdpo_reward_weights: list[float] | None = key(
         None,
         allows="a number for each of `gdpo_reward_keys`",
         read_when=estimator_takes("gdpo_reward_weights"),
     )
-    """What each of them counts; null counts each once."""
+    """Weights of these rewards; null is 1 for each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
-    """What is normalised by its mean and standard deviation over all steps so far: samples' scores,
-    tokens' advantages (then they are not whitened over the batch).
+    """Normalise scores, or advantages in place of whitening, by their running mean and standard
+    deviation.
     """
     use_pf_ppo: bool = key(False)
-    """Draw the samples of an update anew by their scores."""
+    """Resample each update's samples by score (PF-PPO)."""
     pf_ppo: PolicyFiltrationConfig = key(
         factory=PolicyFiltrationConfig, read_when=when("use_pf_ppo")
     )
-    """How chances follow from scores."""
+    """Resampling by score."""
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
-    """Dynamic sampling."""
+    """Dynamic sampling (DAPO)."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
-    """Scores are clamped to -score_clip ... score_clip before anything else; null leaves them."""
+    """Clamp scores to ±score_clip; null does not."""
     mask_truncated: bool = key(False)
-    """Overlong filtering: samples cut by `data.max_response_length` leave the losses of actor and
-    critic, and their denominators. Their scores still count in their groups.
+    """Overlong filtering: truncated responses leave the losses; their scores still count in their
+    groups.
     """
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
-    """Weights and rejection of samples that another policy drew."""
+    """Importance weights and rejection for samples of another policy."""
     use_kl_in_reward: bool = key(False)
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=when("use_kl_in_reward"))
-    """Estimator of the KL in the reward."""
+    """KL estimator in the reward."""
     kl_penalty_per: str = key(
         "token", choices=("token", "sequence"), read_when=when("use_kl_in_reward")
     )
-    """token: each token's reward loses the token's KL; sequence: that of the last token loses the
-    mean KL of the response.
-    """
+    """Subtract each token's KL from its reward, or the response's mean KL from the last token's."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
-    """The coefficient of the KL in the reward."""
+    """Coefficient of the KL in the reward."""
 
 
 @dataclass(kw_only=True)
@@ -137,23 +135,19 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     """The run: length, devices, folder."""
 
     cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path", may_change_on_resume=False)
-    """Dotted path of the trainer: PPOTrainer, or a subclass that overrides stages or hooks."""
+    """Trainer class: PPOTrainer or a subclass."""
     experiment_name: str = key("ppo", allows="a name")
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER)
-    """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
+    """Run folder."""
     critic_warmup: int = key(
         0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
     )
     """First steps in which only the critic is updated."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Newest steps whose samples stay whole in `rollouts/` and `validation/`; of older ones 2 kB of
-    each stay.
-    """
+    """Newest steps whose samples are kept whole; of older ones 2 kB each."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
-    """Newest steps whose batches stay in `batches/`, as they went into each stage: what `verl-like
-    replay --stage` makes a stage of again, without a generation.
-    """
+    """Newest steps whose stage inputs are kept for `verl-like replay --stage`."""
 
 
 @dataclass(kw_only=True)
@@ -161,7 +155,7 @@ class PPOChaosConfig(ChaosConfig):
     """How often which fault comes: chances per step."""
 
     drop_bucket: float = key(0.0, at_least=0, at_most=1)
-    """Chance that the next weight sync after a step's begin loses a bucket on its way."""
+    """Chance that a step's next weight sync loses a bucket."""
 
     @property
     def has_faults(self) -> bool:
@@ -182,7 +176,7 @@ class PPOConfig(RunConfig, WorkersConfig):
     chaos: PPOChaosConfig = key(
         factory=PPOChaosConfig, read_when=HAS_FAULTS, may_change_on_resume=True
     )
-    """Faults on purpose, to try a run."""
+    """Injected faults."""
 
     def of_role(self, role: str) -> PPOConfig:
         """The configuration that this role's workers get: this one."""

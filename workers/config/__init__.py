@@ -54,15 +54,15 @@ class ScoringSections:
     """What says how samples are scored, in a run that trains and in one that does not."""
 
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Any number of rewards, added up by weight; in place of the two sections that follow."""
+    """Any number of weighted rewards, in place of the two sections below."""
     custom_reward_function: RewardFunctionConfig = key(
         factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
     )
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
+    """Your reward function; without one, each row's data_source picks a built-in rule."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
-    """Scores."""
+    """Reward model, and how its score combines with the rule's."""
     reward: ScoringConfig = key(factory=ScoringConfig)
-    """Failures, and the sandbox of reward functions."""
+    """Failures and limits of reward functions."""
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ class WorkersConfig(ScoringSections):
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
-    """A teacher's log-probs as rewards of tokens."""
+    """Distillation: a teacher's log-probs as token rewards."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any

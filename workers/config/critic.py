@@ -34,7 +34,7 @@ class CriticModelConfig:
     enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
     """Recompute activations in the backward pass."""
     lora_rank: int = key(0, at_least=0)
-    """Rank of LoRA adapters, which are then trained with the head alone; 0 trains every weight."""
+    """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""
 
@@ -52,34 +52,34 @@ class CriticConfig(ShardedConfig):
     """The value model and its update."""
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
-    """Value model: its head is that of a reward model's folder, and starts at zero otherwise."""
+    """Value model; its head comes from a reward model's folder or starts at zero."""
     optim: CriticOptimConfig = key(factory=CriticOptimConfig)
     """Optimizer."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
-    """Prompts per optimizer step, over all ranks; null takes the actor's."""
+    """Prompts per optimizer step, over all ranks; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per forward and backward pass on one rank; no effect on the result."""
+    """Samples per pass and rank."""
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         allows="prompt and response, or more",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Real tokens per pass on one rank, under the actor's `use_dynamic_bsz`; null takes its."""
+    """Tokens per pass and rank; null: the actor's."""
     ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
-    """Passes over the batch per update; null takes the actor's."""
+    """Passes over the batch per update."""
     value_loss: str = key("clipped", choices=("clipped", "huber"))
-    """The loss of a value: PPO's clipped square, or Huber's, linear in large errors."""
+    """PPO's clipped squared error, or Huber's loss."""
     cliprange_value: float = key(0.5, above=0, read_when=VALUE_IS_CLIPPED)
-    """Largest move of a value away from the one before the update."""
+    """Clip range of values."""
     huber_delta: float = key(1.0, above=0, read_when=when("value_loss", "huber"))
-    """Error from which on Huber's loss is linear."""
+    """Error above which Huber's loss is linear."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
-    """How the values' losses become one number; null takes the actor's."""
+    """How token losses become one number; null: the actor's."""
     loss_scale_factor: float | None = key(None, above=0, read_when=HAS_DIVISOR)
-    """Divisor of seq-mean-token-sum-norm; null takes the actor's, then the response's width."""
+    """Divisor; null: the actor's, then the response's width."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)

@@ -64,7 +64,7 @@ class ShardedConfig:
     strategy: str = key(
         "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
     )
-    """How the model lies over the ranks."""
+    """How the model is sharded."""
 
 
 @dataclass(kw_only=True)
@@ -74,9 +74,9 @@ class LearningRateConfig:
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
-    """Update calls of linear warm-up from 0 to `lr`."""
+    """Update calls of linear warm-up."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """The warm-up as a share of all update calls, in place of `lr_warmup_steps`."""
+    """Warm-up as a share of all update calls."""
 
 
 @dataclass(kw_only=True)
@@ -84,25 +84,25 @@ class OptimConfig(LearningRateConfig):
     """The optimizer and its schedule, which steps once per `update_*` call."""
 
     optimizer: str = key("AdamW", registry="optimizer")
-    """AdamW, or the dotted path of a class; it gets those of the settings below that it knows."""
+    """Optimizer; it gets the settings below that it takes."""
     betas: tuple[float, float] = key(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
     """Decay rates of the two moments."""
     eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
-    """Floor of the denominator."""
+    """Added to the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Decoupled weight decay."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
-    """What follows the warm-up."""
+    """Schedule after the warm-up."""
     min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
-    """Where the schedule ends, as a share of `lr`."""
+    """Final learning rate as a share of `lr`."""
     wsd_decay_ratio: float = key(
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
-    """Share of the calls after the warm-up in which wsd decays."""
+    """Share of calls after warm-up in which wsd decays."""
     max_skipped_steps: int = key(5, at_least=0, may_change_on_resume=True)
-    """Steps in a row with a non-finite gradient that are skipped; one more stops the run."""
+    """Consecutive non-finite steps that are skipped; one more ends the run."""
 
 
 @dataclass(kw_only=True)
@@ -111,9 +111,9 @@ class FrozenFSDPConfig:
 
     may_change_on_resume = True
     fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
-    """Ranks per sharding group; -1 shards over the whole pool."""
+    """Ranks per sharding group."""
     param_offload: bool | None = key(None)
-    """Keep parameters in host memory between calls; null is what the strategy says."""
+    """Keep parameters in host memory between calls; null: by strategy."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +121,7 @@ class FSDPConfig(FrozenFSDPConfig):
     """How a role's module and its optimizer are sharded over its ranks."""
 
     optimizer_offload: bool | None = key(None)
-    """Keep optimizer state in host memory between updates; null is what the strategy says."""
+    """Keep optimizer state in host memory between updates; null: by strategy."""
 
 
 @dataclass(kw_only=True)
@@ -129,11 +129,11 @@ class FrozenModelConfig:
     """How a model that gives log-probs alone is held."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
+    """int8 holds linear weights as int8, whole on each rank."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per forward pass on one rank."""
+    """Samples per pass and rank."""
     fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
     """Sharding."""
 
@@ -145,10 +145,9 @@ class ModelConfig:
     path: str = key(
         "", allows="a folder or a name", required="give the folder of a model with its tokenizer"
     )
-    """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub.
-    """
+    """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)
-    """Seed of random weights, where the folder has a config.json alone; null refuses it."""
+    """Seed of random weights for a folder without weights; null refuses such a folder."""
     enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
     """Recompute activations in the backward pass."""
     attn_implementation: str = key(
@@ -157,25 +156,28 @@ class ModelConfig:
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """auto: FlashAttention for packed rows on CUDA, else sdpa; eager where sdpa is not right."""
+    """auto: FlashAttention for packed rows on CUDA, else sdpa, or eager if sdpa is wrong for the
+    model.
+    """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
-    """Run rows end to end without their padding, where the model computes that right."""
+    """Pack rows without padding, for models that support it."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
-    """Where the logits of a pass exceed 256 MiB, compute log-probs from hidden states in chunks."""
+    """Compute log-probs in chunks where a pass's logits exceed 256 MiB."""
     dtype: str = key(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
-    """Type of the weights and the optimizer's moments; bfloat16 rounds most small steps away."""
+    """Type of weights and optimizer state; bfloat16 loses small updates."""
     compute_dtype: str | None = key(None, choices=DTYPES)
-    """Type that passes compute in, with gradients added up in `dtype`; null is bfloat16 on CUDA."""
+    """Type of forward and backward passes; null: bfloat16 on CUDA, else `dtype`."""
     lora_rank: int = key(0, at_least=0)
-    """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
+    """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
-    """Adapters count lora_alpha / lora_rank times."""
+    """LoRA scale: lora_alpha / lora_rank."""
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
-    """Layers that get an adapter: all-linear (no head, no routed experts), or names like q_proj."""
+    """Layers with adapters: all linear ones but head and routed experts, or names such as q_proj.
+    """
 
 
 @dataclass(kw_only=True)
@@ -188,5 +190,6 @@ class CheckpointConfig:
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """A resume needs the first three; extra is schedule and random state, hf_model a model folder.
+    """Contents: a resume needs the first three; extra is schedule and random state, hf_model a
+    Hugging Face folder.
     """

@@ -91,15 +91,15 @@ class PolicyLossConfig:
     """The choice of a policy loss."""
 
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
-    """The loss, or the dotted path of a function of the user's."""
+    """Policy loss."""
     clip_cov_ratio: float = key(2e-4, above=0, at_most=1, read_when=CLIP_COV)
-    """The share of a mini-batch's tokens that clip_cov leaves without gradient."""
+    """Share of tokens that get no gradient."""
     clip_cov_lb: float = key(1.0, allows="a number", read_when=CLIP_COV)
-    """Covariance above which a token may be one of them."""
+    """Lower bound of the covariance of these tokens."""
     clip_cov_ub: float = key(5.0, allows="a number", read_when=CLIP_COV)
-    """Covariance below which it may."""
+    """Upper bound of it."""
     kl_cov_ratio: float = key(2e-4, above=0, at_most=1, read_when=KL_COV)
-    """The share of a mini-batch's tokens that kl_cov gives a KL."""
+    """Share of tokens that get a KL."""
     ppo_kl_coef: float = key(1.0, at_least=0, read_when=KL_COV)
     """Weight of that KL."""
     dro_beta: float = key(0.05, above=0, read_when=DRO)
@@ -111,43 +111,35 @@ class RolloutCorrectionConfig:
     """Correction for samples of another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
-    """What gets one importance weight, the trainer's over the rollout's probability; null: nothing.
-
-    sequence is the product of its tokens' ratios, geometric their geometric mean.
+    """Importance weights, trainer's over rollout's probability: per token, or per sequence as
+    product or geometric mean; null: none.
     """
     rollout_is_threshold: str = key(
         "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
     )
-    """Bounds of the weights: one number truncates them, lower_upper makes those outside zero.
-
-    A token whose weight is zero stays in the loss's denominators.
-    """
+    """One number truncates weights; lower_upper sets weights outside to zero."""
     rollout_is_batch_normalize: bool = key(False, read_when=WEIGHS_ROLLOUT)
-    """Divide the weights by their mean over the batch."""
+    """Divide weights by their batch mean."""
     rollout_rs: str | None = key(
         None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms); several in quotes"
     )
-    """Criteria by which tokens or sequences are rejected, parted by commas; null rejects none.
-
-    What is rejected leaves the mask; unless bypassing, before the loss's denominators are counted.
-    """
+    """Criteria, comma-separated, that remove tokens or sequences from the loss; null: none."""
     rollout_rs_threshold: str | None = key(
         None,
         allows="a number, or lower_upper for k1; one for all, or one each",
         read_when=unless("rollout_rs"),
     )
-    """Bounds of the criteria: the largest k2 or k3; of k1 the least and largest ratio exp(k1)."""
+    """Bounds: the largest k2 or k3; for k1 the least and largest ratio exp(k1)."""
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
-    """A sequence with a token whose ratio, trainer's over rollout's, is below this is rejected."""
+    """Reject sequences with a token whose ratio is below this."""
     bypass_mode: bool = key(False)
-    """Take the rollout's log-probs as the old ones: the pass that computes them is not run.
-
-    Weights and criteria then compare the policy in training with the rollout, inside the update.
+    """Use the rollout's log-probs as old ones and skip that pass; weights and criteria are computed
+    in the update.
     """
     loss_type: str = key(
         "ppo_clip", choices=("ppo_clip", "reinforce"), read_when=when("bypass_mode")
     )
-    """ppo_clip is the loss of `policy_loss.loss_mode`; reinforce is REINFORCE with the weights."""
+    """ppo_clip: `policy_loss.loss_mode`; reinforce: weighted REINFORCE."""
 
 
 @dataclass(kw_only=True)
@@ -155,17 +147,16 @@ class ActorConfig(ShardedConfig):
     """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`. Unset, it is the
-    largest divisor up to the default.
+    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`. Unset: the
+    largest divisor up to 64.
     """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per forward and backward pass on one rank; no effect on the result."""
+    """Samples per pass and rank."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Cut micro-batches by tokens: the actor's, the critic's, those of log-probs and reward models.
-
-    A `…micro_batch_size_per_gpu` that is set asks for rows, and makes this false.
+    """Cut micro-batches of all roles by tokens. Setting a `…micro_batch_size_per_gpu` turns this
+    off.
     """
     ppo_max_token_len_per_gpu: int | None = key(
         None,
@@ -173,55 +164,53 @@ class ActorConfig(ShardedConfig):
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`; null: as many
-    as the device's memory holds, 16,384 at most.
-    """
+    """Tokens per pass and rank, without padding; null: what memory holds, at most 16,384."""
     ppo_epochs: int = key(1, above=0)
     """Passes over the batch per update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
-    """Mini-batches of other samples in every pass, the critic's too."""
+    """Reshuffle mini-batches in each pass, the critic's too."""
     data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, when("shuffle")))
-    """Seed of the orders of `shuffle`."""
+    """Seed of `shuffle`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
-    """PPO's clip range, both sides."""
+    """PPO's clip range on both sides."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
-    """Lower clip range; null takes `clip_ratio`."""
+    """Lower clip range; null: `clip_ratio`."""
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
-    """Upper clip range; null takes `clip_ratio`."""
+    """Upper clip range; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
     """Dual-clip bound for negative advantages."""
     tau_pos: float = key(1.0, above=0, read_when=SAPO)
-    """How steep sapo's gate is for positive advantages."""
+    """Temperature of sapo's gate for positive advantages."""
     tau_neg: float = key(1.05, above=0, read_when=SAPO)
-    """How steep it is for the others."""
+    """The same for other advantages."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
-    """The loss itself."""
+    """The policy loss."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses become one number, the critic's too unless it has its own."""
+    """How token losses become one number; also the critic's default."""
     loss_scale_factor: float | None = key(
         None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
     )
-    """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
+    """Divisor; null: `data.max_response_length`."""
     entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
-    """Mean entropy of a token, in nats, that the weight is steered to; null leaves it."""
+    """Target entropy per token in nats, to which the weight adapts; null keeps the weight."""
     entropy_coeff_lr: float = key(
         0.1, above=0, read_when=(HAS_ENTROPY_BONUS, unless("target_entropy"))
     )
-    """How fast: the log of the weight moves by this, times the distance to the target, a step."""
+    """Per step, the log of the weight moves by this times the distance to the target."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
     """Weight of the KL in the loss."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
-    """Estimator of the KL in the loss."""
+    """KL estimator in the loss."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES_OR_SAVES)
-    """Keep a moving average of the weights, of which this much stays at every update, to validate
-    with and for `verl-like export --average`; null keeps none.
+    """Decay of a moving average of the weights, used by validation and `verl-like export
+    --average`; null keeps none.
     """
     router_aux_loss_coef: float = key(0.0, at_least=0)
-    """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
+    """Weight of the load-balancing loss of a mixture of experts."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     optim: OptimConfig = key(factory=OptimConfig)
@@ -242,9 +231,7 @@ class RefModelConfig:
     """Where the weights of the reference come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
-    """Folder of a model with the actor's tokenizer, or its name on the hub; null is the actor's own
-    model, before training and without its adapters.
-    """
+    """Folder or hub name of a model with the actor's tokenizer; null: the actor's initial model."""
 
 
 @dataclass(kw_only=True)
@@ -252,14 +239,11 @@ class RefConfig(FrozenModelConfig):
     """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
 
     model: RefModelConfig = key(factory=RefModelConfig)
-    """The model; types, attention and packing are the actor's."""
+    """Model; types, attention and packing are the actor's."""
     update_every: int | None = key(None, above=0)
-    """Steps after which the actor's weights become the reference's; null leaves the initial ones.
-    """
+    """Steps between copies of the actor's weights into the reference; null: never."""
     ema_decay: float = key(0.0, at_least=0, below=1, read_when=unless("update_every"))
-    """What then stays of the reference's own weights: 0 takes the actor's whole, 0.99 one part in a
-    hundred.
-    """
+    """Share of the reference's weights that a copy keeps."""
 
 
 @dataclass(kw_only=True)
@@ -267,7 +251,7 @@ class ActorRolloutRefConfig:
     """The policy in its three roles, one model."""
 
     model: ModelConfig = key(factory=ModelConfig)
-    """Model of all three."""
+    """Model of actor, rollout and reference."""
     actor: ActorConfig = key(factory=ActorConfig)
     """Training."""
     rollout: RolloutConfig = key(factory=RolloutConfig)
@@ -281,13 +265,13 @@ class PTXConfig:
     """Rows whose language-model loss is trained with the policy's: InstructGPT's PPO-ptx."""
 
     train_files: Any = key("", allows="a file, or a list")
-    """Parquet or JSONL files of text, of prompts with responses, or of chats; empty: no PTX."""
+    """Parquet or JSONL files of texts, prompts with responses, or chats."""
     coef: float = key(1.0, at_least=0)
-    """Weight of that loss beside the policy's."""
+    """Weight of that loss."""
     batch_size: int | None = key(None, above=0, hint="or null")
-    """Rows per optimizer step, over all ranks; null takes as many as `ppo_mini_batch_size`."""
+    """Rows per optimizer step, over all ranks; null: `ppo_mini_batch_size`."""
     max_length: int | None = key(None, above=1, hint="or null")
-    """Tokens that a row is cut to; null is a sample's: max_prompt_length + max_response_length."""
+    """Longest row in tokens; null: max_prompt_length + max_response_length."""
 
 
 @dataclass(kw_only=True)
@@ -295,7 +279,7 @@ class TeacherModelConfig(FrozenModelConfig):
     """The teacher; types, attention and packing are the actor's."""
 
     model_path: str = key("", allows="a folder or a name")
-    """Folder of a model with the actor's tokenizer, or its name on the hub; empty: no teacher."""
+    """Folder or hub name of a model with the actor's tokenizer."""
 
 
 @dataclass(kw_only=True)
@@ -305,17 +289,15 @@ class DistillationConfig:
     teacher_model: TeacherModelConfig = key(factory=TeacherModelConfig)
     """Teacher; starts the teacher role."""
     temperature: float | None = key(None, above=0, hint="or null for the rollout's")
-    """Divides the teacher's logits; null takes the rollout's, which divides the student's."""
+    """Temperature of the teacher; null: the rollout's."""
     gamma: float = key(0.0, at_least=0, at_most=1)
-    """How much a token counts for each later one: 0 leaves every token its own reward, 1 minimises
-    the KL of whole responses.
-    """
+    """Discount of later tokens' rewards: 0 is per token, 1 minimises the KL of whole responses."""
     use_task_rewards: bool = key(False, verl="distillation.distillation_loss.use_task_rewards")
-    """Learn from the rewards, too; else they are only logged, and none is needed."""
+    """Learn from rewards, too; else they are only logged."""
     coef: float = key(
         1.0,
         at_least=0,
         read_when=REWARDS_TEACH,
         verl="distillation.distillation_loss.distillation_loss_coef",
     )
-    """Weight of the teacher's part beside the advantages of `algorithm.adv_estimator`."""
+    """Weight of the teacher's advantages beside those of `algorithm.adv_estimator`."""

@@ -51,8 +51,8 @@ class ReferenceModelConfig:
     """Where the weights of the reference model come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
-    """Folder of the reference, or its name on the Hugging Face hub, with the tokenizer of
-    `model.path`; null is the model itself, before training and without its adapters.
+    """Folder or hub name of a reference with the tokenizer of `model.path`; null: the initial
+    model.
     """
 
 
@@ -71,22 +71,22 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     """The part of the tree that the workers read."""
 
     loss: str = key("dpo", registry="preference loss")
-    """What is learned from a pair, or from a row with a label."""
+    """Preference loss."""
     beta: float = key(0.1, above=0, read_when=takes("beta"))
-    """How much a log-ratio counts; simpo's paper takes 2 and more."""
+    """Scale of log-ratios; the simpo paper uses 2 and more."""
     label_smoothing: float = key(0.0, at_least=0, below=0.5, read_when=takes("label_smoothing"))
-    """Share of pairs that are taken to be the wrong way round: of one half nothing is learned."""
+    """Assumed share of swapped pairs."""
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
-    """The margin between rewards that simpo wants."""
+    """simpo's target margin of rewards."""
     orpo_lambda: float = key(0.1, at_least=0, read_when=takes("orpo_lambda"))
-    """Weight of the odds ratio beside the loss of SFT."""
+    """Weight of the odds ratio beside the SFT loss."""
     desirable_weight: float = key(1.0, at_least=0, read_when=takes("desirable_weight"))
     """Weight of good responses."""
     undesirable_weight: float = key(1.0, at_least=0, read_when=takes("undesirable_weight"))
     """Weight of bad responses."""
     sft_coef: float = key(0.0, at_least=0, read_when=LEARNS_PAIRS)
-    """Weight of the chosen response's loss of SFT, a mean over its tokens, beside the loss."""
+    """Weight of the chosen response's SFT loss, a mean over tokens."""
     reference_free: bool = key(False, read_when=MAY_BE_REFERENCE_FREE)
-    """Compare with a reference under which all responses are as likely: there is no model of it."""
+    """Use a uniform reference instead of a model."""
     ref: ReferenceConfig = key(factory=ReferenceConfig, read_when=HAS_REFERENCE)
     """Reference."""

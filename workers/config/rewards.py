@@ -29,21 +29,21 @@ class OverlongBufferConfig:
     """DAPO's soft punishment of responses that come near `data.max_response_length`."""
 
     enable: bool = key(False, verl="reward_model.reward_kwargs.overlong_buffer_cfg.enable")
-    """Punish responses that come near the limit."""
+    """Penalise responses near the length limit."""
     len: int = key(
         0,
         allows="1 to `data.max_response_length`",
         read_when=when("enable"),
         verl="reward_model.reward_kwargs.overlong_buffer_cfg.len",
     )
-    """Tokens before the limit over which the punishment grows from 0."""
+    """Tokens before the limit over which the penalty grows from 0."""
     penalty_factor: float = key(
         1.0,
         at_least=0,
         read_when=when("enable"),
         verl="reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
     )
-    """The punishment at the limit."""
+    """Penalty at the limit."""
 
 
 @dataclass(kw_only=True)
@@ -51,9 +51,9 @@ class ScoringModelConfig:
     """A sequence classifier with one output, on the actor's tokenizer."""
 
     path: str = key("", allows="a folder")
-    """Hugging Face folder of the classifier."""
+    """Folder of a sequence classifier."""
     quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
+    """int8 holds linear weights as int8, whole on each rank."""
 
 
 @dataclass(kw_only=True)
@@ -61,9 +61,9 @@ class UserCodeConfig:
     """A name in a file or module of the user's."""
 
     path: str = key("", allows="a .py file or a module")
-    """A Python file, or a module as one imports it; empty: none."""
+    """Python file or importable module."""
     name: str = key("", allows="a name", read_when=unless("path", ""))
-    """What to take from it."""
+    """Name in that file or module."""
 
 
 @dataclass(kw_only=True)
@@ -71,11 +71,11 @@ class RewardFunctionConfig(UserCodeConfig):
     """A function (data_source, solution_str, ground_truth, extra_info) -> score, sync or async."""
 
     name: str = key("compute_score", allows="a name", read_when=unless("path", ""))
-    """What to take from it."""
+    """Name in that file or module."""
     reward_kwargs: dict[str, Any] = key(
         factory=dict, allows="what the function takes", read_when=unless("path", "")
     )
-    """Keyword arguments that every call gets besides."""
+    """Extra keyword arguments of each call."""
 
 
 @dataclass(kw_only=True)
@@ -83,21 +83,21 @@ class RewardModelConfig:
     """Scores: rule functions, a reward model, or both."""
 
     enable: bool = key(False, read_when=NO_REWARD_LIST)
-    """Score with a model; starts the reward_model role."""
+    """Score with a model; starts the role reward_model."""
     model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=when("enable"))
-    """The model that scores."""
+    """The model."""
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
-    """Samples per forward pass of the model on one rank; null cuts passes as the actor's."""
+    """Samples per forward pass and rank; null: cut by tokens like the actor's."""
     overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
-    """Punishment of overlong responses."""
+    """Penalty on long responses (DAPO)."""
     rule_weight: float = key(1.0, allows="a number", read_when=when("enable"))
-    """What the rule's score counts beside the model's; 0 leaves the score to the model."""
+    """Weight of the rule's score; 0 uses the model's alone."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Score where the rule function raises, gives no finite number, or passes its deadline."""
+    """Score if the rule raises, returns no finite number or times out."""
     sample_timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Deadline of the rule function for one sample; a batch gets twelve times that."""
+    """Timeout of the rule per sample; a batch gets twelve times that."""
 
 
 REWARD_KINDS = ("function", "model", "remote")
@@ -116,55 +116,52 @@ class RewardConfig:
     """One reward: where its scores come from, what they weigh, what a failure costs."""
 
     name: str = key("", required="give every reward a name of its own")
-    """The reward in metrics: `reward/<name>_score/mean`."""
+    """Name, as in the metric `reward/<name>_score/mean`."""
     kind: str = key("function", choices=REWARD_KINDS)
-    """A function of the user's, a sequence classifier, or a server that speaks HTTP."""
+    """Your function, a sequence classifier, or an HTTP server."""
     weight: float = key(1.0, allows="a number")
-    """What its scores are multiplied by before they are added to the others'."""
+    """Weight in the sum of rewards."""
     normalize: bool = key(False)
-    """Take the mean of a batch's scores from them and divide by their spread; not in validation."""
+    """Normalise scores by batch mean and standard deviation; not in validation."""
     on_failure: str = key("default", choices=ON_FAILURE, read_when=IS_NO_MODEL)
-    """default scores the sample by `default_score`; skip leaves it out of the update; fail ends the
-    run.
-    """
+    """Give `default_score`, leave the sample out of the update, or end the run."""
     default_score: float = key(
         0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "default"))
     )
-    """Score of a sample whose reward raises, gives no finite number, or passes its deadline."""
+    """Score if the reward raises, returns no finite number or times out."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
-    """Deadline of a function for one sample, of a server for one request; a batch gets twelve times
-    that.
-    """
+    """Timeout per sample, or per request of a server; a batch gets twelve times that."""
     path: str = key("", allows="a .py file, a module, or a model's folder")
-    """File or module of the function, folder of the model; a function without one is the rule of
-    each row's data_source.
+    """File or module of the function, or model folder; empty: each row's data_source picks a
+    built-in rule.
     """
     function: str = key("compute_score", allows="a name", read_when=IS_FUNCTION)
-    """What to take from it."""
+    """Name in that file or module."""
     kwargs: dict[str, Any] = key(
         factory=dict, allows="what the function takes", read_when=IS_FUNCTION
     )
-    """Keyword arguments that every call gets besides."""
+    """Extra keyword arguments of each call."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
-    """int8: the model's linear weights are held as int8; null: as passes compute."""
+    """int8 holds linear weights as int8."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
-    """Samples per forward pass of the model on one rank; null cuts passes as the actor's."""
+    """Samples per forward pass and rank; null: cut by tokens like the actor's."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
-    """Address of the server."""
+    """Server address."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
-    """samples: our own server's; openrlhf: query, prompts, labels; openai: a chat completion."""
+    """samples: our server's; openrlhf: query, prompts, labels; openai: chat completion (a judge).
+    """
     batch_size: int = key(64, above=0, read_when=IS_REMOTE)
-    """Samples of one request; a judge gets one."""
+    """Samples per request; a judge gets one."""
     retries: int = key(4, at_least=0, read_when=IS_REMOTE)
-    """Further requests after one that failed for now."""
+    """Retries after a temporary failure."""
     token_env: str = key("", allows="a variable's name", read_when=IS_REMOTE)
-    """Environment variable with the bearer token; empty: none is sent."""
+    """Environment variable with the bearer token; empty sends none."""
     template: str = key(
         "", allows="text with {prompt} and {solution_str}", read_when=(IS_REMOTE, IS_JUDGE)
     )
-    """What a judge is asked; any field of a sample may stand in braces."""
+    """Text for the judge; braces take any field of a sample."""
     model: str = key("", allows="a model's name", read_when=(IS_REMOTE, IS_JUDGE))
-    """The model that the judge's server is asked for."""
+    """Model to ask the judge's server for."""
 
 
 _DEFAULT = Sandbox()
@@ -196,19 +193,17 @@ class SandboxConfig:
 
     may_change_on_resume = True
     memory_gb: float = key(_DEFAULT.memory_gb, above=0)
-    """GiB of memory of each process, and of all that a function has started together."""
+    """GiB of memory, per process and for all a function starts."""
     cpu_s: float = key(_DEFAULT.cpu_s, above=0)
-    """Seconds of processor time for a sample; a batch, and coroutines together, get twelve times
-    that.
-    """
+    """CPU seconds per sample; batches and coroutines get twelve times that."""
     file_gb: float = key(_DEFAULT.file_gb, at_least=0)
-    """GiB of a file that a function writes, and of all files in its working folder together."""
+    """GiB per written file, and for the whole working folder."""
     processes: int = key(_DEFAULT.processes, above=0)
-    """Processes that a function may have at the same time."""
+    """Processes at a time."""
     network: bool = key(_DEFAULT.network)
-    """Whether a function reaches the network; false needs the network namespaces of Linux."""
+    """Allow network access; false needs Linux network namespaces."""
     env: list[str] = key(factory=list, allows="names of variables")
-    """Environment variables that it sees beside harmless ones: keys of APIs that it asks."""
+    """Environment variables to pass on, such as API keys."""
 
 
 @dataclass(kw_only=True)
@@ -218,6 +213,6 @@ class ScoringConfig:
     max_failed: float = key(
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )
-    """Share of a batch's samples above which failures of a reward end the run; 1 never ends it."""
+    """Share of failed samples in a batch above which the run ends; 1: never."""
     sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=HAS_FUNCTION)
     """Limits of reward functions."""

@@ -63,13 +63,13 @@ class ValidationSamplingConfig:
     n: int = key(1, above=0)
     """Samples per prompt."""
     do_sample: bool = key(False)
-    """False decodes greedily."""
+    """false decodes greedily."""
     temperature: float = key(1.0, allows="a number", read_when=when("do_sample"))
-    """Divides the logits."""
+    """Temperature."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
-    """Sample among the k likeliest tokens; -1 takes all."""
+    """Sample among the k likeliest tokens."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample among the likeliest tokens of this total probability; 1 takes all."""
+    """Sample among the likeliest tokens of this total probability."""
 
 
 @dataclass(kw_only=True)
@@ -79,65 +79,65 @@ class RolloutConfig:
     name: str = key("native", registry="rollout engine")
     """Engine."""
     dtype: str | None = key(None, choices=DTYPES)
-    """Type of the engine's weights, cast at each sync; null is what the trainer computes in."""
+    """Type of the engine's weights; null: the trainer's compute type."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=ENGINE_IS_NOT_VLLM)
-    """int8: linear weights are quantised at each sync; null keeps them as they come."""
+    """int8 quantises linear weights at each sync."""
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
-    """Divides the logits, here and in every log-prob pass."""
+    """Temperature, of sampling and of log-prob passes."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
-    """Sample among the k likeliest tokens; -1 takes all."""
+    """Sample among the k likeliest tokens."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample among the likeliest tokens of this total probability; 1 takes all."""
+    """Sample among the likeliest tokens of this total probability."""
     do_sample: bool = key(True)
-    """False decodes greedily."""
+    """false decodes greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
-    """Samples decoded together on one rank."""
+    """Samples decoded together on a rank."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
-    """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
+    """GiB of KV cache per rank, of native and of vllm on CPUs."""
     keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
-    """Keep the KV cache of what is in flight when new weights arrive; false computes it again."""
+    """Keep the KV cache of unfinished samples when weights arrive; false recomputes it."""
     max_new_tokens_per_call: int | None = key(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
-    """Tokens of a response that one call draws; what is unfinished then goes on in a later one."""
+    """Tokens per response and call; a later call continues it."""
     sampling_kwargs: dict[str, Any] = key(
         factory=dict,
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
     )
-    """Further sampling settings; validation reads the stops alone."""
+    """More sampling settings; validation reads only stops."""
     update_weights_bucket_megabytes: float = key(
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
-    """Weights travel to the rollout in pieces of about this size."""
+    """Size of the buckets in which weights travel."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
-    """What travels to the rollout: all weights, or those that have changed, LoRA as its factors."""
+    """Send all weights, or only changed ones and LoRA factors."""
     read_back_every: int = key(10, above=0, may_change_on_resume=True)
-    """On GPUs: read the engine's weights back at one of so many weight syncs; on CPUs at each."""
+    """On GPUs, verify the engine's weights at every n-th sync; on CPUs at each."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",
         read_when=ENGINE_IS_VLLM,
         may_change_on_resume=True,
     )
-    """vllm: servers that are running already; empty starts engines in the rollout's processes."""
+    """Running vLLM servers; empty starts engines in process."""
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="what vLLM's LLM takes", read_when=VLLM_IS_OURS
     )
-    """vllm: further arguments of its LLM class, such as quantization."""
+    """More arguments of vLLM's LLM class."""
     tensor_model_parallel_size: int = key(
         1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """vllm: ranks that share one engine; divides the rollout's pool."""
+    """Ranks per vLLM engine; divides the rollout's pool."""
     gpu_memory_utilization: float = key(
         0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """vllm: share of a device's memory that the engine takes."""
+    """Share of device memory that vLLM takes."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per forward pass of the old log-probs on one rank."""
+    """Samples per pass of old log-probs and rank."""
     val_kwargs: ValidationSamplingConfig = key(
         factory=ValidationSamplingConfig, read_when=VALIDATES, may_change_on_resume=True
     )

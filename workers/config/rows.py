@@ -32,13 +32,13 @@ class RowDataConfig:
     val_files: Any = key(
         "", allows="a file, or a list", read_when=VALIDATION_IS_ON, may_change_on_resume=True
     )
-    """Files of rows to validate on; empty: no validation."""
+    """Files to validate on; empty: no validation."""
     train_batch_size: int = key(64, above=0)
     """Rows per optimizer step, over all ranks; the last step may have fewer."""
     max_length: int | None = key(None, above=1, hint="or null for as many as the model takes")
-    """Tokens that a row is cut to; null: as many as the model has positions, 1,024 at most."""
+    """Longest row in tokens, longer ones are cut; null: the model's positions, at most 1,024."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """A row that is none (columns, an empty response, equal ones): error, or skip and count it."""
+    """Invalid rows (missing columns, empty or equal responses): refuse, or skip and count."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
     """Cut passes by tokens, not by rows."""
     max_token_len_per_gpu: int = key(
@@ -47,11 +47,11 @@ class RowDataConfig:
         read_when=when("use_dynamic_bsz"),
         may_change_on_resume=True,
     )
-    """Real tokens per forward and backward pass on one rank."""
+    """Tokens per pass and rank, without padding."""
     micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=when("use_dynamic_bsz", False), may_change_on_resume=True
     )
-    """Rows per forward and backward pass on one rank; no effect on the result."""
+    """Rows per pass and rank."""
 
 
 @dataclass(kw_only=True)
@@ -87,10 +87,10 @@ class RewardTrainingConfig(RowWorkerConfig):
     """The model, and the loss of its scores."""
 
     loss: str = key("log_sigmoid", registry="pairwise loss")
-    """Loss of the gap between the scores of a pair."""
+    """Loss of the gap between a pair's scores."""
     center_coef: float = key(0.0, at_least=0)
     """Weight of (chosen score + rejected score)², which keeps the scores around zero."""
     score_at: str | None = key(None, choices=SCORE_AT)
-    """A row's score is its last token's, or legacy_mean: the mean over its tokens; null takes what
-    the model's folder says, or last_token.
+    """Score at the last token, or legacy_mean: the mean over tokens; null: what the model folder
+    says, else last_token.
     """

@@ -189,14 +189,18 @@ def test_names_of_verl_are_no_keys_here() -> None:
 
 
 def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:
-    rows = re.findall(r"^\| `(\w+)` .*$", load_file("docs/make_tables.py").key_table(), re.M)
     table = load_file("docs/make_tables.py").key_table()
-    sections = dict(re.findall(r"^## `?([\w .]+)`?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
-    assert len(rows) == len(KEYS)
+    sections = dict(re.findall(r"^## `?([\w .]+)`?↻?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
+    same = {name: re.findall(r"^Keys of `(.+)`\.$", text, re.M) for name, text in sections.items()}
 
     for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
-        (row,) = re.findall(rf"^\| `{leaf}` .*$", sections[section or "Top level"], re.M)
-        expected = [key.allowed, *(condition.says for condition in key.rules.read_when)]
-        expected += ["may change"] if key.rules.may_change_on_resume else []
-        assert [words for words in expected if words.replace("|", "\\|") not in row] == [], name
+        section = section or "Top level"
+        (row,) = re.findall(rf"^\| `{leaf}`.*$", sections[(same[section] or [section])[0]], re.M)
+        rules = key.rules
+        bounds = (rules.above, rules.at_least, rules.at_most, rules.below)
+        expected = [f"{bound:g}" for bound in bounds if bound is not None]
+        expected += [condition.says.replace("|", "\\|") for condition in rules.read_when]
+        expected += ["↻"] if rules.may_change_on_resume else []
+        expected += [] if "](algorithms.md#" in row else rules.choices
+        assert [words for words in expected if words not in row] == [], name
