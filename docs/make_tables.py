@@ -54,7 +54,7 @@ from workers.roles.teacher import TeacherWorker  # noqa: F401 - says what column
 from workers.training.schedules import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-DATA_AND_MODEL = "data.train_files=train.parquet actor_rollout_ref.model.path=MODEL"
+LOSS_AGG_MODE = "actor_rollout_ref.actor.loss_agg_mode"
 
 
 def key_table() -> str:
@@ -179,14 +179,14 @@ def policy_loss_table() -> str:
 
 
 def _algorithm_table(kind: str, cards: list[Card]) -> str:
-    """Names, formula in short, source and score; the rest is on the card."""
+    """Names, formula in short and score; the rest is on the card."""
     rows = []
     for card in cards:
         others = [f"`{name}`" for name in card.names[1:]]
         names = ", ".join([_link_to_card(kind, card.names[0]), *others])
         in_short = card.formula.partition("\n\n")[0]
-        rows.append([names, in_short, card.source, _score_in_short(kind, card.names[0])])
-    return _table(["name", "in short", "source", "score"], rows)
+        rows.append([names, in_short, _score_in_short(kind, card.names[0])])
+    return _table(["name", "in short", "score"], rows)
 
 
 def value_loss_table() -> str:
@@ -234,13 +234,13 @@ def lr_schedule_table() -> str:
 
 
 def correction_table() -> str:
-    """The presets of `correction`: what each file says of itself, and what it sets."""
+    """The presets of `correction`, and what each sets."""
     rows = []
     for preset in PPO.preset_names("correction"):
         leaves = preset_leaves("correction", preset).items()
         keys = [f"{name}={_show(value).strip('`')}" for name, value in leaves]
-        rows.append([_code([preset]), _about_preset("correction", preset), _code(keys)])
-    return _table(["preset", "what", "sets"], rows)
+        rows.append([_code([preset]), _code(keys)])
+    return _table(["preset", "sets"], rows)
 
 
 def preset_table() -> str:
@@ -269,10 +269,7 @@ def preset_card_list() -> str:
         for key, value in preset_leaves("algorithm", preset).items():
             rows.append([_code([key]), _show(value), sources[key]])
         table = _table(["key", "value", "where"], rows)
-        required = [f"{key}=FOLDER" for key in left_to_the_user("algorithm", preset)]
-        command = _command([f"algorithm={preset}", *required])
-        about = [_about_preset("algorithm", preset), command, table]
-        parts.append(_card("algorithm", preset, about))
+        parts.append(_card("algorithm", preset, [_about_preset("algorithm", preset), table]))
     return "\n\n".join(parts)
 
 
@@ -287,16 +284,23 @@ def policy_loss_card_list() -> str:
 
 
 def _algorithm_card(kind: str, card: Card) -> str:
+    read = [name for name in (*card.columns, *card.keys) if name not in READ_BY_ALL[kind]]
     facts = [
         f"- **Source:** {' '.join(card.source.split())}",
-        f"- **Columns:** {_code(card.columns)}",
-        f"- **Keys:** {_code(card.keys) or 'none'}",
+        f"- **Reads:** {_code(read) or 'nothing else'}",
         f"- **Watch:** {' '.join(card.watch.split())}",
+        f"- **Example:** `{shlex.join(card.settings)}`",
     ]
     if card.names[1:]:
         facts.insert(0, f"- **Also called:** {_code(card.names[1:])}")
-    about = [card.formula, "\n".join(facts), _command(card.settings)]
-    return _card(kind, card.names[0], about)
+    return _card(kind, card.names[0], [card.formula, "\n".join(facts)])
+
+
+READ_BY_ALL = {
+    "estimator": ("response_mask",),
+    "policy_loss": ("response_mask", "old_log_probs", "advantages", LOSS_AGG_MODE),
+}
+"""What the page names once."""
 
 
 def _card(kind: str, name: str, about: list[str]) -> str:
@@ -309,11 +313,6 @@ HEADINGS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Los
 
 def _link_to_card(kind: str, name: str) -> str:
     return f"[`{name}`](cards.md#{HEADINGS[kind].lower()}-{name})"
-
-
-def _command(settings: Iterable[str]) -> str:
-    """How a run with these settings is started, on two lines."""
-    return f"    verl-like ppo {shlex.join(settings)} \\\n        {DATA_AND_MODEL}"
 
 
 def _scores(kind: str, name: str) -> tuple[float, float] | None:
@@ -333,8 +332,7 @@ def _curve(kind: str, name: str) -> str:
         return "No curve: the tiny task has no such model."
     if _scores(kind, name) is None:
         return f"No curve yet: `python docs/make_curves.py --only {name}`."
-    words = f"The mean score of the tiny task over 20 steps, {_score_in_short(kind, name)}"
-    return f"![{words}](images/curves/{kind}-{name}.png)"
+    return f"![Score {_score_in_short(kind, name)}](images/curves/{kind}-{name}.png)"
 
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:

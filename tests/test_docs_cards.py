@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests import ROOT
 from tests.conftest import load
+from trainer import load_config
 from trainer.cli.explain import said_of
 from trainer.config.keys import config_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
@@ -61,6 +62,11 @@ def test_every_registered_name_is_on_a_card() -> None:
 def test_a_card_is_whole(card: Any) -> None:
     parts = ("formula", "watch", "source", "columns", "settings")
     assert [part for part in parts if not getattr(card, part)] == []
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
+def test_the_example_of_a_card_composes(card: Any) -> None:
+    load_config(["data.train_files=t", "actor_rollout_ref.model.path=m", *card.settings])
 
 
 def test_every_policy_loss_says_which_keys_it_reads() -> None:

@@ -21,12 +21,12 @@ def compute_policy_loss_cispo(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p, times the ratio policy / old policy, clipped and without its gradient.
+    """-A log p times the ratio policy / old policy, which is clipped and has no gradient.
 
-    No token drops out of the gradient, as PPO's clip makes them do.
+    Unlike under PPO's clip, every token keeps a gradient.
 
-    Watch: `actor/pg_clipfrac`, here the share of capped weights, above some percent: policy and old
-    policy are far apart, and every token still pulls. Take fewer mini-batches a step.
+    Watch: `actor/pg_clipfrac`, the share of capped weights, above some percent: policy and old
+    policy are far apart. Use fewer mini-batches a step.
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """

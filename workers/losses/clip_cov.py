@@ -49,15 +49,14 @@ def compute_policy_loss_clip_cov(
     config: ActorConfig,
     chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, with zero for a few tokens of a high covariance of A and log p.
+    """PPO's clipped surrogate, with zero for a few tokens of high covariance of A and log p.
 
-    They are drawn from those whose covariance under the old policy is between `clip_cov_lb` and
-    `clip_cov_ub`: `clip_cov_ratio` of the mini-batch's tokens, at least one. They are chosen before
-    the update, for the mini-batch as a whole, so neither ranks nor micro-batches change them.
+    They are `clip_cov_ratio` of the mini-batch's tokens, at least one, drawn from those with a
+    covariance between `clip_cov_lb` and `clip_cov_ub` under the old policy. Ranks and micro-batches
+    do not change them.
 
-    Watch: `actor/entropy`, which it is to hold up: where it falls as with `vanilla` and
-    `actor/pg_clipfrac` is 0, no token has a covariance in its range. Widen it, or take
-    `kl_cov`.
+    Watch: `actor/entropy` that falls as with `vanilla`, while `actor/pg_clipfrac` is 0: no token's
+    covariance is in the range. Widen it, or use `kl_cov`.
 
     Source: arXiv 2505.22617
     """

@@ -25,9 +25,9 @@ def compute_policy_loss_dppo_kl(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
 
-    As `dppo_tv`, measured by the KL of the old policy to the policy over two outcomes, this token
-    or another: with A > 0 a token that has risen drops out above `clip_ratio_high`, any other that
-    has fallen above `clip_ratio_low`.
+    Like `dppo_tv`, by the KL of old policy to policy over two outcomes, this token or another. With
+    A > 0 a token that has risen drops out above `clip_ratio_high`; else one that has fallen, above
+    `clip_ratio_low`.
 
     Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 the bound is never reached, so
     lower `clip_ratio_low` and `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut

@@ -22,9 +22,9 @@ def compute_policy_loss_dppo_tv(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
 
-    A token with A > 0 drops out once its probability is more than `clip_ratio_high` above the old
-    one, any other once it is more than `clip_ratio_low` below: the clip keys bound probabilities
-    here, not ratios, so rare tokens may move by large ratios. The paper cuts the ratio at 20.
+    A token with A > 0 drops out when its probability is more than `clip_ratio_high` above the old
+    one, another when it is more than `clip_ratio_low` below: the clip keys bound probabilities, not
+    ratios. The paper cuts the ratio at 20.
 
     Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 the bound is never reached, so
     lower `clip_ratio_low` and `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut

@@ -22,12 +22,10 @@ def compute_policy_loss_dro(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p plus half of `dro_beta` (log p - log old p) squared.
 
-    The square pulls each token back to the old policy, however it was sampled, so old samples
-    need neither ratio nor clip.
+    The square pulls each token back to the old policy, in place of a ratio or clip.
 
     Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`: the
-    pull is too weak for the steps. Raise `dro_beta`, lower the learning rate, or take fewer
-    mini-batches.
+    pull is too weak. Raise `dro_beta`, lower the learning rate, or use fewer mini-batches.
 
     Source: DRO, arXiv 2405.19107, by tokens
     """

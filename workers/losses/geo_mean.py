@@ -28,13 +28,12 @@ def compute_policy_loss_geo_mean(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times the geometric mean of the sequence's token ratios, each clipped on its bad side.
 
-    A is the mean of the sequence's advantages. A token's log-ratio is at most clip_ratio_high where
-    its advantage is positive, and at least -clip_ratio_low where it is negative. Every token has
-    its sequence's loss: seq-mean-token-mean gives the paper's mean over sequences, clipped at 0.4.
+    A is the mean of the sequence's advantages. A log-ratio is at most clip_ratio_high if its
+    advantage is positive, and at least -clip_ratio_low if negative. Every token has its sequence's
+    loss; the paper uses seq-mean-token-mean and clips at 0.4.
 
-    Watch: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, tokens clipped upwards and downwards:
-    above some percent the mean is one of clipped ratios. Lower the learning rate, or take fewer
-    mini-batches a step.
+    Watch: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (tokens clipped upwards and downwards)
+    above some percent. Lower the learning rate, or use fewer mini-batches a step.
 
     Source: GMPO, arXiv 2507.20673
     """

@@ -35,13 +35,12 @@ def compute_policy_loss_gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
 
-    It is the paper's token form: the value is the sequence's, the gradient the token's. The paper
-    aggregates by seq-mean-token-mean and clips at 3e-4 below and 4e-4 above. LUSPO is the same loss
-    by seq-mean-token-sum: a sequence counts as many times as it has tokens, so no length is
-    favoured.
+    The paper's token form: the sequence's value, the token's gradient. The paper uses
+    seq-mean-token-mean and clips at 3e-4 and 4e-4. With seq-mean-token-sum it is LUSPO: a sequence
+    counts as many times as it has tokens.
 
-    Watch: `actor/pg_clipfrac`: a tenth or more is usual here, as all tokens of a clipped sequence
-    count. At 0 the range is one of token ratios: set `clip_ratio_low` and `clip_ratio_high`.
+    Watch: `actor/pg_clipfrac`, usually a tenth or more. At 0 the clip range is too wide for
+    sequences: set `clip_ratio_low` and `clip_ratio_high`.
 
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """

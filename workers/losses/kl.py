@@ -46,9 +46,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def k3_swapped(log_ratio: Tensor) -> Tensor:
-    """exp(x) - 1 - x: k3 with policy and reference in each other's place; clamped to 10.
+    """exp(x) - 1 - x: k3 with policy and reference swapped; clamped to 10.
 
-    Its mean over the policy's samples is above the KL: runs of ColossalChat need it, no others do.
+    Its mean over the policy's samples is above the KL; use it only to match ColossalChat.
 
     Source: ColossalChat's `compute_approx_kl`, which does not clamp
     """

@@ -48,12 +48,12 @@ def compute_policy_loss_kl_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, with r = policy / old policy; tokens of the highest covariance get a KL, too.
 
-    The KL is `ppo_kl_coef` |log r|, the covariance that of A and log p under the old policy;
-    `kl_cov_ratio` of the mini-batch's tokens have the highest, at least one. They are chosen before
-    the update, for the mini-batch as a whole, so neither ranks nor micro-batches change them.
+    The KL is `ppo_kl_coef` |log r|. `kl_cov_ratio` of the mini-batch's tokens, at least one, get
+    it: those with the highest covariance of A and log p under the old policy. Ranks and
+    micro-batches do not change them.
 
-    Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips: where
-    it grows over the mini-batches of a step, make fewer of them.
+    Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips. If it
+    grows within a step, use fewer mini-batches.
 
     Source: arXiv 2505.22617
     """

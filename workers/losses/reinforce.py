@@ -22,13 +22,11 @@ def compute_policy_loss_reinforce(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p, with no ratio and nothing to clip.
 
-    GPG's loss is the same, under its own name. With `rollout_correction.rollout_is` every token's
-    gradient is weighed by the trainer's probability over the rollout's, bounded and held fast:
-    REINFORCE with importance weights.
+    GPG's loss is the same. With `rollout_correction.rollout_is`, each token's gradient is weighted
+    by trainer's over rollout's probability, bounded and without gradient.
 
-    Watch: `actor/ppo_kl` other than 0: later mini-batches train on samples that are no longer the
-    policy's own, and nothing corrects it. Let `actor.ppo_mini_batch_size` be the whole batch, or
-    take `vanilla`.
+    Watch: `actor/ppo_kl` other than 0: later mini-batches are off-policy, and nothing corrects it.
+    Set `actor.ppo_mini_batch_size` to the whole batch, or use `vanilla`.
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """

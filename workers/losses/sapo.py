@@ -23,12 +23,12 @@ def compute_policy_loss_sapo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times sigmoid(tau (r - 1)) 4 / tau, with r = policy / old policy.
 
-    Its gradient is the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where
-    A is positive and `tau_neg` elsewhere, larger so that tokens pushed down fade faster. The paper
-    aggregates by seq-mean-token-mean.
+    Its gradient is the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where A
+    is positive, else `tau_neg`, which is larger so that tokens pushed down fade faster. The paper
+    uses seq-mean-token-mean.
 
     Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: the gate is nearly shut for many
-    tokens. Lower the learning rate, or take fewer mini-batches a step; there is no clip fraction.
+    tokens. Lower the learning rate, or use fewer mini-batches a step.
 
     Source: SAPO, arXiv 2511.20347
     """

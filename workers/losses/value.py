@@ -25,8 +25,8 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Half the squared error of the value, or of its clipped form if that is worse.
 
-    The clip keeps a value within `cliprange_value` of the old one. Returns the loss and the share
-    of tokens whose clipped error counted.
+    The clip keeps a value within `cliprange_value` of the old one. Returns the loss and the clipped
+    share of tokens.
 
     Watch: `critic/vf_clipfrac`; where most tokens are held by the clip the critic follows its
     returns too slowly: widen `cliprange_value`, or scale the rewards down.
@@ -59,8 +59,7 @@ def compute_huber_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Half the squared error of the value up to `huber_delta`, from there on linear.
 
-    So a few returns that are far off do not rule the gradient. Returns the loss and the share of
-    tokens in the linear part.
+    Returns the loss and the linear share of tokens.
 
     Watch: `critic/vf_clipfrac`, here the share of errors above `huber_delta`; near 1 the gradient
     has only signs: raise `huber_delta` to the size of the returns.

@@ -22,14 +22,14 @@ def compute_policy_loss_vanilla(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A r, with r = policy / old policy, or what r clipped to its range gives if that is worse.
+    """The larger of -A r and -A times r clipped to its range, with r = policy / old policy.
 
-    The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is never more than
-    -A clip_ratio_c (the dual clip).
+    The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is never more than -A
+    clip_ratio_c (the dual clip).
 
-    Watch: `actor/pg_clipfrac` above 0.2, or `actor/ppo_kl` that grows over the run: updates leave
-    the policy that sampled. Lower the learning rate, or take fewer mini-batches a step.
-    `actor/entropy` that falls to 0: raise `clip_ratio_high`.
+    Watch: `actor/pg_clipfrac` above 0.2, or `actor/ppo_kl` that grows over the run: the updates are
+    too large. Lower the learning rate, or use fewer mini-batches a step. `actor/entropy` that falls
+    to 0: raise `clip_ratio_high`.
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """

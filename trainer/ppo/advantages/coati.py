@@ -15,17 +15,15 @@ from trainer.ppo.advantages.returns import is_last_inside
 def compute_coati_advantage(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The response's reward less the value of its last token, on every token; not whitened.
+    """Every token gets the response's reward minus the value of its last token; not whitened.
 
-    The reward is the sum over the row: with `kl_penalty_per=sequence` the score less the mean KL.
-    Every token's value learns that reward. There is no discount and no sum of later errors, so a
-    token's share in the reward is never asked for.
+    The reward is the row's sum; with `kl_penalty_per=sequence`, the score minus the mean KL. Every
+    token's value learns that reward.
 
-    Watch: `critic/advantages/mean` far from 0 for long: the value does not follow the rewards, and
-    all responses are pushed the same way. Raise `critic.optim.lr`, or set `trainer.critic_warmup`.
+    Watch: `critic/advantages/mean` far from 0 for long: the value lags behind the rewards. Raise
+    `critic.optim.lr`, or set `trainer.critic_warmup`.
 
-    Source: ColossalChat, `NaiveExperienceMaker` of 2023 (its value was first the mean over
-    positions, later that of the last one)
+    Source: ColossalChat, `NaiveExperienceMaker` of 2023
     """
     rewards = scores_of(token_level_rewards)
     last_values = values.masked_fill(~is_last_inside(response_mask), 0).sum(dim=-1)

@@ -26,14 +26,14 @@ def compute_gae_advantage_return(
     truncated: Tensor | None = None,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of later errors of the critic, each step back discounted by gamma lam; whitened.
+    """The sum of the critic's later errors, discounted by gamma lam per token; whitened.
 
-    The error at t is reward(t) + gamma value(t + 1) - value(t), with value 0 after the last token;
-    in rows that are `truncated`, with the last token's own value, as if the response went on.
-    Returns are the unwhitened advantages plus values; whitening is over the whole batch's tokens.
+    The error at t is reward(t) + gamma value(t + 1) - value(t). After the last token the value is
+    0, or in `truncated` rows that token's own. Returns are the unwhitened advantages plus values.
+    Whitening is over the batch's tokens.
 
-    Watch: `critic/vf_explained_var`; near or below zero the critic says nothing of the returns yet,
-    and the advantages are noise: warm it up (`trainer.critic_warmup`) or raise its learning rate.
+    Watch: `critic/vf_explained_var` near or below zero: advantages are noise. Set
+    `trainer.critic_warmup` or raise the critic's learning rate.
 
     Source: arXiv 1506.02438
     """

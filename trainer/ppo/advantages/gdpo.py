@@ -23,14 +23,13 @@ def compute_gdpo_outcome_advantage(
     gdpo_reward_weights: Sequence[float] | None = None,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO's advantage of every reward by itself, weighed and summed, whitened over the batch.
+    """GRPO's advantage of each reward, weighted and summed, then whitened over the batch.
 
-    `named_rewards` is [rows, rewards]. Rewards whose sums are equal stay apart, as in GRPO they do
-    not, and one of a small scale counts as much as one of a large scale. A sample that lacks a
-    reward (nan) stands at its group's mean of it. A group of one keeps its raw rewards.
+    `named_rewards` is [rows, rewards]. Each reward counts on its own scale. A missing reward (nan)
+    counts as its group's mean. A group of one keeps its raw rewards.
 
-    Watch: `reward/<name>/mean` of every reward; one that stays while the others rise is solved or
-    hopeless in most groups, so raise its weight or drop it.
+    Watch: `reward/<name>/mean` that stays while others rise: that reward is solved or hopeless in
+    most groups. Raise its weight or drop it.
 
     Source: arXiv 2601.05242
     """

@@ -19,14 +19,14 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The score less its group's mean, over its group's standard deviation.
+    """The score minus its group's mean, divided by its group's standard deviation.
 
     Without the division (norm_adv_by_std_in_grpo=false) it is Dr. GRPO's. A group of one keeps its
-    raw score; equal scores give zero.
+    raw score.
 
-    Watch: `actor/grad_norm` that falls to 0 while `critic/score/mean` is not at its best: the
-    samples of most prompts score alike. Set `algorithm.filter_groups.enable`.
-    `response_length/mean` that grows while the score does not: take the preset `dr_grpo`.
+    Watch: `actor/grad_norm` that falls to 0 below the best `critic/score/mean`: most groups score
+    alike. Set `algorithm.filter_groups.enable`. `response_length/mean` that grows while the score
+    does not: use the preset `dr_grpo`.
 
     Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
     """

@@ -15,13 +15,12 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 def compute_grpo_batch_std_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """The score less its group's mean, over the standard deviation of the batch's scores.
+    """The score minus its group's mean, divided by the standard deviation of the batch's scores.
 
-    Prompts that are nearly solved or nearly hopeless are not blown up, as by their group's own
-    spread. A group of one keeps its raw score; equal scores in a group give zero.
+    Groups of nearly equal scores are not amplified. A group of one keeps its raw score.
 
-    Watch: `critic/advantages/min` that sinks as the score nears its limit: the batch's spread is
-    small, and a few bad samples are the whole step. Take harder prompts.
+    Watch: `critic/advantages/min` that sinks as the score nears its limit: a few bad samples
+    dominate the step. Use harder prompts.
 
     Source: Lite PPO, arXiv 2508.08221, section 4
     """

@@ -19,14 +19,13 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The best score of a group less the second best, for the best sample; zero for the others.
+    """The best score of a group minus the second best, for the best sample; zero for the others.
 
-    It is divided by the group's standard deviation, unless norm_adv_by_std_in_grpo=false. A group
-    of one keeps its raw score; where two are best, all get zero.
+    Divided by the group's standard deviation unless norm_adv_by_std_in_grpo=false. A group of one
+    keeps its raw score; a tie for the best gives zero.
 
-    Watch: `actor/grad_norm` near 0: two samples of each prompt are best, as with scores of 0 and 1.
-    Take scores that seldom tie, or `grpo`. Advantages are never negative: `actor/entropy` falls
-    where nothing holds it.
+    Watch: `actor/grad_norm` near 0: the best samples tie, as with scores of 0 and 1. Use scores
+    that seldom tie, or `grpo`. Advantages are never negative, so `actor/entropy` falls.
 
     Source: arXiv 2503.19595
     """

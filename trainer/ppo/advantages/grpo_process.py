@@ -25,15 +25,14 @@ def compute_grpo_process_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A token's advantage is the sum of the normalised scores of the steps that end at it or later.
+    """The sum of the normalised scores of the steps that end at the token or later.
 
-    A step's score is normalised by mean and standard deviation (n - 1) over all steps of all
-    samples of its prompt; `step_ends` says at which tokens the steps end, so a score of zero counts
-    too. A group with one step keeps its raw score; equal scores give zero. Where the policy chooses
-    how many steps it takes, as with tools, this is biased; `rloo_process` is not.
+    A score is normalised by mean and standard deviation (n - 1) over all steps of the prompt's
+    samples; `step_ends` marks where steps end. A group with one step keeps its raw score. If the
+    policy chooses its number of steps this is biased; `rloo_process` is not.
 
-    Watch: `critic/advantages/max` and `response_length/mean`; advantages add up over steps, so a
-    policy that gains by cutting its answer into more steps shows in both.
+    Watch: `critic/advantages/max` and `response_length/mean`: both rise if the policy gains by
+    cutting its answer into more steps.
 
     Source: GRPO with process supervision, arXiv 2402.03300, section 4.1.3
     """

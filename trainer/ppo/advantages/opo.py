@@ -15,13 +15,13 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The score less its group's mean, in which a sample weighs as many times as it has tokens.
+    """The score minus its group's mean, weighted by the samples' lengths.
 
-    That mean is the baseline of least variance where the gradient's size grows with the length. A
-    group of one keeps its raw score.
+    This baseline has the least variance if gradients grow with length. A group of one keeps its raw
+    score.
 
-    Watch: `actor/ppo_kl` other than 0: the step is not exactly on-policy, for which the baseline is
-    made. Let `actor.ppo_mini_batch_size` be the whole batch and `actor.ppo_epochs` 1.
+    Watch: `actor/ppo_kl` other than 0: the step is not exactly on-policy. Set
+    `actor.ppo_mini_batch_size` to the whole batch and `actor.ppo_epochs` to 1.
 
     Source: arXiv 2505.23585
     """

@@ -26,16 +26,15 @@ def compute_optimal_token_baseline_advantage(
     response_mask: Tensor,
     index: Index,
 ) -> tuple[Tensor, Tensor]:
-    """Return G of a token, less the mean of G over its group's t-th tokens, weighed by W.
+    """The token's return G minus the mean of G over its group's t-th tokens, weighted by W.
 
-    W adds up 1 - 2 p + sum of p squared over the tokens so far: the squared norm of the gradient of
-    their log-probs by the logits, so samples of large gradients count for more. The t-th token is
-    counted inside the mask, as verl does under its second name. At a token that one sample alone
-    reaches the advantage is zero (verl keeps the raw return), and a group of one keeps its raw
-    return. Importance weights of a rollout correction do not enter W, as they can in verl.
+    W is the sum of 1 - 2 p + sum of p squared over the tokens so far: the squared norm of their
+    log-probs' gradient by the logits. The t-th token is counted inside the mask, as in verl's
+    second name. A token that only one sample reaches gets zero (in verl its raw return); a group of
+    one keeps its raw return. Importance weights do not enter W.
 
-    Watch: `actor/grad_norm`; it should be lower and steadier than with rloo or grpo, and where it
-    is not, W is nearly equal for all samples and the baseline is the plain mean.
+    Watch: `actor/grad_norm` not lower and steadier than with rloo or grpo: W is nearly equal for
+    all samples, and the baseline is the plain mean.
 
     Source: arXiv 2602.07078
     """

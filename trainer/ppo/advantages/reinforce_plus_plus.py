@@ -15,11 +15,11 @@ from trainer.ppo.advantages.whiten import whiten_
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Every token's discounted return, whitened over the batch's tokens.
+    """The token's discounted return, whitened over the batch's tokens.
 
     Watch: `critic/score/mean` that stands still while `actor/grad_norm` does not fall: easy prompts
-    are always above the batch's mean, hard ones always below. Take `reinforce_plus_plus_baseline`
-    with `rollout.n` above 1.
+    are always above the batch's mean, hard ones below. Use `reinforce_plus_plus_baseline` with
+    `rollout.n` above 1.
 
     Source: arXiv 2501.03262
     """

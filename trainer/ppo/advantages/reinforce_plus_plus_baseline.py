@@ -15,10 +15,10 @@ from trainer.ppo.advantages.whiten import whiten_
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The score less its group's mean, whitened over the batch's tokens.
+    """The score minus its group's mean, whitened over the batch's tokens.
 
     Watch: `critic/advantages/max` of many standard deviations: most groups score alike, and
-    whitening blows up the few that do not. Set `algorithm.filter_groups.enable`.
+    whitening amplifies the rest. Set `algorithm.filter_groups.enable`.
 
     Source: arXiv 2501.03262
     """

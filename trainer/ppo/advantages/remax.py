@@ -15,10 +15,10 @@ from trainer.ppo.advantages.returns import returns_of
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Every token's return, undiscounted, less the score of the prompt's greedy answer.
+    """The token's undiscounted return minus the score of the prompt's greedy answer.
 
-    Watch: `critic/advantages/mean` below 0 for long: samples score worse than the greedy answer,
-    and nearly everything is pushed down. Lower `rollout.temperature`.
+    Watch: `critic/advantages/mean` below 0 for long: samples score worse than the greedy answer.
+    Lower `rollout.temperature`.
 
     Source: arXiv 2310.10505
     """

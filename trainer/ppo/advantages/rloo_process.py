@@ -15,15 +15,14 @@ from verl_like.tensor_ops.masked import zero_outside
 def compute_rloo_process_advantage(
     token_level_scores: Tensor, step_ends: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The scores of a token's step and all later ones, less their mean over the group's others.
+    """The scores of the token's step and all later ones, minus their mean over the group's others.
 
-    The k-th step is compared with the k-th steps of the prompt's other samples; `step_ends` says at
-    which tokens steps end. A step that no other sample reached keeps its raw sum; equal scores give
-    zero. Unlike `grpo_process` it is unbiased where the policy chooses how many steps it takes:
-    what is taken off does not depend on the sample's own choices.
+    The k-th step is compared with the k-th steps of the prompt's other samples; `step_ends` marks
+    where steps end. A step that no other sample reached keeps its raw sum. Unbiased even if the
+    policy chooses its number of steps.
 
-    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages keep the scale of the
-    scores. Scale the scores, or bound them (`algorithm.score_clip`).
+    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages have the scale of the
+    scores. Scale or bound them (`algorithm.score_clip`).
 
     Source: leave-one-out of arXiv 2402.14740, step by step
     """
