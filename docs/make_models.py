@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.workers.models.architectures import NotBuilt, cases
 from tests.workers.models.test_walk import UNKNOWN
-from tests.workers.models.walk import line_of, walk
+from tests.workers.models.walk import outcome, walk
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 BEGIN, END = "<!-- begin models -->", "<!-- end models -->"
@@ -37,10 +37,16 @@ def walk_all() -> dict[str, dict[str, str]]:
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """One line for every case that transformers builds, and the names of the others."""
-    lines = ["| model type | class | training | gradient checkpointing | native | export |"]
-    lines.append("|---|---|---|---|---|---|")
-    lines += [line_of(case, parts) for case, parts in results.items() if "training" in parts]
+    """The cases that transformers builds, by what came out, and the names of the others."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for case, parts in results.items():
+        if "training" in parts:
+            groups.setdefault(outcome(parts), []).append(f"`{case}`")
+
+    lines = ["| training | gradient checkpointing | native | export | model types |"]
+    lines.append("|---|---|---|---|---|")
+    for parts, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines.append(f"| {' | '.join([*parts, ', '.join(names)])} |")
     others = ", ".join(case for case, parts in results.items() if "training" not in parts)
     return "\n".join([*lines, "", f"Not built from a configuration alone, so not tried: {others}."])
 

@@ -20,9 +20,8 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.workers.models.architectures import VARIANTS, VOCAB, build_tiny, tiny_model_config
+from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -81,12 +80,9 @@ def walk(case: str, folder: Path) -> dict[str, str]:
     return found
 
 
-def line_of(case: str, found: dict[str, str]) -> str:
-    """The line of `docs/models.md` that says what `walk` found."""
-    model_type = VARIANTS.get(case, (case,))[0]
-    name = f"`{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}`"
-    cells = [_cell(part, found.get(part, "")) for part in PARTS]
-    return f"| {' | '.join([case, name, *cells])} |"
+def outcome(found: dict[str, str]) -> tuple[str, ...]:
+    """What `docs/models.md` says of a model, part by part."""
+    return tuple(_cell(part, found.get(part, "")) for part in PARTS)
 
 
 def _cell(part: str, result: str) -> str:
