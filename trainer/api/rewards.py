@@ -9,8 +9,11 @@ Python that loads it.
 from __future__ import annotations
 
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -81,8 +84,9 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
     if found is not None:
         return found
 
+    pickled = BytesIO()
     try:
-        pickled = cloudpickle.dumps(function)
+        _Pickler(pickled).dump(function)
     except Exception as err:
         raise ConfigError(
             f"the reward function {function!r:.80} cannot be sent to its process "
@@ -90,9 +94,21 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
             "connections inside it."
         ) from err
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".pkl").write_bytes(pickled)
+    path.with_suffix(".pkl").write_bytes(pickled.getvalue())
     write_whole(path.with_suffix(".py"), LOADER)
     return str(path.with_suffix(".py")), "compute_score"
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """As cloudpickle has it, with the file, for which newer versions write <dynamic-code>."""
+    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Functions keep their files: an error names the user's line."""
+
+    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:

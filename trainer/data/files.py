@@ -24,6 +24,7 @@ from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
 from verl_like.signatures import Call, check_call
+from workers.rewards.functions import GIVE_REWARD
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -88,7 +89,9 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
         row = with_rule_columns(row)
     for column in (prompt_key, *RULE_COLUMNS):
         if row.get(column) is None:
-            raise ValueError(f"nothing in column {column!r}; there is {filled_columns(row)}")
+            way_out = f". {GIVE_REWARD}" if column in RULE_COLUMNS else ""
+            there = filled_columns(row)
+            raise ValueError(f"nothing in column {column!r}; there is {there}{way_out}")
     prompt, rule = row[prompt_key], row["reward_model"]
     if isinstance(prompt, str | list) and not prompt:
         raise ValueError(f"{prompt_key!r} is empty")
@@ -102,10 +105,10 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
 
 
 def with_rule_columns(row: Row) -> Row:
-    """The row; where it has none, "unknown" for its data_source, and no ground truth."""
+    """The row; where it has none, "unknown" for its data_source, and its column ground_truth."""
     rule = row.get("reward_model")
     if rule is None or (isinstance(rule, dict) and "ground_truth" not in rule):
-        row = row | {"reward_model": {**(rule or {}), "ground_truth": None}}
+        row = row | {"reward_model": {**(rule or {}), "ground_truth": row.get("ground_truth")}}
     return row if row.get("data_source") else row | {"data_source": "unknown"}
 
 
@@ -236,9 +239,11 @@ def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
             raise ConfigError(f"{path}: two of its columns have the name {column!r}; rename one.")
     for column in wanted:
         if column not in there:
+            rule = column in RULE_COLUMNS
+            way_out = GIVE_REWARD if rule else "The prompts' column is set by data.prompt_key"
             raise ConfigError(
                 f"{path}: no column {column!r}; there is {', '.join(there)}."
-                f"{nearest(column, there)} The prompts' column is set by data.prompt_key."
+                f"{nearest(column, there)} {way_out}."
             )
 
 

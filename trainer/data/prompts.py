@@ -86,6 +86,15 @@ class PromptSet:
         return set(self._table.first_of_sources(self.rows))
 
     @cached_property
+    def has_truth(self) -> bool:
+        """Whether a row has a ground truth: as a rule the first, so that no other is read."""
+        return self._table.remembered("has a ground truth", self._find_truth) == "yes"
+
+    def _find_truth(self) -> str:
+        rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
+        return "yes" if any(rule["ground_truth"] is not None for rule in rules) else "no"
+
+    @cached_property
     def digest(self) -> str:
         """A hash of the prompts in their order, with what their rewards read."""
         config = self._config
@@ -253,6 +262,11 @@ class PromptLoader:
         if self.validation is None:
             return own
         return [name for name in own if name in self.validation.columns]
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether training and, if there are any, validation rows have ground truths."""
+        return self.prompts.has_truth and (self.validation is None or self.validation.has_truth)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""

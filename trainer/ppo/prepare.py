@@ -36,7 +36,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
-    rewards = make_rewards(config, tokenizer, loader.data_sources, loader.columns)
+    rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))
     ptx = make_ptx_loader(config, tokenizer)
     plan_memory(config)

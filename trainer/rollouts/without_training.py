@@ -51,7 +51,7 @@ class SamplingOnlyTrainer(SamplingTrainer):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
         logger.info("%s", prompts.story)
 
-        rewards = make_rewards(config, tokenizer, prompts.data_sources, prompts.columns)
+        rewards = make_rewards(config, tokenizer, prompts)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
 

@@ -266,7 +266,8 @@ def _outcomes(
                 grace_s, until = min(grace_s, AFTER_DEATH_S), None
             until = until or (None if grace_s is None else time.monotonic() + grace_s)
             left = ", ".join(str(future) for n, future in enumerate(futures) if n not in outcomes)
-            said = f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            said = said.rstrip(".")  # the whole of it is raised
             logger.error("%s failed: %s. Waiting for %s.", futures[position], said, left)
     return [outcomes[position] for position in range(len(futures))]
 

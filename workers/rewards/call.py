@@ -30,6 +30,7 @@ SAMPLE_FIELDS = {
     "num_tokens": "tokens of the response",
 }
 """Parameter of a reward function -> what it gets; in the plural, a list over the whole batch."""
+TRUTH = "ground_truth"
 SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
 """Other parameters -> the field that they get."""
 SHORT_PLURALS = [f"{name}s" for name in SHORT_NAMES]
@@ -52,11 +53,16 @@ class Call:
 
     @classmethod
     def of(
-        cls, function: Callable[..., Any], kwargs: dict[str, Any], columns: Sequence[str] = ()
+        cls,
+        function: Callable[..., Any],
+        kwargs: dict[str, Any],
+        columns: Sequence[str] = (),
+        has_truth: bool = True,
     ) -> Call:
         """The call of a function with these keyword arguments of the configuration's.
 
-        `columns` are those that the rows of the data have besides.
+        `columns` are those that the rows of the data have besides; `has_truth` says whether any row
+        has a ground truth.
         """
         try:
             parameters = inspect.signature(function).parameters
@@ -65,8 +71,10 @@ class Call:
 
         takes_batches = any(mark in parameters for mark in BATCH_MARKS)
         fills = _what_fills(takes_batches, columns)
+        if not has_truth:
+            fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
-            _check_filled(parameter, {*fills, *kwargs}, columns)
+            _check_filled(parameter, {*fills, *kwargs}, columns, has_truth)
 
         fields = {name: fills[name] for name in parameters if name in fills}
         takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -109,7 +117,7 @@ def _what_fills(takes_batches: bool, columns: Sequence[str]) -> dict[str, str]:
 
 
 def _check_filled(
-    parameter: inspect.Parameter, known: Collection[str], columns: Sequence[str]
+    parameter: inspect.Parameter, known: Collection[str], columns: Sequence[str], has_truth: bool
 ) -> None:
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise ConfigError(
@@ -120,6 +128,13 @@ def _check_filled(
     takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     has_default = parameter.default is not parameter.empty
     if not (takes_many or has_default or parameter.name in known):
+        if not has_truth and parameter.name in (TRUTH, f"{TRUTH}s"):
+            theirs = f" (the rows' columns: {', '.join(columns)})" if columns else ""
+            raise ConfigError(
+                f"the reward function asks for {parameter.name}, and no row has a ground truth: "
+                "neither reward_model.ground_truth nor a column ground_truth. Ask for what there "
+                f"is{theirs}, or give the parameter a default."
+            )
         theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
         raise ConfigError(
             f"nothing fills the reward function's parameter {parameter.name!r}. Functions are "

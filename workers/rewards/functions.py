@@ -16,6 +16,10 @@ from typing import Any
 
 RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
 
+GIVE_REWARD = (
+    "If you meant a reward of your own, name it: custom_reward_function.path=FILE.py "
+    "custom_reward_function.name=FUNCTION, or in Python reward=FUNCTION"
+)
 GSM8K_TAIL_CHARS = 300
 """An answer comes at the end: only this many last characters of a solution are searched."""
 
@@ -123,10 +127,8 @@ def check_rules(data_sources: Iterable[str]) -> None:
     for source in sorted(set(data_sources)):
         if source not in REWARDS:
             raise ConfigError(
-                f"no rule reward for data_source {source!r}; known: "
-                f"{', '.join(sorted(REWARDS))}.{nearest(source, REWARDS)} Use one of these names "
-                "in the data, or give a function of your own (custom_reward_function.path, "
-                "custom_reward_function.name)."
+                f"no rule reward for data_source {source!r}. {GIVE_REWARD}. The names that have "
+                f"rules: {', '.join(sorted(REWARDS))}.{nearest(source, REWARDS)}"
             )
         if REWARDS[source] is math and find_spec("math_verify") is None:
             raise ConfigError(

@@ -10,7 +10,6 @@ several rewards.
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,15 +24,15 @@ from verl_like.tensor_ops import last_places
 from workers.columns import count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
 from workers.rewards.decoding import decode_rows
+from workers.rewards.failures import by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
-logger = logging.getLogger(__name__)
 RESPONSE_TEXT = "response_text"
 """The column that keeps the texts: several rewards and the file of samples read them."""
 FAILURES = "reward_failures"
-"""meta_info of scores: "uid: what went wrong" of every sample that failed."""
+"""meta_info of scores: what went wrong, by kind (`workers.rewards.failures`)."""
 Scored = tuple[DataProto, dict[str, float]]
 """`token_level_scores` with what the rule returned beside them, and metrics of them."""
 
@@ -58,7 +57,6 @@ class RewardManager:
         """Starts the scorer, which refuses a function that cannot be loaded."""
         self._tokenizer = tokenizer
         self._default_score, self._scorer = default_score, scorer
-        self._is_closed = False
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
@@ -77,7 +75,11 @@ class RewardManager:
         outcomes = self._scorer.score(samples)
         seconds = time.perf_counter() - began
 
-        failures = self._failures(uids, outcomes)
+        failures = by_kind(
+            (str(uid), str(error))
+            for uid, (score, _, error) in zip(uids, outcomes, strict=True)
+            if score is None
+        )
         default = self._default_score
         values = torch.tensor([default if score is None else score for score, _, _ in outcomes])
         failed = torch.tensor([score is None for score, _, _ in outcomes])
@@ -97,25 +99,8 @@ class RewardManager:
         )
         return result, metrics
 
-    def _failures(self, uids: list[Any], outcomes: list[Outcome]) -> list[str]:
-        """Every sample that failed, with why; the log names the first."""
-        failed = []
-        for uid, (score, _, error) in zip(uids, outcomes, strict=True):
-            if score is None:
-                failed.append(f"{uid}: {error}")
-        if failed and not self._is_closed:
-            logger.warning(
-                "%d of %d samples got the default score %g: %s",
-                len(failed),
-                len(outcomes),
-                self._default_score,
-                "; ".join(failed[:3]),
-            )
-        return failed
-
     def close(self) -> None:
         """End the processes; a batch that is being scored ends with them."""
-        self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._scorer.give_up()
         self._thread.shutdown()

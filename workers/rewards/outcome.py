@@ -19,6 +19,8 @@ STEPS = "step_scores"
 VOTE = "pred"
 """The one text that is kept: a sample's answer, for the majority of a prompt's samples."""
 LATE = "passed its deadline"
+PLACE = "\n    at {}, line {}"
+"""How the text of an error ends whose line of the user's code is known."""
 LARGEST_SCORE = 3.4028234e38
 """Scores are float32 in a batch: what is larger would be infinite there."""
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
@@ -26,12 +28,18 @@ from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
 from workers.rewards.call import Call, Sample
 from workers.rewards.channel import FunctionEnd
-from workers.rewards.outcome import LATE, Outcome, read_outcome
+from workers.rewards.outcome import LATE, PLACE, Outcome, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
 """Calls of a coroutine function that run at the same time."""
 BATCH_SHARES = 12
 """What a batch gets of a sample's deadline and processor time."""
+NOT_THE_USERS = (
+    "<frozen",
+    *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
+    *(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("verl_like", "workers")),
+)
+"""How file names begin of code that is of Python, installed, or ours."""
 Put = Callable[[int, Outcome], None]
 """Answers a sample by its number."""
 
@@ -46,6 +54,8 @@ class FunctionSpec:
     deadline: float = 10.0
     columns: Sequence[str] = ()
     """What the rows of the data have besides."""
+    has_truth: bool = True
+    """Whether any of them has a ground truth."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     path_key: str = "custom_reward_function.path"
     """The setting that holds `path`, for refusals."""
@@ -67,7 +77,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
     driver.send([os.getpid(), os.getcwd()])
     try:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
-        call = Call.of(function, spec.kwargs, spec.columns)
+        call = Call.of(function, spec.kwargs, spec.columns, spec.has_truth)
     except ConfigError as err:
         driver.send([str(err), False, False, None])
         return
@@ -96,6 +106,16 @@ def in_words(err: BaseException, withheld: Collection[str] = ()) -> str:
     if isinstance(err, MemoryError):
         words += " (its limit is reward.sandbox.memory_gb)"
     return words[:2000]
+
+
+def place_of(err: BaseException) -> str:
+    """A line with the user's own line that the error went through last; empty where it has none."""
+    own = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(err.__traceback__)
+        if not frame.f_code.co_filename.startswith(NOT_THE_USERS)
+    ]
+    return PLACE.format(*own[-1]) if own else ""
 
 
 def _text(err: BaseException) -> str:
@@ -153,7 +173,7 @@ class Calls:
             return self._failed(err)
 
     def _failed(self, err: BaseException) -> Outcome:
-        return None, {}, in_words(err, self._withheld)
+        return None, {}, in_words(err, self._withheld) + place_of(err)
 
     async def _score_side_by_side(self, samples: list[tuple[int, Sample]], put: Put) -> None:
         places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)

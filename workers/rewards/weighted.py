@@ -1,6 +1,6 @@
 """All rewards of a run: launched together, added up by weight, each logged.
 
-    rewards = make_rewards(config, tokenizer, data_sources, columns)
+    rewards = make_rewards(config, tokenizer, prompts)
     future = rewards.launch(batch, call_model)      # returns at once
     scores, metrics = future.get()                  # token_level_scores, reward_extra/*
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import held_as, read_columns
 from workers.config import OverlongBufferConfig, RewardConfig, ScoringSections, rewards_of
+from workers.rewards.failures import Failures, SaidOnce
 from workers.rewards.functions import check_rules
 from workers.rewards.manager import FAILURES, RewardManager, Scored
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
@@ -37,19 +38,33 @@ SKIPPED = "reward_extra/skipped"
 COUNTS = ("reward/num_failed", "reward/num_timed_out")
 """Metrics that are sums over all rewards."""
 NAMED = 3
-"""Failures that an error names."""
+"""Samples that an error names."""
 SMALLEST_SPREAD = 1e-6
 CHECK_S = 1.0
 """Time between two looks at what could end the wait for a function or server."""
 
 
-def make_rewards(
-    run: ScoringSections, tokenizer: Any, data_sources: Iterable[str], columns: Sequence[str]
-) -> Rewards:
-    """The rewards that a run's configuration asks for; a function may read the data's `columns`.
+class ScoredRows(Protocol):
+    """What rewards are asked about: prompts of a run."""
 
-    A function that cannot be loaded, data without a rule, and a server that does not answer are
-    refused here.
+    @property
+    def data_sources(self) -> set[str]:
+        """Whose rules score, where no function does."""
+
+    @property
+    def columns(self) -> list[str]:
+        """What a function may read besides."""
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether a row has a ground truth."""
+
+
+def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewards:
+    """The rewards that a run's configuration asks for.
+
+    A function that cannot be loaded or asks for what no row has, data without a rule, and a server
+    that does not answer are refused here.
     """
     parts: list[Part] = []
     overlong = run.reward_model.overlong_buffer
@@ -60,7 +75,7 @@ def make_rewards(
             manager = None
             if config.kind != "model":
                 section = f"rewards[{number}]" if run.rewards else None
-                scorer = _scorer(config, section, data_sources, columns, sandbox)
+                scorer = _scorer(config, section, rows, sandbox)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             parts.append(Part(config, manager))
     except BaseException:
@@ -72,8 +87,7 @@ def make_rewards(
 def _scorer(
     config: RewardConfig,
     section: str | None,
-    data_sources: Iterable[str],
-    columns: Sequence[str],
+    rows: ScoredRows,
     sandbox: Sandbox,
 ) -> Scorer | RemoteScorer:
     """`section` of the configuration names the function; None: `custom_reward_function` does."""
@@ -83,11 +97,13 @@ def _scorer(
 
     if config.path:
         settings = config.path, config.function, config.kwargs, config.timeout_s
-        spec = FunctionSpec(*settings, columns=columns, sandbox=sandbox)
+        spec = FunctionSpec(
+            *settings, columns=rows.columns, has_truth=rows.has_truth, sandbox=sandbox
+        )
         if section is not None:
             spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")
         return Scorer(spec, deadline)
-    check_rules(data_sources)
+    check_rules(rows.data_sources)
     return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)
 
 
@@ -125,6 +141,7 @@ class Rewards:
         A reward that fails for more than `max_failed` of a batch ends the run.
         """
         self.parts, self.overlong, self.max_failed = parts, overlong, max_failed
+        self.said = SaidOnce()
 
     @property
     def may_skip(self) -> bool:
@@ -154,6 +171,7 @@ class Rewards:
         for part in self.parts:
             if part.manager is not None:
                 part.manager.close()
+        self.said.close()
 
 
 class WeightedScores:
@@ -243,8 +261,12 @@ class WeightedScores:
             result, numbers = result
             columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
             found = PartScores(*columns.values())
-            failures = result.meta_info.get(FAILURES, [])
+            failures = result.meta_info[FAILURES]
             _refuse(part.config, found.failed, failures, self._rewards.max_failed)
+            cost = f"get the score {part.config.default_score:g}"
+            if part.config.on_failure == "skip":
+                cost = "are left out of the update"
+            self._rewards.said.note(name, len(found.failed), cost, failures)
             of_all = {count: metrics.get(count, 0.0) + numbers[count] for count in COUNTS}
             metrics |= _named(numbers, "reward/", name, several) | of_all
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
@@ -263,8 +285,8 @@ def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in found.items()}
 
 
-def _refuse(config: RewardConfig, failed: Tensor, failures: list[str], most: float) -> None:
-    """End the run if failures are too many, with the first of them by name."""
+def _refuse(config: RewardConfig, failed: Tensor, failures: Failures, most: float) -> None:
+    """End the run if failures are too many, with the first of each kind."""
     count = int(failed.sum())
     if config.on_failure == "fail" and count:
         rule = "its on_failure is fail. Mend it, or take on_failure=default or skip."
@@ -272,10 +294,9 @@ def _refuse(config: RewardConfig, failed: Tensor, failures: list[str], most: flo
         rule = f"reward.max_failed={most:g} allows fewer. Mend it, or raise that (1: no limit)."
     else:
         return
-    said = "; ".join(failures[:NAMED]) + ("; …" if len(failures) > NAMED else "")
+    said = "".join(f"\n  {failure}" for failure in failures.values())
     raise RewardError(
-        f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule} "
-        f"What happened, by sample: {said}"
+        f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule}{said}"
     )
 
 

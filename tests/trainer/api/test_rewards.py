@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from trainer.api.rewards import reward_list
 from verl_like.errors import ConfigError
+from workers.rewards.failures import with_source
 from workers.rewards.functions import gsm8k
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
@@ -56,6 +57,20 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
         finally:
             scorer.stop()
     assert scores == [(4.0, {"size": 3.0}, None), (5.0, {}, None), (3.5, {}, None), (6.0, {}, None)]
+
+
+def test_an_error_of_a_function_of_a_session_names_the_session_s_line(tmp_path: Path) -> None:
+    def broken(response: str) -> float:
+        return float(response)  # the line
+
+    (item,) = reward_list([broken], tmp_path, ["letter"])
+    scorer = Scorer(FunctionSpec(item["path"], item["function"]), 120.0)
+    try:
+        scorer.start()
+        ((_, _, error),) = scorer.score([SAMPLE])
+    finally:
+        scorer.stop()
+    assert with_source(str(error)).endswith("return float(response)  # the line")
 
 
 def test_a_function_of_a_module_is_named_by_it(

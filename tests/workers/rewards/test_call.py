@@ -68,6 +68,14 @@ def test_a_column_that_only_some_data_has_fills_nothing() -> None:
         Call.of(lambda response, topic: 0.0, {}, ["answer", "level"])
 
 
+def test_a_ground_truth_that_no_row_has_is_refused_with_the_columns_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"asks for ground_truth, .*the rows' columns: answer\)"):
+        Call.of(in_any_order, {}, ["answer"], has_truth=False)
+    optional = Call.of(lambda response, ground_truth=None: ground_truth, {}, has_truth=False)
+    assert optional(SAMPLE) is None
+    assert Call.of(in_any_order, {"ground_truth": "4"}, has_truth=False)(SAMPLE)
+
+
 def test_plurals_get_the_whole_batch() -> None:
     assert Call.of(of_a_batch, {}).takes_batches
     outcomes = score_batch(of_a_batch, [SAMPLE, {**SAMPLE, "solution_str": "a"}])

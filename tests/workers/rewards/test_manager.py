@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from verl_like.errors import ConfigError
 from verl_like.process import child
 from workers.config import RewardConfig, RewardFunctionConfig
 from workers.rewards import scorer
-from workers.rewards.manager import RewardManager
+from workers.rewards.manager import FAILURES, RewardManager
 from workers.rewards.process import FunctionSpec
 from workers.rewards.weighted import Rewards, make_rewards
 
@@ -98,7 +99,8 @@ def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
         sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any
     ) -> RewardManager:
         config = PPOConfig(data=None, trainer=None, **sections)
-        made.append(make_rewards(config, tokenizer, sources, []))
+        rows = SimpleNamespace(data_sources={*sources}, columns=[], has_truth=True)
+        made.append(make_rewards(config, tokenizer, rows))
         (part,) = made[-1].parts
         assert part.manager is not None
         return part.manager
@@ -169,7 +171,7 @@ def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any
 @pytest.mark.parametrize("name", ["odd", "odd_async"])
 @pytest.mark.parametrize("truth", ["raise", "nan", "text", "exit", "nothing"])
 def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
-    managers: Any, tokenizer: Any, name: str, truth: str, caplog: pytest.LogCaptureFixture
+    managers: Any, tokenizer: Any, name: str, truth: str
 ) -> None:
     scores, metrics = (
         managers(name, default_score=-1.0)
@@ -178,7 +180,10 @@ def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
     )
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
     assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
-    assert "1-0" in caplog.text
+    (failure,) = scores.meta_info[FAILURES].values()
+    assert failure.uid == "1-0"
+    if truth == "raise":  # in a function that odd_async calls, too
+        assert str(failure).endswith('line 12: raise RuntimeError("no such answer")')
 
 
 @pytest.mark.parametrize("name", ["odd", "odd_async"])
@@ -365,7 +370,6 @@ def test_a_manager_is_closed_at_once_though_its_function_hangs(
     tokenizer: Any,
     managers: Any,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     name: str,
     alone_s: float,
 ) -> None:
@@ -379,4 +383,3 @@ def test_a_manager_is_closed_at_once_though_its_function_hangs(
     assert time.monotonic() - began < 10.0
     _, metrics = future.result()
     assert counts(metrics)["reward/num_failed"] == 4
-    assert "of 4 samples" not in caplog.text  # nobody wants these scores

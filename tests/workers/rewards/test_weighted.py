@@ -14,6 +14,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongBufferConfig, RewardConfig
 from workers.rewards import weighted
+from workers.rewards.failures import MOST_KINDS, SaidOnce, by_kind
 from workers.rewards.manager import FAILURES, Scored
 from workers.rewards.weighted import (
     SKIPPED,
@@ -57,7 +58,7 @@ class Told:
         columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
         numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
         numbers["reward/num_timed_out"] = 0.0
-        failures = [f"{row}: no" for row in failed.nonzero().flatten().tolist()]
+        failures = by_kind((str(row), "no") for row in failed.nonzero().flatten().tolist())
         done: Future[Scored] = Future()
         done.set_result((DataProto.from_dict(tensors, columns, {FAILURES: failures}), numbers))
         return done
@@ -197,8 +198,29 @@ def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> N
     half = Rewards([part("judge", [nan, nan, 1.0, 1.0], on_failure=on_failure)], None, 0.5)
     more = Rewards([part("judge", [nan, nan, nan, 1.0], on_failure=on_failure)], None, 0.5)
     half.launch(batch(), lambda _: None).get()
-    with pytest.raises(RewardError, match=r"for 3 of 4 .*max_failed=0.5.*sample: 0: no; 1: no; 2"):
+    with pytest.raises(RewardError, match=r"for 3 of 4 .*max_failed=0.5.*\n  0 and 2 more: no$"):
         more.launch(batch(), lambda _: None).get()
+
+
+def test_failures_of_a_kind_are_logged_once_and_counted_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rewards = Rewards([part("judge", [float("nan"), 1.0, 1.0, 1.0])])
+    for _ in range(3):
+        rewards.launch(batch(), lambda _: None).get()
+    rewards.close()
+    first, sums = (record.getMessage() for record in caplog.records)
+    assert "the reward 'judge' failed for 1 of 4 samples, which get the score 0" in first
+    assert sums == "the reward 'judge' failed in all:\n  0 and 2 more: no"
+
+
+def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    said = SaidOnce()
+    for number in range(100):
+        said.note("judge", 1, "get 0", by_kind([("0", f"words {number}")]))
+    said.close()
+    assert len(caplog.records) == MOST_KINDS + 2  # one for all others, and the sums
+    assert "0 and 89 more: words 10" in caplog.text
 
 
 def test_a_sum_that_is_infinite_in_float32_ends_the_run_by_name() -> None:
