@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
+from trainer.report.sparklines import sparklines
 from trainer.report.summary import summary
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
+from verl_like.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -44,8 +46,9 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
             text = mask_text(_in_words(failure))
             note.write_text(text, encoding="utf-8", errors="backslashreplace")
         data = read_run(folder)
-        for line in summary(data):
-            print(line)
+        width = terminal_width()
+        for line in [*sparklines(data.metrics, width), *summary(data)]:
+            print(fit(line, width))
         print(f"report: {_write(data)}", flush=True)
     except OSError as err:  # a full disk, say
         logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)

@@ -9,7 +9,7 @@ The loop around a step is `trainer.loop.Trainer`; a last step of fewer rows is t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -26,6 +26,8 @@ from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
 
 R = TypeVar("R")
+MOST_NUMBERS = 3
+"""Numbers of a step, and of a validation, on the console."""
 
 
 class RowTrainer(Trainer, Generic[R]):
@@ -138,6 +140,13 @@ class RowTrainer(Trainer, Generic[R]):
         sizes = f"A step: {step_sizes(config)}"
         memory = plan_text(config, cls.num_sides(config), max_columns, brief)
         return [sizes, memory]
+
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
+        """The loss, that of a validation wherever there is one, and what follows both."""
+        names = [name for name in metrics if name.startswith("train/")][:MOST_NUMBERS]
+        names[1:1] = [name for name in metrics if name.startswith("val/")][:MOST_NUMBERS]
+        return [f"{name} {metrics[name]:.4g}" for name in names]
 
     def init_arguments(self, role: str) -> dict[str, Any]:
         """The length of the learning-rate schedule."""

@@ -18,6 +18,7 @@ from trainer.data.lm_rows import encode_lm_row
 from trainer.data.prompts import load_tokenizer
 from trainer.report.read import phase_shares, read_run
 from trainer.sft.recipe import SFT
+from trainer.sft.step import SFTTrainer
 from verl_like.errors import ConfigError
 
 ROWS = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
@@ -254,3 +255,11 @@ def test_the_command_shows_its_keys_and_names_a_wrong_one(
     monkeypatch.setattr("sys.argv", ["verl-like", "sft", "data.max_lenght=3"])
     with pytest.raises(SystemExit, match=r"no key 'data.max_lenght'.*data.max_length"):
         main()
+
+
+def test_the_loss_of_a_validation_stands_on_every_line_that_has_one() -> None:
+    step = {"train/loss": 2.5, "train/grad_norm": 1.0, "train/lr": 0.1, "train/moved_share": 1.0}
+    assert SFTTrainer.headline(step) == ["train/loss 2.5", "train/grad_norm 1", "train/lr 0.1"]
+    both = SFTTrainer.headline({**step, "val/loss": 2.25})
+    assert both[:2] == ["train/loss 2.5", "val/loss 2.25"]
+    assert SFTTrainer.headline({"val/loss": 2.25}) == ["val/loss 2.25"]
