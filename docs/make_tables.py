@@ -8,7 +8,9 @@ test checks that they are current. An algorithm's row and card are what its file
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+import operator
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -370,9 +372,43 @@ def flat_name_table() -> str:
     return _table(["name", "`PPO`, `GRPO`, `Detached`", "`SFT`, `RewardModel`, `DPO`"], rows)
 
 
+KINDS_OF_MIGRATION = {
+    "translated": ("there", "here"),
+    "not needed": ("there", "why it is not needed"),
+    "refused": ("there", "why it is refused, or what to do"),
+}
+MIGRATED = (
+    (r"(?:always|changes nothing): (.*)", "not needed", r"\1"),
+    (r"changes nothing at (.*); else: (.*)", "refused", r"unless \1: \2"),
+    (r"not here: (.*)", "refused", r"\1"),
+    (r"(.*)", "translated", r"\1"),
+)
+"""What a translator says of a key -> its kind, and the words of the table."""
+
+
 def migration_table(rows: Callable[[], list[list[str]]]) -> str:
-    """What becomes of every key or flag of another system."""
-    return _table(["there", "here"], rows())
+    """What becomes of every key or flag of another system; those alike share a row."""
+    tables: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS_OF_MIGRATION}
+    for name, said in rows():
+        pattern, kind, words = next(each for each in MIGRATED if re.fullmatch(each[0], said))
+        tables[kind].setdefault(re.sub(f"^{pattern}$", words, said), []).append(name)
+
+    parts = []
+    for kind, head in KINDS_OF_MIGRATION.items():
+        same = [[_joined(names), said] for said, names in tables[kind].items()]
+        parts += [_table(list(head), same)] if same else []
+    return "\n\n".join(parts)
+
+
+def _joined(names: list[str]) -> str:
+    """Names with the commands that take them, each name once: `beta` (dpo), (grpo)."""
+    commands: dict[str, list[str]] = {}
+    for name in names:
+        flag, _, command = name.partition(" (")
+        commands.setdefault(flag, []).extend([command.rstrip(")")] if command else [])
+    return ", ".join(
+        f"{flag} ({', '.join(taken)})" if taken else flag for flag, taken in commands.items()
+    )
 
 
 def listing_table(system: str, name: str) -> str:
@@ -382,7 +418,9 @@ def listing_table(system: str, name: str) -> str:
     command = f"```text\n{done.command()}\n```"
     if not done.lines:
         return f"```text\n{text.rstrip()}\n```\n\nbecomes\n\n{command}"
-    rows = [[f"`{line}`", said] for line, said in done.lines]
+    rows = []
+    for said, lines in itertools.groupby(done.lines, key=operator.itemgetter(1)):
+        rows.append(["<br>".join(f"`{line}`" for line, _ in lines), said])
     return f"{command}\n\n{_table(['there', 'here'], rows)}"
 
 
