@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -19,19 +20,20 @@ import pytest
 from tests import ROOT
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
+from trainer.cli.main import RECIPES
 from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
 from trainer.detached.config import DetachedConfig
-from trainer.detached.recipe import DETACHED
 from trainer.hooks import Hooks
 from trainer.launch import nominal_placement
-from trainer.ppo.config import PPOConfig
-from trainer.ppo.recipe import PPO
 from workers.training.schedules import LR_SCHEDULES
 
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
-STARTS = r"(verl-like ppo|verl-like detached|-m trainer\.main_ppo) ([^`#\n]+)"
+NAMES = "|".join(RECIPES)
+STARTS = (
+    rf"(?:verl-like |-m trainer\.(?:cli\.)?main[ _])({NAMES}) +((?:\.{{3}} )?\+?[\w.]+=[^`#\n]+)"
+)
 """A command that starts a run, and its settings."""
 NUMBER_OF_SHELL = re.compile(r"(detached|trainer)\.\w+=\$")
 
@@ -153,16 +155,18 @@ def commands() -> Iterator[object]:
         for name, command in re.findall(STARTS, text):
             parts = [part for part in shlex.split(command) if part != "..."]
             settings = [part for part in parts if not NUMBER_OF_SHELL.match(part)]
-            recipe = DETACHED if "detached" in name else PPO
-            if settings != ["key=value"] and not settings[0].startswith("-"):
+            if settings != ["key=value"]:
+                recipe = resolve_name(RECIPES[name])
                 yield pytest.param(recipe, settings, id=f"{path.name}: {settings[0]}")
 
 
 @pytest.mark.parametrize(("recipe", "settings"), list(commands()))
 def test_a_command_composes_and_its_pools_have_room(
-    recipe: Recipe[PPOConfig], settings: list[str]
+    recipe: Recipe[Any], settings: list[str]
 ) -> None:
-    needed = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "model"}
+    has_roles = "actor_rollout_ref" in recipe.schema.__dataclass_fields__
+    model = "actor_rollout_ref.model.path" if has_roles else "model.path"
+    needed = {"data.train_files": "train.parquet", model: "model"}
     given = {setting.partition("=")[0] for setting in settings}
     missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
     config = load_config([*missing, *settings], recipe)
