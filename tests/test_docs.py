@@ -136,7 +136,7 @@ def test_the_first_run_of_ones_own_is_fifteen_lines() -> None:
     assert len(listing.splitlines()) <= 15
 
 
-@pytest.mark.parametrize("page", ["first_run.md", "reading_the_report.md"])
+@pytest.mark.parametrize("page", ["troubleshooting.md", "reading_the_report.md"])
 def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     code = messages("trainer") + messages("workers")
