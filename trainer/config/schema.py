@@ -36,13 +36,15 @@ def check_tracker(tracker: Any, subject: str) -> None:
 
 
 def check_tracker_methods(tracker: Any, subject: str) -> None:
-    """Refuse a class, or an object, without a tracker's two methods."""
+    """Refuse a class, or an object, without a tracker's methods."""
     for name, call in (("write", Call("metrics", "step")), ("close", Call())):
         if not hasattr(tracker, name):
             raise ConfigError(
                 f"{subject} has no {name}: a tracker has write(metrics, step) and close()."
             )
         check_method(tracker, name, subject, call)
+    if hasattr(tracker, "write_samples"):
+        check_method(tracker, "write_samples", subject, Call("name", "rows", "step"))
 
 
 TRACKERS: Registry[Any] = Registry("tracker", check_tracker)

@@ -3,12 +3,14 @@
     with make_tracking(config, total_steps, headline) as tracking:
         tracking.log({"train/loss": 0.5}, step=1)
 
-A tracker is a class with `write(metrics, step)` and `close()`. `trainer.logger` names built-in
+A tracker is a class with `write(metrics, step)` and `close()`; one that has
+`write_samples(name, rows, step)`, too, gets tables of samples. `trainer.logger` names built-in
 ones, those registered in `TRACKERS`, and others by their dotted path.
 """
 
 from __future__ import annotations
 
+import html
 import logging
 import re
 import sys
@@ -22,15 +24,18 @@ from typing import Any, Protocol, TextIO
 
 from trainer.config.flat import flat_config
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
+from trainer.report.read import spread
 from trainer.run_folder.checkpoint import MLFLOW_ID, WANDB_ID
 from verl_like.errors import ConfigError
-from verl_like.files import json_line, write_whole
+from verl_like.files import json_line, json_objects, write_whole
 from verl_like.masking import masked
 
 logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """How the names of numbers begin that do not say what a step learned."""
 MOST_NUMBERS = 3
+MOST_SAMPLES = 16
+"""Rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """Short beside the bar, so that the first number is seen on a terminal of 40 columns, too."""
 LONGEST_VALUE = 500
@@ -47,6 +52,10 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """After the last step, or after the one that failed."""
+
+
+Rows = Sequence[Mapping[str, Any]]
+"""Samples as a line of `validation/N.jsonl` or `rollouts/N.jsonl` has them."""
 
 
 class JsonLines:
@@ -136,8 +145,20 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def write_samples(self, name: str, rows: Rows, step: int) -> None:
+        table = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+        lines = ("| " + " | ".join(map(_in_markdown, cells)) + " |" for cells in table)
+        self._writer.add_text(f"samples/{name}", "\n".join(lines), step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _in_markdown(cell: Any) -> str:
+    """A cell of a table: one line, in which nothing is markup."""
+    text = html.escape(str(cell)).replace("\n", "<br>")
+    return re.sub(r"([\\`*_{}\[\]|#~$!])", r"\\\1", text)
 
 
 class WandB:
@@ -172,6 +193,13 @@ class WandB:
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def write_samples(self, name: str, rows: Rows, step: int) -> None:
+        import wandb
+
+        cells = [list(row.values()) for row in rows]
+        table = wandb.Table(list(rows[0]), cells, allow_mixed_types=True)
+        self._run.log({f"samples/{name}": table}, step=step)
+
     def close(self) -> None:
         """Finish the run: what is not sent yet is sent."""
         self._run.finish()
@@ -183,7 +211,7 @@ class MLflow:
     A resumed run goes on in the one that the run folder names.
 
     MLflow itself is told where its server is, by MLFLOW_TRACKING_URI; without it, it keeps
-    the numbers where it does by default.
+    the numbers in `mlflow.db` and `mlruns/` of the working directory.
     """
 
     def __init__(self, config: RunConfig, total_steps: int) -> None:
@@ -202,7 +230,7 @@ class MLflow:
         except MlflowException as error:
             raise ConfigError(
                 f"trainer.logger names mlflow, which does not answer: {error}. Set "
-                "MLFLOW_TRACKING_URI to its server or to a folder, or take mlflow out."
+                "MLFLOW_TRACKING_URI to its server or to sqlite:///FILE, or take mlflow out."
             ) from error
         write_whole(name, self._id)
 
@@ -230,6 +258,11 @@ class MLflow:
         entries = [Metric(_in_mlflow(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=entries)
 
+    def write_samples(self, name: str, rows: Rows, step: int) -> None:
+        """As MLflow's own `log_table` writes it, which needs pandas."""
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self._client.log_dict(self._id, table, f"samples/{name}/{step}.json")
+
     def close(self) -> None:
         """End the run, as failed where an error ends ours."""
         failure: Any = sys.exception()
@@ -249,14 +282,34 @@ BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB, "mlf
 
 @dataclass(frozen=True)
 class Tracking:
-    """Writes a step's metrics to every tracker."""
+    """Writes a step's metrics to every tracker, and tables of samples to those that take them.
+
+    Of each validation, and of the rollouts of steps 1, 2, 4, 8, ... and the last.
+    """
 
     trackers: Sequence[Any]
+    folder: Path
+    total_steps: int
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self.trackers:
             tracker.write(plain, step)
+
+        takers = [tracker for tracker in self.trackers if hasattr(tracker, "write_samples")]
+        if not takers:
+            return
+        shows_rollouts = step & (step - 1) == 0 or step == self.total_steps
+        for name in ("validation", "rollouts") if shows_rollouts else ("validation",):
+            if rows := some_samples(self.folder / name / f"{step}.jsonl"):
+                for tracker in takers:
+                    tracker.write_samples(name, rows, step)
+
+
+def some_samples(path: Path) -> Rows:
+    """The best sample of a step, the worst, and others spread between; none without the file."""
+    rows, _ = json_objects(path)
+    return spread(sorted(rows, key=lambda row: -float(row["score"])), MOST_SAMPLES)
 
 
 @contextmanager
@@ -285,4 +338,4 @@ def make_tracking(
                 continue
             at_end.callback(tracker.close)
             trackers.append(tracker)
-        yield Tracking(trackers)
+        yield Tracking(trackers, Path(config.trainer.default_local_dir), total_steps)

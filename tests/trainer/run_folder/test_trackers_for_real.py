@@ -1,0 +1,144 @@
+"""W&B, MLflow and TensorBoard as they are installed, without a network: what a run has written
+there, read back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
+from tests.programs import VERL_LIKE
+
+pytestmark = pytest.mark.example
+NAME = "critic/score/mean"
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps, each with a validation, that all three have followed."""
+    folder = tmp_path_factory.mktemp("run")
+    own = ["WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"]
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    settings = [
+        *overrides(tiny_dir, folder / "run", *POLICY_ALONE, *FEW_ROWS),
+        f"data.val_files={tiny_dir}/few.parquet",
+        "trainer.backend=local",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=1",
+        "trainer.project_name=letters",
+        f"trainer.logger=[{','.join(TRACKERS)}]",
+    ]
+    done = subprocess.run(
+        [VERL_LIKE, "ppo", *settings],
+        cwd=folder, env=environment | {"WANDB_MODE": "offline"}, check=False,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "which is not installed" not in done.stderr
+    return folder / "run"
+
+
+def best_of(run: Path, name: str, step: int) -> dict[str, Any]:
+    """The first row that a table of this step's samples has."""
+    return max(lines(run / name, f"{step}.jsonl"), key=lambda row: row["score"])
+
+
+def rewards_of(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line[NAME]) for line in lines(run) if NAME in line]
+
+
+def test_tensorboard_has_the_numbers_and_the_samples(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars(NAME)]
+    assert found == [(step, pytest.approx(value)) for step, value in rewards_of(run)]
+
+    for name, steps in (("validation", [0, 1, 2]), ("rollouts", [1, 2])):
+        tables = events.Tensors(f"samples/{name}/text_summary")
+        assert [event.step for event in tables] == steps
+        text = tables[-1].tensor_proto.string_val[0].decode()
+        head, rule, first, *_ = text.splitlines()
+        assert [cell.strip() for cell in head.split("|")[1:4]] == ["step", "uid", "sample"]
+        assert set(rule) <= set("| \\-")
+        assert first.split("|")[2].strip() == best_of(run, name, 2)["uid"]
+
+
+def test_wandb_has_the_numbers_and_the_samples(run: Path) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (folder,) = (run / "wandb").glob("offline-run-*")
+    (log,) = folder.glob("*.wandb")
+    found: list[tuple[int, float]] = []
+    tables = []
+    project = ""
+    for message in messages_of(log.read_bytes()):
+        record = Record()
+        record.ParseFromString(message)
+        project = project or record.run.project
+        items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
+        if NAME in items:
+            found.append((record.history.step.num, json.loads(items[NAME].value_json)))
+        tables += [name for name in items if name.startswith("samples/")]
+    assert project == "letters"
+    assert found == rewards_of(run)
+    names = ["samples/rollouts", "samples/validation"]
+    assert sorted({"/".join(name.split("/")[:2]) for name in tables}) == names
+
+    for name in ("validation", "rollouts"):
+        (file,) = folder.glob(f"files/media/table/samples/{name}_2_*.table.json")
+        table = json.loads(file.read_text())
+        best = best_of(run, name, 2)
+        assert table["data"][0][table["columns"].index("output")] == best["output"]
+
+
+def messages_of(log: bytes) -> Iterator[bytes]:
+    """The records of a file as LevelDB has them: blocks of 32 KiB, of which the first has a header.
+
+    Of each piece: a checksum, its length, and whether it is whole, a first, a middle or a last one.
+    """
+    message, place = b"", 7
+    while place + 7 <= len(log):
+        if place % 32768 > 32768 - 7:  # no room for another piece
+            place += -place % 32768
+            continue
+        length, kind = struct.unpack("<HB", log[place + 4 : place + 7])
+        message += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield message
+            message = b""
+
+
+def test_mlflow_has_the_numbers_and_the_samples_in_the_store_that_it_takes_by_itself(
+    run: Path,
+) -> None:
+    store = sqlite3.connect(run.parent / "mlflow.db")
+    try:
+        query = "select step, value from metrics where key = ? order by step"
+        found = store.execute(query, [NAME]).fetchall()
+        parameters = dict(store.execute("select key, value from params").fetchall())
+        query = "select status, artifact_uri from runs"
+        ((status, place),) = store.execute(query).fetchall()
+    finally:
+        store.close()
+    assert found == rewards_of(run)
+    assert parameters["trainer.project_name"] == "letters"
+    assert status == "FINISHED"
+
+    for name, steps in (("validation", [0, 1, 2]), ("rollouts", [1, 2])):
+        files = {int(file.stem): file for file in (Path(place) / "samples" / name).iterdir()}
+        assert sorted(files) == steps
+        table = json.loads(files[2].read_text())
+        best = best_of(run, name, 2)
+        assert table["data"][0][table["columns"].index("output")] == best["output"]
