@@ -99,7 +99,7 @@ def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
     found: dict[str, None] = {}
     for run in runs:
         known = dict.fromkeys(name for line in run.data.metrics for name in line)
-        patterns = [name for panel in panels_of(run.data) for name in panel.names]
+        patterns = [name for panel in panels_of(run.data.metrics) for name in panel.names]
         for pattern in [*patterns, "timing_s/step"]:
             found |= dict.fromkeys(name for name in known if fnmatchcase(name, pattern))
     return [name for name in found if name not in KL_NAMES or _is_ever_set(runs, name)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import Call, pools_at_work
-from trainer.report.read import Metrics, RunData, series, spread
+from trainer.report.read import Metrics, series, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,9 +62,9 @@ def known_panels() -> list[Panel]:
     return [Panel(**facts) for facts in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
 
 
-def panels_of(data: RunData) -> list[Panel]:
+def panels_of(metrics: Metrics) -> list[Panel]:
     """The figures of a run: the known ones, or one for each number of another recipe's steps."""
-    known = dict.fromkeys(name for line in data.metrics for name in line)
+    known = dict.fromkeys(name for line in metrics for name in line)
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
     always = [panel for panel in known_panels() if not panel.only_if_there]
     if not learned or any(_has_any(learned, panel) for panel in always):

@@ -88,7 +88,7 @@ def _content(data: RunData) -> dict[str, Any]:
     """What the template shows."""
     from markupsafe import Markup
 
-    panels = report_figures.panels_of(data)
+    panels = report_figures.panels_of(data.metrics)
     drawn = [(panel, report_figures.curves(data.metrics, panel)) for panel in panels]
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     makers = data.detached

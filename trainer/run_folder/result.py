@@ -1,22 +1,32 @@
-"""What a finished run gives back: its numbers, and where its files are."""
+"""What a finished run gives back: its numbers, its model, its samples, and where its files are."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
+from trainer.report.figures import Panel, curves, panels_of
+from trainer.report.page import REPORT_FILE
+from trainer.report.read import series
 from trainer.run_folder.marker import MODEL, committed, marker_of_model
+from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_objects
 
 logger = logging.getLogger(__name__)
 EXPORT = "huggingface"
 """Folder of a role's checkpoint that `from_pretrained` loads."""
+MOST_NUMBERS = 6
+"""Numbers that a result prints."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """A run, after its last step."""
 
@@ -39,6 +49,109 @@ class RunResult:
         places = [*left, *reversed(exports)]
         model_folder = next((path for path in places if path.is_dir()), None)
         return cls(folder, config_hash(config), metrics, model_folder)
+
+    def __repr__(self) -> str:
+        """At most ten lines: what was learned, from the first to the last value, and the files."""
+        last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "no step"
+        lines = [f"{last} in {self.folder}"]
+        for name, values in self._watched()[:MOST_NUMBERS]:
+            lines.append(f"  {name:<24} {values[0]:.4g} -> {values[-1]:.4g}")
+        lines.append(f"  {'model':<24} {self.model_folder or 'none is left'}")
+        return "\n".join([*lines, f"  {'report':<24} {self.report}"])
+
+    def _watched(self) -> list[tuple[str, list[float]]]:
+        """The first metric of each figure of the report, and its values."""
+        known = dict.fromkeys(name for line in self.metrics for name in line)
+        watched: dict[str, list[float]] = {}
+        for panel in panels_of(self.metrics):
+            names = (name for wanted in panel.names for name in known if fnmatchcase(name, wanted))
+            for name in names:
+                _, values = series(self.metrics, name)
+                if values not in watched.values() and (any(values) or not panel.leaves_out_zero):
+                    watched[name] = values
+                    break
+        return list(watched.items())
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.folder / REPORT_FILE
+
+    @cached_property
+    def model(self) -> Any:
+        """The trained model, loaded when it is first asked for."""
+        import transformers
+
+        from workers.models.hf_config import read_hf_config
+
+        architecture = read_hf_config(self._model_left()).architectures[0]
+        return getattr(transformers, architecture).from_pretrained(
+            self.model_folder, dtype="auto", trust_remote_code=False
+        )
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The trained model's."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._model_left(), trust_remote_code=False)
+
+    def _model_left(self) -> Path:
+        if self.model_folder is None:
+            raise ConfigError(
+                f"the run in {self.folder} has left no model: trainer.save_final=false, and no "
+                "checkpoint with hf_model in its save_contents."
+            )
+        return self.model_folder
+
+    def samples(self, step: int | None = None) -> list[dict[str, Any]]:
+        """The samples of a step, of the last one by default: `input`, `output`, `score`, ..."""
+        files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}
+        if not files:
+            raise ConfigError(f"the run in {self.folder} has drawn no samples.")
+        if step is not None and step not in files:
+            raise ConfigError(
+                f"there are no samples of step {step} in {self.folder}, but of the steps "
+                f"{min(files)} to {max(files)}."
+            )
+        return json_objects(files[max(files) if step is None else step])[0]
+
+    def plot(self, *names: str) -> Curves:
+        """Curves for a notebook: those of the report, or of these metrics (`val-core/*`)."""
+        panels = [Panel(name, "", (name,)) for name in names] or panels_of(self.metrics)
+        drawn = {panel.title: curves(self.metrics, panel) for panel in panels}
+        known = list(dict.fromkeys(name for line in self.metrics for name in line))
+        for name in names:
+            if not drawn[name]:
+                raise ConfigError(f"no step has a metric {name!r}.{nearest(name, known)}")
+        return Curves({title: svg for title, svg in drawn.items() if svg}, self.report)
+
+    def to_pandas(self) -> Any:
+        """The metrics as a `DataFrame`: a row for each step, which is the index."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError(f"to_pandas() needs pandas ({error}): pip install pandas") from error
+        return pandas.DataFrame(self.metrics).set_index("step")
+
+
+@dataclass(frozen=True, repr=False)
+class Curves:
+    """Figures that a notebook shows."""
+
+    figures: dict[str, str]
+    """Title -> SVG."""
+    report: Path
+
+    def __repr__(self) -> str:
+        return f"curves of {', '.join(self.figures)}; outside a notebook see {self.report}"
+
+    def _repr_html_(self) -> str:
+        boxes = [
+            f"<div><b>{escape(title)}</b><br>{svg}</div>" for title, svg in self.figures.items()
+        ]
+        style = "display:flex;flex-wrap:wrap;gap:12px;background:#fff;color:#222"
+        return f'<div style="{style}">{"".join(boxes)}</div>'
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:

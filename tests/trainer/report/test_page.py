@@ -114,7 +114,7 @@ def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
     step = {"step": 1, "train/loss": 0.7, "train/accuracy": 0.5, "timing_s/step": 0.1}
     lines = [step, {"step": 1, "val-core/rm/accuracy": 0.6, "val-aux/rm/margin": 0.1}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    titles = [panel.title for panel in panels_of(read_run(tmp_path))]
+    titles = [panel.title for panel in panels_of(read_run(tmp_path).metrics)]
     assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy", "Overlap"]
 
 
@@ -200,7 +200,7 @@ def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) 
 def test_own_rewards_have_a_figure_where_there_are_any(tmp_path: Path) -> None:
     line = {"step": 1, "critic/score/mean": 0.5, "reward/format/mean": 0.2, "reward/num_failed": 0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
-    titles = [panel.title for panel in panels_of(read_run(tmp_path))]
+    titles = [panel.title for panel in panels_of(read_run(tmp_path).metrics)]
     assert titles[:3] == ["Reward", "Rewards by name", "KL"]
 
 

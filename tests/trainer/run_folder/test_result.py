@@ -1,0 +1,102 @@
+"""A result in ten lines, as curves, as a table; its model and samples when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.run_folder.result import RunResult
+from verl_like.errors import ConfigError
+
+NAMES = ("critic/score/mean", "critic/rewards/mean", "reward/own_score/mean", "actor/entropy")
+OTHERS = (
+    "critic/score/min",
+    "critic/score/max",
+    "response_length/mean",
+    "actor/pg_loss",
+    "actor/a",
+)
+
+
+def result_of(folder: Path, num_steps: int = 3, model_folder: Path | None = None) -> RunResult:
+    """Steps in which every number is the step's, but for the KL, which is 0."""
+    names = [*NAMES, *OTHERS, *(f"timing_s/{number}" for number in range(100))]
+    zero = {"actor/kl_loss": 0.0, "actor/ppo_kl": 0.0}
+    steps = range(1, num_steps + 1)
+    lines = [{"step": step, **dict.fromkeys(names, step / 8), **zero} for step in steps]
+    for line in lines:
+        line["actor/entropy"] = 4.0 - line["step"]
+    return RunResult(folder, "0" * 8, lines, model_folder)
+
+
+def test_a_result_prints_ten_lines_with_the_first_and_the_last_value(tmp_path: Path) -> None:
+    lines = repr(result_of(tmp_path, 20)).splitlines()
+    assert len(lines) <= 10
+    assert lines[0] == f"20 steps in {tmp_path}"
+    words = [line.split() for line in lines]
+    assert ["critic/score/mean", "0.125", "->", "2.5"] in words
+    assert ["actor/entropy", "3", "->", "-16"] in words
+    assert not any("kl" in line for line in lines), "a KL of 0 is of a policy against itself"
+    assert ["model", "none", "is", "left"] in words
+    assert "no step in" in repr(RunResult(tmp_path, "", [], None))
+
+
+def test_curves_are_those_of_the_report_or_of_the_metrics_that_are_named(tmp_path: Path) -> None:
+    result = result_of(tmp_path)
+    drawn = result.plot()
+    assert {"Reward", "Entropy", "Lengths"} <= drawn.figures.keys()
+    html = drawn._repr_html_()
+    assert html.count("<svg") == len(drawn.figures)
+    assert "KL" not in drawn.figures
+    assert list(result.plot("actor/a", "critic/score/*").figures) == ["actor/a", "critic/score/*"]
+    assert "report.html" in repr(drawn)
+    with pytest.raises(ConfigError, match="has a metric 'actor/entrop'.*'actor/entropy'"):
+        result.plot("actor/entrop")
+
+
+def test_a_table_of_pandas_has_a_row_for_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = result_of(tmp_path).to_pandas()
+    assert table["critic/score/mean"].to_dict() == {1: 0.125, 2: 0.25, 3: 0.375}
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="to_pandas.. needs pandas .*pip install pandas"):
+        result_of(tmp_path).to_pandas()
+
+
+def test_samples_are_those_of_the_last_step_or_of_one_that_is_named(tmp_path: Path) -> None:
+    result = result_of(tmp_path)
+    with pytest.raises(ConfigError, match="has drawn no samples"):
+        result.samples()
+    (tmp_path / "rollouts").mkdir()
+    for step in (2, 10):
+        row = {"step": step, "output": "aaa", "score": 1.0}
+        (tmp_path / "rollouts" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
+    assert [row["step"] for row in result.samples()] == [10]
+    assert [row["step"] for row in result.samples(2)] == [2]
+    with pytest.raises(ConfigError, match="no samples of step 3 .*steps 2 to 10"):
+        result.samples(3)
+
+
+@pytest.mark.parametrize("model", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_a_model_is_loaded_once_when_it_is_asked_for(
+    model: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    settings: dict[str, Any] = {"num_labels": 1} if "Sequence" in model else {}
+    made = getattr(transformers, model).from_pretrained(tiny_dir / "model", **settings)
+    made.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_dir / "model")
+    tokenizer.save_pretrained(tmp_path)
+
+    result = result_of(tmp_path, model_folder=tmp_path)
+    assert type(result.model) is type(made)
+    assert result.model is result.model
+    assert result.tokenizer("say a").input_ids == tokenizer("say a").input_ids
+    with pytest.raises(ConfigError, match="has left no model: trainer.save_final=false"):
+        _ = result_of(tmp_path).model
