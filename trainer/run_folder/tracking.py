@@ -26,6 +26,7 @@ from trainer.config.flat import flat_config
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.report.read import spread
 from trainer.run_folder.checkpoint import MLFLOW_ID, WANDB_ID
+from trainer.run_folder.notebook import NotebookConsole, is_in_notebook
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, json_objects, write_whole
 from verl_like.masking import masked
@@ -94,11 +95,8 @@ class Console:
         self._first_step: int | None = None
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        own = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
-        numbers = self._headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in own]
+        numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
         text = "  ".join(numbers)
-        validated = [name for name in metrics if name.startswith("val-core/")]
-        scores = [f"{name} {metrics[name]:.4g}" for name in validated]
         if self._stream.isatty():
             self._move_bar(step, text, scores)
             return
@@ -130,6 +128,17 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
+    """What a person watches of a step, in words."""
+    own = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
+    return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in own]
+
+
+def scores_of(metrics: Mapping[str, float]) -> list[str]:
+    """The scores of a validation, in words."""
+    return [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith("val-core/")]
 
 
 class TensorBoard:
@@ -280,6 +289,15 @@ BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB, "mlf
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
 
+def make_console(total_steps: int, headline: Headline) -> Tracker:
+    """The console of a terminal, or of a notebook."""
+    if not is_in_notebook():
+        return Console(total_steps, headline)
+    return NotebookConsole(
+        total_steps, lambda metrics: [*numbers_of(metrics, headline), *scores_of(metrics)]
+    )
+
+
 @dataclass(frozen=True)
 class Tracking:
     """Writes a step's metrics to every tracker, and tables of samples to those that take them.
@@ -325,7 +343,7 @@ def make_tracking(
         for name in dict.fromkeys(config.trainer.logger):
             try:
                 if name == "console":
-                    tracker: Tracker = Console(total_steps, headline)
+                    tracker: Tracker = make_console(total_steps, headline)
                 else:
                     tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
