@@ -36,6 +36,8 @@ from verl_like.registry import load_object
 FOLDER_KEY = "trainer.default_local_dir"
 LAST_STEP_ONLY = 10**9
 """A `trainer.save_freq` that saves after a run's last step alone."""
+PLACES = ("placement", "resource_pool_spec", "role_mapping")
+"""What of the keys may put roles on pools of their own."""
 ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prompts")
 """The keys that say how long a run is."""
 
@@ -96,6 +98,10 @@ class PythonRun:
         _refuse_twice(given, own)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **given}
         self.settings |= self.plain_settings(own, inputs)
+        if any(key.partition(".")[0] in PLACES for key in own):
+            self._defaults["trainer.backend"] = "ray"
+            if not _works_at_the_same_time(self.config()):
+                self._defaults["trainer.backend"] = "local"
         self.config()
 
     def _files(self, key: str, rows: Any, own: Mapping[str, Any], inputs: Path) -> Any:
@@ -187,6 +193,11 @@ class PythonRun:
         if mode == "resume_path" and start is not None:
             return int(read_marker(Path(start))["step"])
         return max(committed(self.folder), default=0) if mode == "auto" else 0
+
+
+def _works_at_the_same_time(config: RunConfig) -> bool:
+    """Whether roles are on pools that would take turns in this process."""
+    return len(config.resource_pool_spec.keys() - config.child_pools) > 1
 
 
 def require_counts(**counts: int | None) -> dict[str, int]:

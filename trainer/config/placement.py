@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
@@ -63,6 +64,8 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
     _check_roles(config, roles_of(recipe), inactive)
 
     used = set(config.role_mapping.values())
+    if "trainer.n_gpus_per_node" not in keys:
+        _count_slots(config, used)
     shared = share_devices(config, weights)
     named_pools = names_below("resource_pool_spec", keys)
     for pool in [pool for pool in config.resource_pool_spec if pool not in used]:
@@ -79,6 +82,15 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
             "fewer, the first ones more."
         )
     return notices
+
+
+def _count_slots(config: RunConfig, used: Collection[str]) -> None:
+    """On the CPUs of one machine there are as many process slots as the pools take."""
+    spec, trainer = config.resource_pool_spec, config.trainer
+    taken = sum(max(spec[pool], default=0) or 1 for pool in used if pool in spec)
+    if taken > trainer.n_gpus_per_node and trainer.nnodes == 1:
+        if devices_of(trainer).type == "cpu":
+            trainer.n_gpus_per_node = taken
 
 
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> list[str]:

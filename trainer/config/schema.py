@@ -74,7 +74,7 @@ class TrainerConfig:
     nnodes: int = key(1, above=0)
     """Machines."""
     n_gpus_per_node: int = key(1, above=0)
-    """Devices per machine; on CPUs, process slots."""
+    """Devices per machine; on CPUs, process slots, by default as many as the pools need."""
     backend: str = key("ray", choices=("ray", "local", "torchrun"))
     """Ray; local processes; or the processes that torchrun started."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))

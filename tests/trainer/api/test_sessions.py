@@ -9,6 +9,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.forked import run_program
 
 CELL = """
@@ -26,8 +28,7 @@ run = PPO(
     MODEL, [{"prompt": "say a", "letter": "a"}] * 4, score,
     data={"train_batch_size": 4, "max_prompt_length": 16, "max_response_length": 8},
     actor_rollout_ref={"actor": {"ppo_mini_batch_size": 4}, "rollout": {"n": 2}},
-    algorithm={"adv_estimator": "grpo"},
-    trainer={"n_gpus_per_node": 1, "logger": []},
+    logger=[], PLACES
 )
 print("failed:", run.fit(steps=1).metrics[0]["reward/num_failed"])
 """
@@ -46,9 +47,15 @@ def run_script() -> None:
     runpy.run_path(sys.argv[1], run_name="__main__")
 
 
-def test_the_script_runs_once_and_its_function_is_found(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "places", ["algorithm='grpo'", pytest.param("placement='split'", marks=pytest.mark.ray)]
+)
+def test_the_script_runs_once_and_its_function_is_found(
+    places: str, tiny_dir: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "session.py"
-    script.write_text(SCRIPT.replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"'))
+    text = SCRIPT.replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"')
+    script.write_text(text.replace("PLACES", places.replace("'", '"')))
     done = run_program(run_script, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the session begins") == 1

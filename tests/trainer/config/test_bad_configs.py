@@ -86,7 +86,7 @@ SETTINGS = [
     ("+role_workers.judge=my_package.Judge", ["role_mapping has no 'judge'"]),
     ("+role_workers.ref=my_package.Reference", ["this run has no such role"]),
     (
-        "resource_pool_spec.global_pool=[9]",
+        "resource_pool_spec.global_pool=[9] trainer.n_gpus_per_node=1",
         [
             "'global_pool' needs 1 node(s), one with 9 processes",
             "1 of 1 CPU slots",
@@ -94,7 +94,7 @@ SETTINGS = [
         ],
     ),
     (
-        "placement=split",
+        "placement=split trainer.n_gpus_per_node=1",
         [
             "trainer.nnodes=1 x trainer.n_gpus_per_node=1 leaves no device for 'critic_pool'",
             "n_gpus_per_node=2 or more",

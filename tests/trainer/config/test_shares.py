@@ -127,10 +127,40 @@ def test_a_pool_that_shares_gpus_or_needs_none_leaves_the_others_more(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "slots"),
+    [
+        ([], 1),
+        (["placement=split"], 2),
+        (["placement=split", "algorithm=grpo"], 1),
+        (["placement=split", "role_mapping.ref=own", "resource_pool_spec.own=[2]"], 4),
+        (["resource_pool_spec.global_pool=[9]"], 9),
+        (["placement=split", "trainer.n_gpus_per_node=4"], 4),
+    ],
+)
+def test_on_cpus_there_are_as_many_slots_as_the_pools_take(
+    overrides: list[str], slots: int
+) -> None:
+    config = load(*overrides)
+    assert config.trainer.n_gpus_per_node == slots
+    assert sum(sum(sizes) for sizes in config.resource_pool_spec.values()) == slots
+
+
+@pytest.mark.parametrize("more", [["trainer.device=cuda"], ["trainer.nnodes=2"]])
+def test_gpus_and_the_slots_of_several_machines_are_counted_by_the_user(more: list[str]) -> None:
+    assert load("placement=split", "trainer.nnodes=2", *more).trainer.n_gpus_per_node == 1
+
+
+ONE_DEVICE = "trainer.n_gpus_per_node=1"
+
+
+@pytest.mark.parametrize(
     ("overrides", "too_few"),
     [
-        (["placement=split"], "leaves no device for 'critic_pool'. Set"),
-        (["placement=split", "role_mapping.ref=own", "resource_pool_spec.own=[1]"], "comes first"),
+        (["placement=split", ONE_DEVICE], "leaves no device for 'critic_pool'. Set"),
+        (
+            ["placement=split", "role_mapping.ref=own", "resource_pool_spec.own=[1]", ONE_DEVICE],
+            "comes first",
+        ),
         (
             ["placement=standalone", "trainer.n_gpus_per_node=3"],
             "trainer.n_gpus_per_node=3 leaves no device for 'critic_pool'",
@@ -139,9 +169,10 @@ def test_a_pool_that_shares_gpus_or_needs_none_leaves_the_others_more(
             ["placement=standalone", "trainer.nnodes=2", "trainer.n_gpus_per_node=3"],
             "trainer.nnodes=2 x trainer.n_gpus_per_node=3 leaves no device for 'critic_pool'",
         ),
-        (["resource_pool_spec.global_pool=[9]"], "set trainer.n_gpus_per_node=9"),
+        (["resource_pool_spec.global_pool=[9]", ONE_DEVICE], "set trainer.n_gpus_per_node=9"),
         (
             [
+                ONE_DEVICE,
                 "placement=split",
                 "resource_pool_spec.actor_rollout_ref_pool=[5]",
                 "resource_pool_spec.critic_pool=[3]",

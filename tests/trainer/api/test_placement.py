@@ -1,0 +1,60 @@
+"""Roles on pools of their own work at the same time, without a word on backend or devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import calls, numbers
+from trainer import GRPO, PPO, Detached
+
+PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcd"]
+SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "logger": []}
+
+
+@pytest.mark.parametrize(
+    ("cls", "keys", "backend"),
+    [
+        (PPO, {}, "local"),
+        (PPO, {"placement": "colocate"}, "local"),
+        (PPO, {"placement": "split"}, "ray"),
+        (GRPO, {"placement": "split"}, "local"),
+        (GRPO, {"placement": "standalone"}, "ray"),
+        (PPO, {"resource_pool_spec": {"own": [1]}, "role_mapping": {"critic": "own"}}, "ray"),
+        (PPO, {"placement": "split", "trainer.backend": "local"}, "local"),
+        (PPO, {"placement": "split", "pool_resources.critic_pool": {"cpus": 0.5}}, "ray"),
+        (Detached, {}, "local"),
+    ],
+)
+def test_pools_that_would_take_turns_in_one_process_are_on_ray(
+    cls: Any, keys: dict[str, Any], backend: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    run = cls(tiny_dir / "model", PROMPTS, lambda response: 1.0, save_to=tmp_path, **SMALL, **keys)
+    config = run.config()
+    assert config.trainer.backend == backend
+    assert f"trainer.backend={backend}" in run.command()
+    assert config.trainer.n_gpus_per_node == len(config.resource_pool_spec)
+
+
+@pytest.mark.ray
+def test_a_split_run_overlaps_and_has_the_numbers_of_one_pool(
+    ray_session: None, tiny_dir: Path, tmp_path: Path
+) -> None:
+    share = 8
+
+    def reward(response: str, letter: str) -> float:
+        return response.count(letter) / share
+
+    for placement in ("split", "colocate"):
+        folder = tmp_path / placement
+        PPO(tiny_dir / "model", PROMPTS, reward, placement=placement, save_to=folder, **SMALL).fit(
+            2
+        )
+    assert numbers(tmp_path / "split") == numbers(tmp_path / "colocate")
+    actor, critic = (
+        calls(tmp_path / "split", f"update_{role}")[-1] for role in ("actor", "critic")
+    )
+    ends = [call["ts"] + call["dur"] for call in (actor, critic)]
+    assert max(actor["ts"], critic["ts"]) < min(ends)
