@@ -12,6 +12,7 @@ COVERED = {
     "remote_reward": "tests/examples/test_remote_reward.py",
     "rlhf_pipeline": "tests/examples/test_rlhf_pipeline.py",
     "detached": "tests/examples/test_detached.py",
+    "notebook": "tests/examples/test_notebook.py",
     "custom_role": "tests/workers/roles/test_custom_role.py",
 }
 

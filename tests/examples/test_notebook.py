@@ -1,0 +1,59 @@
+"""The notebook runs from its first cell to its last, learns, and shows its steps in one place."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.scripts import EXAMPLES
+from tests.integration.runs import lines
+
+NOTEBOOK = EXAMPLES / "notebook" / "sft_then_grpo.ipynb"
+LINES_OF_TRL = 16
+"""Of code, for the same with TRL's SFTTrainer and GRPOTrainer."""
+
+
+def read() -> Any:
+    import nbformat
+
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def test_the_notebook_is_no_longer_than_with_trl_and_has_no_outputs() -> None:
+    cells = [cell for cell in read().cells if cell.cell_type == "code"]
+    code = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
+    assert len(code) <= LINES_OF_TRL
+    assert max(map(len, code)) <= 100
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+
+
+@pytest.mark.example
+def test_the_notebook_learns_and_refreshes_one_display(tmp_path: Path) -> None:
+    from nbclient import NotebookClient
+
+    notebook = read()
+    where = {"metadata": {"path": str(tmp_path)}}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where)
+    client.execute(env={**os.environ, "PATH": path})
+    outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
+
+    for cell, last in (("sft", "step 24/24"), ("grpo", "step 30/30")):
+        (shown,) = [output for output in outputs[cell] if output.output_type == "display_data"]
+        assert shown.data["text/plain"].startswith(last)
+        assert "<polyline" in shown.data["text/html"]
+        said = "".join(output.get("text", "") for output in outputs[cell])
+        assert not re.search(r"^step \d", said, re.M), "a line a step beside the display"
+    assert "critic/score/mean" in outputs["grpo"][-1].text
+    assert outputs["plot"][-1].data["text/html"].count("<svg") == 2
+
+    steps = lines(tmp_path / "runs" / "verl_like" / "ppo-1")
+    scores = [step["critic/score/mean"] for step in steps]
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.4
+    said = outputs["chat"][-1].text
+    assert said.count("c", said.index("<assistant>") + 11) >= 6
