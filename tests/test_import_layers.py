@@ -53,7 +53,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("losses", "models", "parallel", "rewards"),
         ("weights",),
         ("rollout", "training"),
-        ("memory",),
+        ("agents", "memory"),
         ("roles",),
         ("__init__",),
     ],

@@ -152,4 +152,4 @@ def same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
     assert left.versions.tolist() == right.versions.tolist()
     exact = type(engine).__name__ in ("HFEngine", "NativeEngine")
     atol = 0.0 if exact else 1e-4
-    torch.testing.assert_close(left.log_probs, right.log_probs, atol=atol, rtol=0)
+    torch.testing.assert_close(left.log_probs, right.log_probs, atol=atol, rtol=0, equal_nan=True)

@@ -103,12 +103,23 @@ def load_config(
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:
     """The settings with keys and presets of ours; others are refused."""
-    parsed = list(recipe.translate([parse(setting) for setting in settings]))
+    parsed = list(recipe.translate([_in_full(parse(setting)) for setting in settings]))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
     _refuse([refusal for refusal in refusals if refusal], recipe)
     for setting in parsed:
         _refuse_what_does_nothing(setting, recipe)
     return parsed
+
+
+SHORT_FOR = {"environment": "environment.path", "tools": "environment.tools"}
+"""A section's name, where it is given a value -> the key that it stands for."""
+
+
+def _in_full(setting: Override) -> Override:
+    full = SHORT_FOR.get(setting.key_or_group)
+    if full is None or setting.is_delete() or isinstance(setting.value(), dict):
+        return setting
+    return parse(f"{full}={setting.get_value_string()}")
 
 
 def _with_torchrun(settings: list[Override]) -> list[Override]:

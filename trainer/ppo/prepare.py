@@ -15,6 +15,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
 from trainer.ppo.update import make_ptx_loader
+from trainer.rollouts.environments import check_environment
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
 from workers.config import scores_by_rule
@@ -35,6 +36,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    check_environment(config, tokenizer)
     loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))

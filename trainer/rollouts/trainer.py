@@ -18,8 +18,9 @@ from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result
 from verl_like.errors import LostSamplesError
+from workers.agents.players import ROW_COLUMNS
 from workers.columns import select_reads
-from workers.config import model_rewards
+from workers.config import model_rewards, plays
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import RolloutWorker
@@ -56,6 +57,9 @@ class SamplingTrainer(Trainer):
         Rows with the finish reason "abort" go on where they ended.
         """
         asked = batch.select() if goes_on(batch) else self.needed(batch, *ASK)
+        if plays(self.config):
+            rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
+            asked = asked.select().union(batch.select([], rows))
         asked.meta_info = asked.meta_info | settings
         return with_responses(batch, self.ask_rollout(asked))
 

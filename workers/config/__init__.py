@@ -14,6 +14,7 @@ from typing import Any
 from verl_like.config_key import key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
+from workers.config.environment import PLAYS, EnvironmentConfig, plays
 from workers.config.model import (
     SAVE_CONTENTS,
     STRATEGIES,
@@ -77,6 +78,8 @@ class WorkersConfig(ScoringSections):
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """Distillation: a teacher's log-probs as token rewards."""
+    environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
+    """What answers the policy, where samples have several turns."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any
@@ -115,13 +118,20 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
 
 
 def rewards_of(config: ScoringSections) -> list[RewardConfig]:
-    """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for."""
+    """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for.
+
+    Those of an environment are added.
+    """
+    environment: EnvironmentConfig | None = getattr(config, "environment", None)
+    gives = environment is not None and bool(environment.path)
+    own = [RewardConfig(name="environment", kind="environment", on_failure="skip")] if gives else []
     if config.rewards or has_no_reward(config):
-        return list(config.rewards)
+        return [*config.rewards, *own]
 
     custom, model = config.custom_reward_function, config.reward_model
-    found = []
-    if custom.path or not model.enable or model.rule_weight != 0:
+    found = own
+    by_source = not own and (not model.enable or model.rule_weight != 0)
+    if custom.path or by_source:
         rule = RewardConfig(
             name="rule",
             weight=model.rule_weight if model.enable else 1.0,

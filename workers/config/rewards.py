@@ -101,7 +101,7 @@ class RewardModelConfig:
 
 
 REWARD_KINDS = ("function", "model", "remote")
-"""What a reward may be."""
+"""What a reward may be; an environment's is added where there is one."""
 ON_FAILURE = ("default", "skip", "fail")
 """What may become of a sample whose reward fails."""
 

@@ -26,6 +26,7 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import held_as, read_columns
 from workers.config import OverlongBufferConfig, RewardConfig, ScoringSections, rewards_of
+from workers.rewards.environment import EnvironmentScores
 from workers.rewards.failures import Failures, SaidOnce
 from workers.rewards.functions import check_rules
 from workers.rewards.manager import FAILURES, RewardManager, Scored
@@ -68,16 +69,20 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     """
     parts: list[Part] = []
     overlong = run.reward_model.overlong_buffer
-    rewards = Rewards(parts, overlong if overlong.enable else None, run.reward.max_failed)
+    rewards = Rewards(parts, overlong if overlong.enable else None)
     sandbox = Sandbox(**{**vars(run.reward.sandbox), "env": tuple(run.reward.sandbox.env)})
     try:
         for number, config in enumerate(rewards_of(run)):
-            manager = None
-            if config.kind != "model":
+            manager: RewardManager | EnvironmentScores | None = None
+            if config.kind == "environment":
+                manager = EnvironmentScores()
+            elif config.kind != "model":
                 section = f"rewards[{number}]" if run.rewards else None
                 scorer = _scorer(config, section, rows, sandbox)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
-            parts.append(Part(config, manager))
+            is_environment = config.kind == "environment"
+            rules: Any = run.environment if is_environment else run.reward
+            parts.append(Part(config, manager, rules.max_failed))
     except BaseException:
         rewards.close()
         raise
@@ -112,7 +117,9 @@ class Part:
     """One reward; a model has no manager, its role scores."""
 
     config: RewardConfig
-    manager: RewardManager | None
+    manager: RewardManager | EnvironmentScores | None
+    max_failed: float = 1.0
+    """Share of a batch above which its failures end the run."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +141,9 @@ class Rewards:
         self,
         parts: list[Part],
         overlong: OverlongBufferConfig | None = None,
-        max_failed: float = 1.0,
     ):
-        """`overlong` punishes long responses, whatever they score.
-
-        A reward that fails for more than `max_failed` of a batch ends the run.
-        """
-        self.parts, self.overlong, self.max_failed = parts, overlong, max_failed
+        """`overlong` punishes long responses, whatever they score."""
+        self.parts, self.overlong = parts, overlong
         self.said = SaidOnce()
 
     @property
@@ -262,7 +265,7 @@ class WeightedScores:
             columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
             found = PartScores(*columns.values())
             failures = result.meta_info[FAILURES]
-            _refuse(part.config, found.failed, failures, self._rewards.max_failed)
+            _refuse(part, found.failed, failures)
             cost = f"get the score {part.config.default_score:g}"
             if part.config.on_failure == "skip":
                 cost = "are left out of the update"
@@ -285,13 +288,14 @@ def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in found.items()}
 
 
-def _refuse(config: RewardConfig, failed: Tensor, failures: Failures, most: float) -> None:
+def _refuse(part: Part, failed: Tensor, failures: Failures) -> None:
     """End the run if failures are too many, with the first of each kind."""
-    count = int(failed.sum())
+    config, most, count = part.config, part.max_failed, int(failed.sum())
     if config.on_failure == "fail" and count:
         rule = "its on_failure is fail. Mend it, or take on_failure=default or skip."
     elif count > most * len(failed):
-        rule = f"reward.max_failed={most:g} allows fewer. Mend it, or raise that (1: no limit)."
+        section = "environment" if config.kind == "environment" else "reward"
+        rule = f"{section}.max_failed={most:g} allows fewer. Mend it, or raise that (1: no limit)."
     else:
         return
     said = "".join(f"\n  {failure}" for failure in failures.values())

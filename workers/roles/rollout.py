@@ -26,11 +26,13 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
+from workers.agents.players import Players, trajectory_columns, with_prompts
 from workers.columns import NAMED, batch_columns, require
+from workers.config import plays
 from workers.models.folder import generation_eos
 from workers.rollout.base import SamplingParams
 from workers.rollout.batches import REQUEST, oldest_versions, sample_columns, samples_of
-from workers.rollout.build import build_engine, check_engine, ranks_per_engine
+from workers.rollout.build import build_engine, check_engine, ranks_per_engine, tokenizer_of
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
@@ -69,8 +71,14 @@ class RolloutWorker(WeightReceiver, Worker):
         )
         self._whole_config = config
         self.copy = HostCopy() if self.config.sync == "changed" else None
+        self.players = self._players(config)
         self._submitted: dict[int, tuple[DataProto, int]] = {}
         """By the engine's number of a sample: the batch that it came in, and its row there."""
+
+    def _players(self, config: WorkersConfig) -> Players | None:
+        if not plays(config):
+            return None
+        return Players(config.environment, tokenizer_of(self.policy.model.path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -89,7 +97,18 @@ class RolloutWorker(WeightReceiver, Worker):
         `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
         sampling = self.sampling_of(data)
+        if self.players is not None:
+            return self._play(data, self.players, sampling)
         return self._batch_of(data, self.engine.generate(self.requests_of(data), sampling))
+
+    def _play(self, data: DataProto, players: Players, sampling: SamplingParams) -> DataProto:
+        """A trajectory for every row."""
+        keys = [sample.key for sample in self.requests_of(data)]
+        data.meta_info.setdefault("seed", self.seed)
+        played = players.play(data, self.engine, sampling, keys)
+        asked = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
+        batch = self._batch_of(asked, [one.sample for one in played])
+        return batch.union(trajectory_columns(batch, played))
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:

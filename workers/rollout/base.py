@@ -84,8 +84,14 @@ class EngineLimits:
 class Budget:
     """How far one `take` goes: drawn tokens of any one sample, and seconds; None is no bound."""
 
-    def __init__(self, max_tokens: int | None = None, seconds: float | None = None) -> None:
-        self.max_tokens = max_tokens
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        seconds: float | None = None,
+        until_one: bool = False,
+    ) -> None:
+        """With `until_one` no further than the step in which a sample is finished."""
+        self.max_tokens, self.until_one = max_tokens, until_one
         self._until = None if seconds is None else time.monotonic() + seconds
 
     @property
@@ -160,9 +166,12 @@ class RolloutEngine(ABC):
         return list(added)
 
     def take(
-        self, max_tokens: int | None = None, seconds: float | None = None
+        self,
+        max_tokens: int | None = None,
+        seconds: float | None = None,
+        until_one: bool = False,
     ) -> dict[int, Sample]:
-        """Step until all samples are finished; the finished ones, by number.
+        """Step until all samples are finished, or with `until_one` one; the finished, by number.
 
         With `max_tokens` until one has drawn so many more; with `seconds` no longer than that,
         though a step at least.
@@ -178,7 +187,7 @@ class RolloutEngine(ABC):
                 "sync_weights(actor_group, rollout_group, version), then generate them again."
             )
         try:
-            finished = self._advance(Budget(max_tokens, seconds))
+            finished = self._advance(Budget(max_tokens, seconds, until_one))
             for sample in finished.values():
                 self._refuse_broken(sample)
         except BaseException:
@@ -342,7 +351,7 @@ class RolloutEngine(ABC):
                 self._check_response(sample, sampling)
 
     def _refuse_broken(self, sample: Sample) -> None:
-        broken = (~sample.log_probs.isfinite()).nonzero()
+        broken = (~sample.log_probs.isfinite() & (sample.versions >= 0)).nonzero()
         if len(broken):
             raise RolloutError(
                 f"rollout: the model's logits are not finite for {sample.name} at response "
@@ -372,10 +381,11 @@ class RolloutEngine(ABC):
                 f"rollout: {sample.name} was begun without truncated_log_probs; go on without."
             )
         num_made = len(sample.tokens)
-        if num_made >= sampling.max_tokens or sample.finish_reason != "abort":
+        longest = sample.longest(sampling.max_tokens)
+        if num_made >= longest or sample.finish_reason != "abort":
             raise RolloutError(
                 f"rollout: {sample.name} was begun with {num_made} tokens and may have "
-                f"{sampling.max_tokens}: there is nothing to go on with. Only responses of finish "
+                f"{longest}: there is nothing to go on with. Only responses of finish "
                 'reason "abort" are unfinished.'
             )
         self._check_ids("partial response", sample.tokens.tolist(), sample.name)

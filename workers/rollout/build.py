@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +90,10 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         keep_kv=rollout.keep_kv,
         read_back_every=1 if worker.device.type == "cpu" else rollout.read_back_every,
     )
-    decode = _decoder(policy.model.path) if rollout.sampling_kwargs.get("stop_strings") else None
+    decode = None
+    if rollout.sampling_kwargs.get("stop_strings"):
+        tokenizer = tokenizer_of(policy.model.path)
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     if rollout.name == "vllm":
         devices = _devices_of(worker, ranks)
@@ -132,14 +136,12 @@ def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
     return None if is_other else actor.engine.module
 
 
-def _decoder(path: str) -> Callable[[list[int]], str]:
+def tokenizer_of(path: str) -> Any:
+    """The tokenizer of a model's folder."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _vllm_engine(

@@ -70,7 +70,7 @@ class HFEngine(ModuleEngine):
                 decoding.run(budget.max_tokens)
                 if decoding.finish_reason != "abort":
                     finished[number] = self._decodings.pop(number).so_far()
-                if budget.is_over:
+                if budget.is_over or (budget.until_one and finished):
                     break
         finally:
             self.module.train(was_training)
@@ -106,7 +106,8 @@ class _Decoding:
         self.log_probs = sample.stacked_log_probs(sampling.num_log_probs).tolist()
         self.versions: list[int] = sample.versions.tolist()
         self.finish_reason = "abort"
-        self.longest = sampling.max_tokens
+        self.most = sample.longest(sampling.max_tokens)
+        self.longest = self.most
         """Tokens that the response may have at the end of this run."""
         self.version: int | None = None
         self.cache: Any = None
@@ -117,7 +118,7 @@ class _Decoding:
         """Until it is finished, or has drawn so many more tokens."""
         from transformers import GenerationConfig
 
-        self.finish_reason, self.longest = "", self.sampling.max_tokens
+        self.finish_reason, self.longest = "", self.most
         if max_tokens is not None:
             self.longest = min(self.longest, len(self.tokens) + max_tokens)
         if self.cache is None or (
@@ -134,7 +135,7 @@ class _Decoding:
             row,
             attention_mask=torch.ones_like(row),
             generation_config=GenerationConfig(
-                max_new_tokens=self.sampling.max_tokens - self.position,
+                max_new_tokens=self.most - self.position,
                 do_sample=False,
                 pad_token_id=0,
                 use_cache=self.engine.uses_cache,
@@ -183,6 +184,6 @@ class _Decoding:
         is_stop = self.tokens[-1] in self.sampling.stop_token_ids
         if is_stop or self.engine.ends_with_stop_string(self.tokens, self.sampling):
             return "stop"
-        if len(self.tokens) == self.sampling.max_tokens:
+        if len(self.tokens) == self.most:
             return "length"
         return "abort" if len(self.tokens) == self.longest else ""

@@ -45,6 +45,8 @@ class Sample:
     versions: Tensor = field(default_factory=_no_versions)
     finish_reason: str = ""
     truncated_log_probs: Tensor | None = None
+    end_at: int | None = None
+    """Tokens of the response, observed ones too, at which it ends for now; None: the sampling's."""
 
     def with_response(
         self, tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str
@@ -59,6 +61,10 @@ class Sample:
             finish_reason=finish_reason,
             truncated_log_probs=truncated[0] if truncated else None,
         )
+
+    def longest(self, max_tokens: int) -> int:
+        """Tokens that the response may have, of those that the sampling allows."""
+        return max_tokens if self.end_at is None else min(self.end_at, max_tokens)
 
     def stacked_log_probs(self, num_kinds: int) -> Tensor:
         """[tokens, kinds]: the policy's, then the truncated ones."""

@@ -42,6 +42,8 @@ def two_batches(seed: int) -> tuple[DataProto, DataProto]:
         garbage = torch.randn(ROWS, 2 * WIDTH, generator=generator, dtype=torch.float64)
         if name in ZERO_OUTSIDE:
             column, garbage = column * drawn, torch.zeros_like(garbage)
+        if name == "rollout_log_probs":  # nobody drew what was observed
+            garbage = torch.full_like(garbage, torch.nan)
         compact[name] = column
         spread[name] = garbage.masked_scatter_(wide, column[drawn])
     return _batch(compact, drawn), _batch(spread, wide.flip(-1).cumsum(-1).flip(-1) > 0)

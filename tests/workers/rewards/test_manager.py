@@ -102,7 +102,7 @@ def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
         rows = SimpleNamespace(data_sources={*sources}, columns=[], has_truth=True)
         made.append(make_rewards(config, tokenizer, rows))
         (part,) = made[-1].parts
-        assert part.manager is not None
+        assert isinstance(part.manager, RewardManager)
         return part.manager
 
     yield make

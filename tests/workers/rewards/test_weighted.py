@@ -78,9 +78,11 @@ def scores_of(*parts: Part, normalize: bool = True, overlong: Any = None) -> Any
     return Rewards(list(parts), overlong).launch(batch(), call_model, normalize).get()
 
 
-def part(name: str, sums: list[float], extras: Any = None, **settings: Any) -> Part:
+def part(
+    name: str, sums: list[float], extras: Any = None, max_failed: float = 1.0, **settings: Any
+) -> Part:
     told: Any = Told(sums, **(extras or {}))
-    return Part(RewardConfig(name=name, **settings), told)
+    return Part(RewardConfig(name=name, **settings), told, max_failed)
 
 
 class Slow:
@@ -195,8 +197,9 @@ def test_scores_that_are_waited_for_are_called_by_their_rewards_in_messages() ->
 @pytest.mark.parametrize("on_failure", ["default", "skip"])
 def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> None:
     nan = float("nan")
-    half = Rewards([part("judge", [nan, nan, 1.0, 1.0], on_failure=on_failure)], None, 0.5)
-    more = Rewards([part("judge", [nan, nan, nan, 1.0], on_failure=on_failure)], None, 0.5)
+    rules: dict[str, Any] = {"on_failure": on_failure, "max_failed": 0.5}
+    half = Rewards([part("judge", [nan, nan, 1.0, 1.0], **rules)])
+    more = Rewards([part("judge", [nan, nan, nan, 1.0], **rules)])
     half.launch(batch(), lambda _: None).get()
     with pytest.raises(RewardError, match=r"for 3 of 4 .*max_failed=0.5.*\n  0 and 2 more: no$"):
         more.launch(batch(), lambda _: None).get()

@@ -42,7 +42,7 @@ PREFILL_PROMPTS = 64
 
 TABLES = (
     *("numbers", "samples", "keys", "tokens", "log_probs", "versions"),
-    *("prompt_lengths", "lengths", "forced", "num_drawn"),
+    *("prompt_lengths", "lengths", "forced", "longest_of", "num_drawn"),
 )
 """Arrays of a scheduler with a row for each slot of the cache."""
 
@@ -96,9 +96,8 @@ class Scheduler:
         self.tokens = np.zeros((0, width), dtype=np.int64)
         self.log_probs = np.zeros((0, width, sampling.num_log_probs), dtype=np.float32)
         self.versions = np.zeros((0, width), dtype=np.int32)
-        self.numbers, self.prompt_lengths, self.lengths, self.forced, self.num_drawn = (
-            np.zeros(0, dtype=np.int64) for _ in range(5)
-        )
+        self.numbers, self.prompt_lengths, self.lengths = (np.zeros(0, np.int64) for _ in range(3))
+        self.forced, self.longest_of, self.num_drawn = (np.zeros(0, np.int64) for _ in range(3))
         """Of every slot; `num_drawn` counts what the present `run` drew."""
 
         self.waiting: deque[_Waiting] = deque()
@@ -154,7 +153,7 @@ class Scheduler:
                 return
             else:
                 self._decode()
-            if budget.is_over:
+            if budget.is_over or (budget.until_one and self._finished):
                 return
 
     def _has_drawn(self, max_tokens: int | None) -> bool:
@@ -248,6 +247,7 @@ class Scheduler:
         self.numbers[slot], self.samples[slot], self.keys[slot] = one.number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), one.read_at_once
         self.forced[slot], self.num_drawn[slot] = made, 0
+        self.longest_of[slot] = sample.longest(self.sampling.max_tokens)
         self.tokens[slot, :made] = sample.tokens
         self.log_probs[slot, :made] = sample.stacked_log_probs(self.sampling.num_log_probs)
         self.versions[slot, :made] = sample.versions
@@ -290,12 +290,13 @@ class Scheduler:
         self.lengths[slots] = steps + 1
         self.num_drawn[slots] += new
 
-        stopped = self.is_stop[tokens]
+        stopped = self.is_stop[tokens] & new
         if self.sampling.stop_strings:
             pairs = zip(slots.tolist(), steps.tolist(), strict=True)
             texts = [self.tokens[slot, : step + 1].tolist() for slot, step in pairs]
-            stopped |= [self.engine.ends_with_stop_string(text, self.sampling) for text in texts]
-        is_finished = stopped | (steps + 1 == self.sampling.max_tokens)
+            ends = [self.engine.ends_with_stop_string(text, self.sampling) for text in texts]
+            stopped |= np.asarray(ends) & new
+        is_finished = stopped | (steps + 1 == self.longest_of[slots])
         if is_finished.any():
             reasons = np.where(stopped, "stop", "length")[is_finished]
             self._finished |= self._take_out(slots[is_finished], reasons.tolist())
@@ -324,7 +325,8 @@ class Scheduler:
     def _sample(self, slot: int, finish_reason: str) -> Sample:
         """The sample of a slot, with what it has so far."""
         length = max(int(self.lengths[slot]), int(self.forced[slot]))
-        self.all_finite &= bool(np.isfinite(self.log_probs[slot, :length]).all())
+        drawn = self.versions[slot, :length] >= 0  # what was observed has no log-prob
+        self.all_finite &= bool(np.isfinite(self.log_probs[slot, :length][drawn]).all())
         made = (table[slot, :length] for table in (self.tokens, self.log_probs, self.versions))
         sample: Sample = self.samples[slot]
         with torch.inference_mode(False):  # autograd refuses tensors that are made within it

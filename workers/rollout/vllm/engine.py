@@ -151,7 +151,7 @@ class VllmEngine(RolloutEngine):
             self._requests[number] = _Request(sample, row)
             made = sample.tokens.tolist()
             params = {
-                "max_tokens": sampling.max_tokens - len(made),
+                "max_tokens": sample.longest(sampling.max_tokens) - len(made),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
                 "detokenize": False,
@@ -187,6 +187,8 @@ class VllmEngine(RolloutEngine):
                 num_drawn = max(num_drawn, len(request.tokens) - start[number])
             if budget.is_over or num_drawn >= (budget.max_tokens or math.inf):
                 break
+            if budget.until_one and finished:
+                break
         if self._sampling is not None and self._sampling.stop_strings:
             self._stop(finished)  # vLLM knows nothing of these
         return self._take_out(finished)
@@ -201,7 +203,7 @@ class VllmEngine(RolloutEngine):
             is_stop = token in sampling.stop_token_ids
             if is_stop or self.ends_with_stop_string(response, sampling):
                 request.finish_reason = "stop"
-            elif len(response) == sampling.max_tokens:
+            elif len(response) == request.sample.longest(sampling.max_tokens):
                 request.finish_reason = "length"
             if request.finish_reason != "abort":
                 return

@@ -1,0 +1,240 @@
+"""Trajectories of several turns beside one engine: ids, masks, rewards, failures, independence."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout_engines import load
+from trainer.cli.make_tiny import make_model, make_tokenizer
+from verl_like.errors import ConfigError, RolloutError
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import EnvironmentSpec, seeds_of
+from workers.agents.host import EnvironmentHost
+from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.config import EnvironmentConfig
+from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.native.engine import NativeEngine
+from workers.rollout.sampling import noise_key
+
+HERE = "tests.workers.agents.games"
+WIDTH = 60
+Play = Callable[..., list[Trajectory]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    return make_model(tokenizer)
+
+
+def fresh_engine(model: Any) -> NativeEngine:
+    import copy
+
+    limits = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gb=0.5)
+    engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
+    load(engine, model, 3)
+    return engine
+
+
+@pytest.fixture
+def play(tokenizer: Any, model: Any) -> Iterator[Play]:
+    """Plays trajectories of an environment of `games`."""
+    hosts: list[EnvironmentHost] = []
+
+    def played(
+        name: str,
+        num: int = 4,
+        tools: list[str] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        num_open: int = 64,
+        **settings: Any,
+    ) -> list[Trajectory]:
+        config = EnvironmentConfig(
+            **{"max_tokens_per_turn": 6, "step_s": 5.0, "retries": 0, **settings}
+        )
+        spec = EnvironmentSpec(f"{HERE}:{name}" if name else "", kwargs or {}, tools or [])
+        host = EnvironmentHost(spec, config.step_s)
+        hosts.append(host)
+        stops = (tokenizer.eos_token_id,)
+        loop = TurnLoop(
+            fresh_engine(model), host, TurnRenderer(tokenizer, [], stops), config, tokenizer.decode
+        )
+        starts = []
+        for number in range(num):
+            seeds = seeds_of(0, "uid", number, 0, "train")
+            row = {"number": number}
+            starts.append(Start("a", row, seeds, noise_key(0, "uid", number), f"sample {number}"))
+        return loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), num_open)
+
+    yield played
+    for host in hosts:
+        host.close()
+
+
+def drawn_of(one: Trajectory) -> torch.Tensor:
+    return one.sample.versions >= 0
+
+
+def test_a_row_is_what_was_drawn_and_what_was_observed(play: Play, tokenizer: Any) -> None:
+    for one in play("Count"):
+        assert one.ended == "terminated"
+        assert one.num_turns == 3
+        assert len(one.turns) == len(one.sample.tokens)
+        assert one.turns == sorted(one.turns)
+        assert one.sample.log_probs[~drawn_of(one)].isnan().all()
+        observed = tokenizer.decode(one.sample.tokens[~drawn_of(one)])
+        assert observed == "<user>1<assistant><user>2<assistant>"
+        assert tokenizer.decode(one.sample.prompt) == "<bos><user>a\ngo<assistant>"
+
+
+def test_a_reward_stands_at_the_last_drawn_token_of_its_turn(play: Play) -> None:
+    for one in play("Count"):
+        assert [reward for _, reward in one.rewards] == [0.5, 0.5, 3.0]
+        for turn, (place, _) in enumerate(one.rewards):
+            assert drawn_of(one)[place]
+            assert one.turns[place] == turn
+            rest = drawn_of(one)[place + 1 :] & (torch.tensor(one.turns[place + 1 :]) == turn)
+            assert not rest.any()
+
+
+def test_log_probs_are_those_of_one_pass_over_the_row(play: Play, model: Any) -> None:
+    for one in play("Count"):
+        ids = torch.tensor([[*one.sample.prompt, *one.sample.tokens.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(one.sample.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, one.sample.tokens[:, None])[:, 0]
+        drawn = drawn_of(one)
+        torch.testing.assert_close(one.sample.log_probs[drawn], expected[drawn], atol=1e-5, rtol=0)
+
+
+def same_bits(left: list[Trajectory], right: list[Trajectory]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
+        assert torch.equal(one.sample.log_probs.nan_to_num(7), other.sample.log_probs.nan_to_num(7))
+        assert one.rewards == other.rewards
+        assert one.turns == other.turns
+
+
+def test_bits_do_not_depend_on_who_waits_for_whom(play: Play) -> None:
+    expected = play("Count", num=12)
+    same_bits(play("Jitter", num=12), expected)
+    same_bits(play("Count", num=12, num_open=1), expected)
+
+
+def test_a_slow_environment_holds_nobody_up(play: Play) -> None:
+    found = play("Count", num=8, kwargs={"turns": 2, "sleep": 2.0, "slow_row": 0})
+    slow, *others = found
+    assert slow.environment_s > 2.0
+    assert max(one.environment_s + one.engine_s for one in others) < 2.0
+
+
+def test_chance_is_a_trajectorys_own_and_the_prompts(play: Play) -> None:
+    together, again = play("Dice", num=6), play("Dice", num=6, num_open=1)
+    assert [one.rewards for one in together] == [one.rewards for one in again]
+    assert len({one.rewards[0][1] for one in together}) == 6
+    assert len({tuple(one.sample.prompt) for one in together}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "ended", "num_turns"),
+    [
+        ({"kwargs": {"turns": 99}, "max_turns": 2}, "max_turns", 2),
+        ({"kwargs": {"turns": 99}, "max_turns": 99}, "length", None),
+        ({"max_tokens_per_turn": None, "kwargs": {"turns": 99}, "max_turns": 99}, "length", None),
+    ],
+)
+def test_a_trajectory_that_is_cut_says_so(
+    play: Play, settings: dict[str, Any], ended: str, num_turns: int | None
+) -> None:
+    for one in play("Count", **settings):
+        assert one.ended == ended
+        assert not one.problem
+        assert num_turns in (None, one.num_turns)
+        assert drawn_of(one)[-1]
+        assert len(one.sample.tokens) <= WIDTH
+
+
+def test_a_failed_environment_is_played_again_with_the_same_noise(
+    play: Play, tmp_path: Path
+) -> None:
+    (expected,) = play("Count", num=1)
+    kwargs: dict[str, Any] = {"file": str(tmp_path / "count"), "fails": 2}
+    (found,) = play("Sometimes", num=1, kwargs=kwargs, retries=2)
+    assert found.attempts == 3
+    same_bits([found], [expected])
+
+    kwargs["file"] += "2"
+    (given_up,) = play("Sometimes", num=1, kwargs=kwargs, retries=1)
+    assert (given_up.ended, given_up.attempts) == ("environment", 2)
+    assert "RuntimeError: out of order" in given_up.problem
+    assert re.search(r"\n    at .*games\.py, line \d+$", given_up.problem)
+
+
+def test_one_that_never_answers_delays_by_its_deadline_alone(play: Play) -> None:
+    began = time.monotonic()
+    hung, *others = play("Hangs", num=4, step_s=1.0)
+    assert time.monotonic() - began < 10
+    assert (hung.ended, hung.problem) == ("deadline", "no answer within environment.step_s=1 s")
+    assert {one.ended for one in others} == {"terminated"}
+
+
+def test_one_whose_process_ends_fails_alone(play: Play) -> None:
+    (one,) = play("Dies", num=1)
+    assert (one.ended, one.problem) == ("environment", "its process has ended")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("reset", "reset returned int 7, not a text or None"),
+        ("number", "step returned int 3, not a Turn or an End"),
+        ("nan", "the reward is nan"),
+        ("text", "a Turn whose text is int 5"),
+    ],
+)
+def test_what_is_no_answer_is_a_failure_by_name(play: Play, answer: str, words: str) -> None:
+    (one,) = play("Strange", num=1, kwargs={"answer": answer})
+    assert words in one.problem
+
+
+def test_an_observation_that_leaves_no_room_ends_the_trajectory(play: Play) -> None:
+    (one,) = play("Says", num=1, kwargs={"text": "x" * WIDTH})
+    assert (one.ended, one.num_turns) == ("length", 1)
+    assert drawn_of(one).all()
+
+
+def test_a_first_observation_that_does_not_fit_is_an_error(play: Play, tokenizer: Any) -> None:
+    with pytest.raises(RolloutError, match=r"data\.max_prompt_length is 16\. Raise it"):
+        play("Long", num=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Nowhere", "has no such name"),
+        ("add", "is no class with a method `reset`"),
+        ("NoReset", "is no class with a method `reset`"),
+        ("NarrowStep", "step takes the text that was said"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}"), 1.0)
+
+
+def test_nothing_is_left_of_many_trajectories(play: Play) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    play("Count", num=40, num_open=8, kwargs={"turns": 1})
+    assert len(os.listdir("/proc/self/fd")) <= before + 8

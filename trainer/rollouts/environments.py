@@ -1,0 +1,40 @@
+"""Environments and tools, looked at before a process of the run starts."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from verl_like.errors import ConfigError
+from workers.agents.chat import TurnRenderer
+from workers.agents.host import EnvironmentHost
+from workers.agents.players import spec_of
+from workers.config import plays
+
+
+def check_environment(config: Any, tokenizer: Any) -> None:
+    """Refuse code that is not there or cannot be called, and a template that does not take turns.
+
+    Files are named in full from here on: workers may run in another folder.
+    """
+    if not plays(config):
+        return
+    own = config.environment
+    if getattr(config, "generates_beside_training", False):
+        raise ConfigError(
+            "environment: trajectories of several turns are made between two updates. Leave "
+            "detached makers out: `verl-like ppo` plays them."
+        )
+    if own.path:
+        own.path = _in_full(own.path)
+    own.tools = [_in_full(path) for path in own.tools]
+    with closing(EnvironmentHost(spec_of(own), own.step_s)) as host:
+        TurnRenderer(tokenizer, host.tools, [tokenizer.eos_token_id])
+
+
+def _in_full(path: str) -> str:
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return path
+    return f"{Path(file).expanduser().absolute()}:{name}"

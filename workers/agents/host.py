@@ -1,0 +1,202 @@
+"""Processes of environments: one for each trajectory, forked from one that has loaded their code.
+
+    host = EnvironmentHost(spec)                   # a ConfigError if the code is refused
+    host.open(7, seeds, row)                       # a process; its first answer is `reset`'s
+    host.say(7, "42")                              # the next is `step`'s
+    for number, answer in host.answers(seconds):   # those that have come, or failed
+        ...
+    host.end(7); host.close()
+
+Global state, such as Python's and numpy's random numbers, belongs to one trajectory. All of it runs
+under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, a line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.errors import ConfigError
+from verl_like.process.child import start_child
+from verl_like.process.sandbox import visible_environment
+from workers.agents.environment import EnvironmentSpec
+from workers.agents.process import KILL, OPEN, ORDER
+from workers.rewards.channel import DriverEnd
+
+LATE = "deadline"
+"""The reason of a failure that is a missed deadline."""
+START_S = 60.0
+"""Time in which the code has to be loaded."""
+LONGEST_LINE = 2**22
+"""Bytes of one answer."""
+END_S = 10.0
+"""Time that the supervisor gets to kill what it watches."""
+
+
+@dataclass
+class _Open:
+    socket: socket.socket
+    rest: bytes = b""
+    until: float = 0.0
+    is_asked: bool = False
+
+
+class EnvironmentHost:
+    """The environments of one rollout process, from its side."""
+
+    def __init__(self, spec: EnvironmentSpec, step_s: float) -> None:
+        """Starts the process that loads the code; an answer takes at most `step_s` seconds."""
+        _raise_file_limit()
+        self._step_s = step_s
+        self._open: dict[int, _Open] = {}
+        self._failed: list[tuple[int, dict[str, Any]]] = []
+        self._selector = selectors.DefaultSelector()
+        visible = visible_environment(spec.sandbox.env)
+        supervisor, pipe = start_child("workers.agents.process", inherited=visible)
+        try:
+            pipe.send(spec)
+        finally:
+            self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
+            channel = DriverEnd(pipe)
+        self._end = weakref.finalize(self, _end, supervisor, self._orders, channel)
+        until = time.monotonic() + START_S
+        try:
+            channel.receive(until)  # process and folder of the code, which the supervisor ends
+            problem, self.tools = channel.receive(until)
+        except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
+            problem = f"environment={spec.path} is not loaded: {error or 'its process ended'}."
+        if problem is not None:
+            self._end()
+            raise ConfigError(problem)
+
+    def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
+        """Start a process, and its environment with this row."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._open[number] = _Open(ours)
+        self._selector.register(ours, selectors.EVENT_READ, number)
+        try:
+            socket.send_fds(self._orders, [ORDER.pack(OPEN, number)], [theirs.fileno()])
+        except OSError as error:
+            self._fail(number, f"the environments' process is gone: {error}")
+        finally:
+            theirs.close()
+        self._send(number, {"seeds": seeds, "row": row})
+
+    def say(self, number: int, text: str) -> None:
+        """Tell an environment what the policy said."""
+        self._send(number, {"text": text})
+
+    def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What has come by now, or within `seconds`; {"failed": why} is the last of a number."""
+        now = time.monotonic()
+        waits = [one.until for one in self._open.values() if one.is_asked]
+        if self._failed or not waits:
+            seconds = 0.0
+        else:
+            seconds = max(0.0, min(seconds, min(waits) - now))
+        for key, _ in self._selector.select(seconds):
+            number: int = key.data
+            line = self._line_of(number)
+            if line is not None:
+                yield number, line
+        now = time.monotonic()
+        for number, one in list(self._open.items()):
+            if one.is_asked and now >= one.until:
+                self._fail(number, f"no answer within environment.step_s={self._step_s:g} s", LATE)
+        failed, self._failed = self._failed, []
+        yield from failed
+
+    def end(self, number: int) -> None:
+        """End a trajectory's process."""
+        one = self._open.pop(number, None)
+        if one is None:
+            return
+        self._selector.unregister(one.socket)
+        one.socket.close()
+        with suppress(OSError):
+            self._orders.send(ORDER.pack(KILL, number))
+
+    def close(self) -> None:
+        """End all of them; nothing is left."""
+        for number in list(self._open):
+            self.end(number)
+        self._selector.close()
+        self._end()
+
+    def _send(self, number: int, message: Mapping[str, Any]) -> None:
+        one = self._open.get(number)
+        if one is None:
+            return
+        one.until, one.is_asked = time.monotonic() + self._step_s, True
+        try:
+            one.socket.setblocking(True)
+            one.socket.settimeout(self._step_s)
+            one.socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+            one.socket.setblocking(False)
+        except OSError as error:
+            self._fail(number, f"its process takes nothing: {error}")
+
+    def _line_of(self, number: int) -> dict[str, Any] | None:
+        one = self._open.get(number)
+        if one is None:
+            return None
+        try:
+            chunk = one.socket.recv(65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            chunk = b""
+        one.rest += chunk
+        if not chunk or len(one.rest) > LONGEST_LINE:
+            self._fail(number, "its process has ended" if not chunk else "its answer has no end")
+            return None
+        line, newline, one.rest = one.rest.partition(b"\n")
+        if not newline:
+            one.rest = line
+            return None
+        one.is_asked = False
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            self._fail(number, f"it answered {line!r:.80}")
+            return None
+        if "failed" in found:
+            self._fail(number, str(found["failed"]))
+            return None
+        return found
+
+    def _fail(self, number: int, why: str, reason: str = "environment") -> None:
+        if number in self._open:
+            self.end(number)
+            self._failed.append((number, {"failed": why, "reason": reason}))
+
+
+def _end(supervisor: subprocess.Popen[bytes], orders: socket.socket, channel: DriverEnd) -> None:
+    """Close what the supervisor watches: it kills all of them."""
+    orders.close()
+    channel.close()
+    try:
+        supervisor.wait(END_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def _raise_file_limit() -> None:
+    """A socket for each open trajectory: as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,143 @@
+"""What a rollout worker plays trajectories with, from rows of prompts to rows of trajectories."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_like.batch.columns import object_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import RolloutError
+from verl_like.process.sandbox import Sandbox
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import EnvironmentSpec, seeds_of
+from workers.agents.host import EnvironmentHost
+from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.columns import require
+from workers.rewards.decoding import decode_rows
+from workers.rollout.base import RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:
+    from workers.config import EnvironmentConfig
+
+ROW_COLUMNS = ("raw_prompt", "data_source", "reward_model", "extra_info", "row_columns")
+"""Columns that a trajectory begins with, beside those of any sample."""
+MOST_OPEN = 1024
+"""Environments that one rollout process has at the same time."""
+PROCESSES = 4
+"""Processes that a sandbox of environments may have for each of them."""
+
+
+def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
+    """The environments that the configuration asks for, with processes for `MOST_OPEN` of them."""
+    limits = {**vars(config.sandbox), "env": tuple(config.sandbox.env)}
+    limits["processes"] = max(limits["processes"], PROCESSES * MOST_OPEN)
+    return EnvironmentSpec(config.path, config.kwargs, config.tools, Sandbox(**limits))
+
+
+class Players:
+    """Environments and chat template of one rollout worker."""
+
+    def __init__(self, config: EnvironmentConfig, tokenizer: Any) -> None:
+        """Nothing starts before the first trajectory."""
+        self._config, self._tokenizer = config, tokenizer
+
+    @cached_property
+    def _host(self) -> EnvironmentHost:
+        return EnvironmentHost(spec_of(self._config), self._config.step_s)
+
+    def play(
+        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, keys: list[int]
+    ) -> list[Trajectory]:
+        """A trajectory for every real row; `keys` are those of their noise."""
+        require(data, "raw_prompt", "sample_index", "uid")
+        tools = self._host.tools
+        chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
+        loop = TurnLoop(engine, self._host, chat, self._config, self._decode(bool(tools)))
+        return loop.play(_starts(data, keys), sampling, MOST_OPEN)
+
+    def _decode(self, has_tools: bool) -> Any:
+        """Ids to text; calls of tools may stand between special tokens."""
+        if has_tools:
+            return lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False)
+        return lambda ids: decode_rows(self._tokenizer, [ids])[0]
+
+
+def _starts(data: DataProto, keys: list[int]) -> list[Start]:
+    columns, meta = data.non_tensor_batch, data.meta_info
+    indices = data.padded("sample_index").tolist()
+    stream = "validate" if meta.get("validate") else "train"
+    seed, attempt = meta.get("seed", 0), meta.get("attempt", 0)
+    starts = []
+    for number in range(data.num_real_rows):
+        uid = str(columns["uid"][number])
+        own = columns["row_columns"][number] if "row_columns" in columns else {}
+        rule = columns["reward_model"][number] if "reward_model" in columns else {}
+        row = {
+            **own,
+            "prompt": columns["raw_prompt"][number],
+            "ground_truth": rule.get("ground_truth"),
+            "data_source": str(columns["data_source"][number]),
+            "extra_info": columns["extra_info"][number],
+        }
+        seeds = seeds_of(seed, uid, indices[number], attempt, stream)
+        name = f"uid {uid} sample {indices[number]}"
+        starts.append(Start(row["prompt"], row, seeds, keys[number], name))
+    return starts
+
+
+def with_prompts(data: DataProto, played: list[Trajectory], pad: int) -> DataProto:
+    """The rows with the prompts that the trajectories began with."""
+    width = data.column("input_ids").shape[1]
+    rows = [torch.tensor(one.sample.prompt, dtype=torch.long) for one in played]
+    rows += [torch.tensor([pad])] * (len(data) - len(rows))
+    ids = Ragged.of_rows(rows, width, at_end=True, fill=pad)
+    places = torch.cat([torch.arange(len(row)) for row in rows])
+    asked = data.select()
+    return asked.set_columns(
+        {
+            "input_ids": ids,
+            "attention_mask": ids.with_values(torch.ones_like(ids.values)),
+            "position_ids": ids.with_values(places),
+        }
+    )
+
+
+def trajectory_columns(batch: DataProto, played: list[Trajectory]) -> DataProto:
+    """What rows of trajectories have beside those of samples."""
+    responses = batch.column("response_mask")
+    if not isinstance(responses, Ragged):
+        raise RolloutError("rollout: trajectories are ragged rows.")
+    num_pads = len(batch) - len(played)
+    turns, rewards = [], []
+    for one in played:
+        turns.append(torch.tensor(one.turns, dtype=torch.long))
+        of_tokens = torch.zeros(len(one.turns))
+        for place, reward in one.rewards:
+            if place >= 0:
+                of_tokens[place] += reward
+        rewards.append(of_tokens)
+    empty = torch.zeros(0)
+    tensors = {
+        "turn": responses.with_values(torch.cat([*turns, empty.long()])),
+        "environment_rewards": responses.with_values(torch.cat([*rewards, empty])),
+    }
+    facts = [
+        {
+            "ended": one.ended,
+            "problem": one.problem,
+            "num_turns": one.num_turns,
+            "num_calls": one.num_calls,
+            "num_call_errors": one.num_call_errors,
+            "attempts": one.attempts,
+            "engine_s": one.engine_s,
+            "environment_s": one.environment_s,
+        }
+        for one in played
+    ]
+    ended = [one.ended for one in played] + ["pad"] * num_pads
+    objects = {"ended": object_rows(ended), "episode": object_rows([*facts, *[{}] * num_pads])}
+    return DataProto.from_dict(tensors, objects)

@@ -1,0 +1,198 @@
+"""Tools: a typed function's schema, and the calls that stand in what a policy says.
+
+    def add(a: int, b: int) -> int:
+        "The sum of two numbers."
+        return a + b
+
+A call is what chat models write: a JSON object with `name` and `arguments` (or `parameters`), alone
+or between <tool_call> and </tool_call>. What is wrong with one is answered as text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_origin
+
+from verl_like.errors import ConfigError, nearest
+
+BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+LONGEST_ANSWER = 100_000
+"""Characters of a tool's answer."""
+TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
+ACCEPTS = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "object": dict}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in what was said: its name and arguments, or what is wrong with it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a policy may call."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments."""
+    function: Callable[..., Any]
+    is_method: bool = False
+
+    @staticmethod
+    def of(function: Any, key: str) -> Tool:
+        """The tool that a typed function with a docstring is; `key` names it in a refusal."""
+        where = key or f"environment: {getattr(function, '__name__', function)}"
+        if not callable(function) or isinstance(function, type):
+            raise ConfigError(f"{where} is no function.")
+        description = inspect.getdoc(function)
+        if not description:
+            raise ConfigError(f"{where} has no docstring, which tells the policy what it does.")
+        hints = typing.get_type_hints(function)
+        properties, required = {}, []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if not key and name == "self":
+                continue
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError(f"{where}: *{name} is no argument that a policy can give.")
+            if name not in hints:
+                raise ConfigError(f"{where}: the argument {name!r} has no type.")
+            properties[name] = _schema(hints[name], f"{where}: {name}")
+            if parameter.default is parameter.empty:
+                required.append(name)
+        schema = {"type": "object", "properties": properties, "required": required}
+        return Tool(function.__name__, description, schema, function, is_method=not key)
+
+    def bound_to(self, environment: Any) -> Tool:
+        """The tool as a method of this object, if it is one."""
+        if not self.is_method:
+            return self
+        return replace(self, function=functools.partial(self.function, environment))
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        about = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**about, "parameters": dict(self.parameters)}}
+
+    def problem_with(self, arguments: Mapping[str, Any]) -> str:
+        """What keeps it from being called with these; "" if nothing does."""
+        properties = self.parameters["properties"]
+        takes = ", ".join(f"{name}: {_words(one)}" for name, one in properties.items()) or "nothing"
+        for name in arguments:
+            if name not in properties:
+                return f"{self.name} has no argument {name!r}; it takes {takes}"
+        for name in self.parameters["required"]:
+            if name not in arguments:
+                return f"{self.name} needs the argument {name!r}; it takes {takes}"
+        for name, value in arguments.items():
+            if not _fits(value, properties[name]):
+                return f"{self.name}: {name}={value!r:.80} is no {_words(properties[name])}"
+        return ""
+
+
+def _schema(kind: Any, where: str) -> dict[str, Any]:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind in TYPES:
+        return {"type": TYPES[kind]}
+    if origin in (list, tuple) or kind is list:
+        return {"type": "array", "items": _schema(inner[0], where) if inner else {}}
+    if origin is dict:
+        return {"type": "object"}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema(one, where) for one in inner]}
+    if kind is type(None):
+        return {"type": "null"}
+    if kind is Any:
+        return {}
+    raise ConfigError(
+        f"{where} has the type {kind}, which JSON has not: {', '.join(TYPES.values())}, array."
+    )
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return f"one of {schema['enum']}"
+    if "anyOf" in schema:
+        return " or ".join(map(_words, schema["anyOf"]))
+    return str(schema.get("type", "value"))
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "anyOf" in schema:
+        return any(_fits(value, one) for one in schema["anyOf"])
+    kind = schema.get("type")
+    if kind == "array":
+        return isinstance(value, list) and all(_fits(one, schema["items"]) for one in value)
+    if kind == "null":
+        return value is None
+    if kind is None:
+        return True
+    return isinstance(value, ACCEPTS[kind]) and (kind == "boolean") == isinstance(value, bool)
+
+
+def calls_in(text: str) -> list[Call]:
+    """The calls in what was said, in their order."""
+    blocks = BLOCK.findall(text)
+    if blocks:
+        return [_read(block) for block in blocks]
+    bare = text.strip().removeprefix("<|python_tag|>").strip()
+    if not bare.startswith("{"):
+        return []
+    call = _read(bare)
+    return [call] if call.name else []
+
+
+def _read(text: str) -> Call:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Call("", {}, f"the call is no JSON: {error}")
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return Call("", {}, 'a call is {"name": ..., "arguments": {...}}')
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return Call(found["name"], {}, f"its arguments are no JSON: {error}")
+    if not isinstance(arguments, dict):
+        return Call(found["name"], {}, f"its arguments are {arguments!r:.80}, not an object")
+    return Call(found["name"], arguments)
+
+
+def answer_call(
+    call: Call, tools: Mapping[str, Tool], wait: Callable[[Any], Any]
+) -> tuple[str, bool]:
+    """What is told of a call, and whether that is an error."""
+    if call.problem:
+        return f"error: {call.problem}", True
+    tool = tools.get(call.name)
+    if tool is None:
+        there = ", ".join(tools)
+        return (
+            f"error: there is no tool {call.name!r}, only {there}.{nearest(call.name, tools)}",
+            True,
+        )
+    if problem := tool.problem_with(call.arguments):
+        return f"error: {problem}", True
+    try:
+        answer = wait(tool.function(**call.arguments))
+        said = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+    except Exception as error:  # noqa: BLE001 - a user's tool may raise anything
+        return f"error: {type(error).__name__}: {error}"[:LONGEST_ANSWER], True
+    return said[:LONGEST_ANSWER], False

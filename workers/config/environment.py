@@ -1,0 +1,51 @@
+"""Environments that a policy acts in, and tools that it may call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import When, key, unless
+from workers.config.rewards import SandboxConfig
+
+
+def plays(run: Any) -> bool:
+    """Whether samples are trajectories of several turns."""
+    environment = getattr(run, "environment", None)
+    return environment is not None and bool(environment.path or environment.tools)
+
+
+PLAYS = When(
+    "there is an environment, or a tool",
+    lambda _, run: plays(run),
+    "a sample is one answer: set environment.path, or environment.tools",
+)
+HAS_CLASS = unless("path", "")
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig:
+    """What answers the policy, turn by turn, in a process of its own for each trajectory."""
+
+    path: str = key("", allows="FILE.py:CLASS, or package.module:CLASS")
+    """Class of the environments (`workers.agents.Environment`); `environment=...` sets it, too."""
+    kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
+    """Keyword arguments of the class."""
+    tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
+    """Functions that the policy may call; `tools=[...]` sets them, too."""
+    max_turns: int = key(8, above=0, read_when=PLAYS)
+    """Turns of the policy, after which a trajectory ends."""
+    max_tokens_per_turn: int | None = key(
+        None, above=0, hint="or null for what is left of the response", read_when=PLAYS
+    )
+    """Tokens drawn in one turn at most."""
+    step_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
+    """Seconds that an environment has for an answer."""
+    episode_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
+    """Seconds that a trajectory has."""
+    retries: int = key(2, at_least=0, read_when=PLAYS, may_change_on_resume=True)
+    """Fresh environments for a trajectory whose own fails or is late; then it is left out."""
+    max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
+    """Share of a batch's trajectories above which failures end the run; 1 never ends it."""
+    sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=PLAYS)
+    """Limits of the environments' processes."""
