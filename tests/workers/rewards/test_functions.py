@@ -75,7 +75,7 @@ def test_math_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 def test_an_unknown_data_source_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'openai/gsm8'.*known: .*openai/gsm8k, .*verl_like/tiny_letters.*Did you mean",
+        match=r"'openai/gsm8'.*have rules: .*openai/gsm8k, .*verl_like/tiny_letters.*Did you mean",
     ):
         default_compute_score("openai/gsm8", "", "")
 
