@@ -100,9 +100,10 @@ class PythonRun:
         self.settings |= self.plain_settings(own, inputs)
         if any(key.partition(".")[0] in PLACES for key in own):
             self._defaults["trainer.backend"] = "ray"
-            if not _works_at_the_same_time(self.config()):
-                self._defaults["trainer.backend"] = "local"
-        self.config()
+        config = self.config()
+        if self._defaults["trainer.backend"] == "ray" and not _has_pools_apart(config):
+            self._defaults["trainer.backend"] = "local"
+            self.config()
 
     def _files(self, key: str, rows: Any, own: Mapping[str, Any], inputs: Path) -> Any:
         """What stands at `key`: file names as they are, rows in a file of the run folder."""
@@ -195,8 +196,8 @@ class PythonRun:
         return max(committed(self.folder), default=0) if mode == "auto" else 0
 
 
-def _works_at_the_same_time(config: RunConfig) -> bool:
-    """Whether roles are on pools that would take turns in this process."""
+def _has_pools_apart(config: RunConfig) -> bool:
+    """Whether there are pools that would take turns in this process."""
     return len(config.resource_pool_spec.keys() - config.child_pools) > 1
 
 
