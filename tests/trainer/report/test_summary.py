@@ -91,8 +91,9 @@ def test_a_run_that_cannot_have_learned_is_named(
 
 
 def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     run_of(tmp_path, *[STEP | {"actor/grad_norm": 0.0}] * 6)
     close_run(tmp_path, None)
     lines = capsys.readouterr().out.splitlines()
