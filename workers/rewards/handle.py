@@ -63,6 +63,8 @@ class RewardProcess:
         """
         self.answers_together = False
         """Whether one call scores a whole batch."""
+        self.is_new = False
+        """Whether it was started for what it was asked last."""
         self._reads: frozenset[str] | None = None
         """What its calls read of a sample, if that is not all: more is not sent."""
 
@@ -105,6 +107,7 @@ class RewardProcess:
         A TimeoutError at a sample's deadline or at `end`, a ProcessEndedError if there will be no
         more: then the process is to be stopped. Times are those of `time.monotonic`.
         """
+        self.is_new = self._channel is None
         self.start()
         assert self._channel is not None, "it has been started"
         missing = set(asked)

@@ -2,7 +2,8 @@
 
 Each process is a `RewardProcess` (`workers.rewards.handle`). Only a batch that takes long starts
 more than the first of them. A process that ends or hangs is started again, and the samples that it
-has not answered are asked for in smaller parts, until it is known which of them it was.
+has not answered are asked for in smaller parts, until it is known which of them it was: one that
+ended a process that was started for it.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ def _ask(process: RewardProcess, asked: dict[int, Sample], batch: _Batch) -> Non
         process.stop()
         missing = [number for number in asked if number not in answered]
         is_late = isinstance(err, TimeoutError)
-        if isinstance(err, ConfigError) or process.answers_together:
+        if isinstance(err, ProcessEndedError) and not process.is_new:
+            num_culprits = 0  # something else may have killed it, or what it was asked before
+        elif isinstance(err, ConfigError) or process.answers_together:
             num_culprits = len(missing)
         else:  # one by one the first of them is late; what ended a process may be an earlier one
             num_culprits = int(len(missing) == 1 or (is_late and not process.takes_all))
@@ -154,5 +157,5 @@ def _ask(process: RewardProcess, asked: dict[int, Sample], batch: _Batch) -> Non
 
         others = missing[num_culprits:]
         half = len(others) // 2 if process.takes_all else 1
-        cut = len(others) if num_culprits else half
+        cut = len(others) if num_culprits or process.answers_together else half
         batch.put_back(others[:cut], others[cut:])

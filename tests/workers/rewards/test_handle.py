@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -358,6 +359,17 @@ def test_a_supervisor_that_is_stopped_ends_by_itself_as_soon_as_it_is_closed(
     scorer.score([{"solution_str": "stopped supervisor"}])
     scorer.stop()
     assert time.monotonic() - begin < 50
+
+
+@pytest.mark.parametrize("name", ["act", "act_on_all", "act_async"])
+@pytest.mark.parametrize("killed", ["function", "supervisor"])
+def test_one_that_is_killed_while_it_is_idle_fails_no_sample(
+    stranger: Any, name: str, killed: str
+) -> None:
+    ((group, _, _),) = stranger("group", name=name)
+    supervisor = int(Path(f"/proc/{int(group)}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(supervisor if killed == "supervisor" else int(group), signal.SIGKILL)
+    assert stranger("fine", "fine", name=name) == [(1.0, {}, None)] * 2
 
 
 def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str]) -> None:
