@@ -1,5 +1,6 @@
-"""Each kind of process is killed before, within and after a checkpoint, in every recipe, and the
-run goes on by itself to the numbers of an undisturbed one.
+"""Each kind of process is killed before a checkpoint, within it, as it is written and after it, in
+every recipe and on both backends, and the run goes on by itself to the numbers of an undisturbed
+one.
 """
 
 from __future__ import annotations
@@ -27,32 +28,77 @@ from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.run_folder import checkpoint
+from trainer.run_folder.checkpoint import Checkpoints
 from trainer.sft.recipe import SFT
 
-PLACES = ("before", "within", "after")
+PLACES = ("before", "within", "as it is written", "after")
 TEXTS = [{"prompt": f"say {letter}", "response": letter} for letter in "abcdefg"]
 PAIRS = [{"prompt": f"say {letter}", "chosen": letter, "rejected": "z"} for letter in "abcdefg"]
-SAVED = ("trainer.backend=local", "trainer.save_freq=1", "trainer.max_restarts=20")
+SAVED = ("trainer.save_freq=1", "trainer.max_restarts=50")
+BACKENDS = {
+    "local": ("trainer.backend=local",),
+    "ray": ("trainer.backend=ray", "cpus_per_process=0.25"),
+}
 APART = (
     "resource_pool_spec={train_pool: [1], critic_pool: [1], rollout_pool: [1], ref_pool: [1]}",
     "role_mapping={actor: train_pool, critic: critic_pool, rollout: rollout_pool, ref: ref_pool}",
     "trainer.n_gpus_per_node=4",
 )
-MAKER = (
-    *("detached.max_staleness=0", "detached.on_maker_loss=restart"),
-    "trainer.max_restarts=3",  # the actor's: a maker's loss is none of the run's
-    *POLICY_ALONE,
-)
+MAKER = ("detached.max_staleness=0", "detached.on_maker_loss=restart", *POLICY_ALONE)
 SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
+TWO = ("trainer.n_gpus_per_node=2",)
+REWARDS = "rewards"
+"""In the place of a role: the driver's processes that score by a function."""
+
+Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]
+"""A recipe, its settings, and whose processes are killed, one after the other."""
+CELLS: list[Cell] = [
+    (PPO, APART, ("actor", "rollout", "ref")),
+    (PPO, SPLIT, ("actor", "critic")),
+    (PPO, ("placement=colocate", *POLICY_ALONE), ("actor", REWARDS)),
+    (SFT, (), ("sft",)),
+    (REWARD_MODEL, (), ("reward_model",)),
+    (DPO, (), ("preference",)),
+    (BEST_OF_N, (), ("rollout", REWARDS)),
+    (REGRESSION, SPLIT, ("student", "teacher")),
+    (DETACHED, MAKER, ("actor", "rollout")),
+]
+OF_TWO_RANKS: list[Cell] = [
+    (PPO, ("placement=split", "trainer.n_gpus_per_node=4"), ("actor/1", "critic/1", REWARDS)),
+    (PPO, ("placement=colocate", *TWO), ("actor/1",)),
+    (
+        PPO,
+        ("placement=standalone", "trainer.n_gpus_per_node=4", *POLICY_ALONE),
+        ("actor/1", "rollout/1"),
+    ),
+    (SFT, TWO, ("sft/1",)),
+    (REWARD_MODEL, TWO, ("reward_model/1",)),
+    (DPO, TWO, ("preference/1",)),
+    (BEST_OF_N, TWO, ("rollout/1",)),
+    (
+        DETACHED,
+        (*MAKER, "detached.topology=2m2t"),
+        ("actor/1", "rollout", "rollout_1", REWARDS),
+    ),
+]
+
+
+def in_words(cell: Cell) -> str:
+    recipe, more, roles = cell
+    (placement,) = [key for key in more if key.startswith("placement=")] or [""]
+    return "-".join([recipe.name, *placement.split("=")[1:], *roles]).replace("/", ":")
 
 
 class Killer:
-    """Kills a process around the checkpoint of each step: a role at a place."""
+    """Kills processes around the checkpoint of each step: of a role, at a place.
+
+    "actor/1" is the actor's rank 1, "actor" its rank 0.
+    """
 
     def __init__(self, roles: Sequence[str]) -> None:
         self.kills = dict(enumerate(product(roles, PLACES), start=1))
         self._trainer: Any = None
-        self._own_gather = checkpoint.gather
+        self._own_gather, self._own_commit = checkpoint.gather, Checkpoints.commit
 
     def on_step_end(self, trainer: Any, _: object) -> None:
         self._trainer = trainer
@@ -63,31 +109,39 @@ class Killer:
         self.kill("within")
         return self._own_gather(*saves)
 
+    def commit(self, checkpoints: Checkpoints) -> list[Path]:
+        """In the place of the one that has workers write what they have copied."""
+        committed = self._own_commit(checkpoints)
+        self.kill("as it is written")
+        return committed
+
     def on_save_end(self, trainer: Any, _: object) -> None:
         self.kill("after")
 
     def kill(self, place: str) -> None:
         step = self._trainer.global_step if self._trainer else 0
-        role, its_place = self.kills.get(step, ("", ""))
+        whose, its_place = self.kills.get(step, ("", ""))
         if place == its_place:
             del self.kills[step]
-            os.kill(self._trainer.groups[role].transport.started[0].pid, signal.SIGKILL)
+            pids = self._pids(whose)
+            assert pids
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    def _pids(self, whose: str) -> list[int]:
+        if whose == REWARDS:
+            scorers = [part.manager._scorer for part in self._trainer.rewards.parts]
+            processes = [process for scorer in scorers for process in scorer._processes]
+            return [one._supervisor.pid for one in processes if one._supervisor is not None]
+        role, _, rank = whose.partition("/")
+        return [self._trainer.groups[role].transport.started[int(rank or 0)].pid]
 
 
-RECIPES: list[tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]] = [
-    (PPO, APART, ("actor", "rollout", "ref")),
-    (PPO, SPLIT, ("actor", "critic")),
-    (PPO, ("placement=colocate",), ("actor",)),
-    (SFT, (), ("sft",)),
-    (REWARD_MODEL, (), ("reward_model",)),
-    (DPO, (), ("preference",)),
-    (BEST_OF_N, (), ("rollout",)),
-    (REGRESSION, SPLIT, ("student", "teacher")),
-    (DETACHED, MAKER, ("actor", "rollout")),
-]
-
-
-def settings_of(recipe: Recipe[Any], tiny: Path, folder: Path, *more: str) -> list[str]:
+def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
+    recipe, own, roles = cell
+    more = (*SAVED, *own, *more)
+    if recipe is not BEST_OF_N:
+        more = (*more, f"trainer.total_training_steps={len(roles) * len(PLACES) + 1}")
     if recipe in (PPO, DETACHED):
         return overrides(tiny, folder, *FEW_ROWS, *more)
     here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
@@ -96,34 +150,49 @@ def settings_of(recipe: Recipe[Any], tiny: Path, folder: Path, *more: str) -> li
     if recipe is BEST_OF_N:
         prompts = f"data.train_files={tiny}/few.parquet", "data.max_prompt_length=16"
         model = f"actor_rollout_ref.model.path={tiny}/model"
-        return [*here, *prompts, model, "data.train_batch_size=16", "data.max_response_length=4"]
+        return [*here, *prompts, model, "data.train_batch_size=7", "data.max_response_length=4"]
     rows = folder.with_suffix(".jsonl")
     rows.write_text("\n".join(map(json.dumps, TEXTS if recipe is SFT else PAIRS)))
-    data = f"data.train_files={rows}", "data.train_batch_size=3", "data.max_length=32"
+    data = f"data.train_files={rows}", "data.train_batch_size=4", "data.max_length=32"
     return [*here, *data, f"model.path={tiny}/model"]
 
 
-@pytest.mark.parametrize(("recipe", "more", "roles"), RECIPES)
+@pytest.fixture(
+    scope="module",
+    params=[*CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OF_TWO_RANKS)],
+    ids=in_words,
+)
+def undisturbed(
+    request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Cell, Path]:
+    """A cell, and the folder of its run that nothing disturbs."""
+    cell, folder = request.param, tmp_path_factory.mktemp("whole")
+    run(load_config(settings_of(cell, tiny_dir, folder, *BACKENDS["local"]), cell[0]))
+    return cell, folder
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_run_goes_on_to_the_same_numbers(
-    recipe: Recipe[Any],
-    more: tuple[str, ...],
-    roles: tuple[str, ...],
+    undisturbed: tuple[Cell, Path],
+    backend: str,
     tiny_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    cell, whole = undisturbed
+    recipe, _, roles = cell
     killer = Killer(roles)
-    more = (*SAVED, *more)
-    if recipe is not BEST_OF_N:
-        more = (*more, f"trainer.total_training_steps={len(killer.kills) + 1}")
-    run(load_config(settings_of(recipe, tiny_dir, tmp_path / "whole", *more), recipe))
-
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(checkpoint, "gather", killer.gather)
-    pools = property(lambda self: frozenset(self.resource_pool_spec))
-    for config in (RunConfig, DetachedConfig):
-        monkeypatch.setattr(config, "child_pools", pools)
-    here = settings_of(recipe, tiny_dir, tmp_path / "killed", *more)
+    monkeypatch.setattr(Checkpoints, "commit", lambda own: killer.commit(own))
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    else:
+        pools = property(lambda self: frozenset(self.resource_pool_spec))
+        for config in (RunConfig, DetachedConfig):
+            monkeypatch.setattr(config, "child_pools", pools)
+    here = settings_of(cell, tiny_dir, tmp_path / "killed", *BACKENDS[backend])
     run(load_config(here, recipe), callbacks=[killer])
     assert not killer.kills, "all came about"
-    assert of_training(tmp_path / "killed") == of_training(tmp_path / "whole")
+    assert of_training(tmp_path / "killed") == of_training(whole)

@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 SLICE_S = 0.25
 """How long a take lasts: weights and the end of a run wait for it."""
 MOST_RESTARTS = 3
-"""Of one maker: what dies every time has a reason that a restart does not mend."""
+"""Of one maker by one version of the weights: what dies every time has a reason that a restart does
+not mend.
+"""
 
 
 class MakersTrainer(Protocol):
@@ -191,22 +193,26 @@ class MakerLosses:
         groups: WorkerGroups,
         init_arguments: Callable[[str], dict[str, Any]],
         is_ending: Callable[[], bool],
+        version: Callable[[], int],
     ) -> None:
-        """`is_ending`: the run is to stop, or is over, and waits for no node."""
+        """`is_ending`: the run is to stop, or is over, and waits for no node. `version` is that of
+        the newest weights.
+        """
         self._config, self._groups = config, groups
         self._init_arguments, self._is_ending = init_arguments, is_ending
+        self._version = version
         self._pools = expand_roles(config.role_mapping)
-        self._restarts: Counter[int] = Counter()
+        self._restarts: Counter[tuple[int, int]] = Counter()
         self._gone: set[int] = set()
 
     def __call__(self, maker: int, error: WorkerDiedError, num_lost: int) -> bool:
         """Whether this maker goes on; raises where the run cannot."""
         if self._is_alive(maker):  # then it is a trainer that died, while it sent weights
             raise error
-        policy = self._config.detached.on_maker_loss
+        policy, now = self._config.detached.on_maker_loss, (maker, self._version())
         what = f"maker {maker} is lost with {num_lost} samples that it was making"
-        if policy == "restart" and self._restarts[maker] < MOST_RESTARTS:
-            self._restarts[maker] += 1
+        if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
+            self._restarts[now] += 1
             logger.warning("%s: it is started anew. %s", what, error)
             return self._comes_back(maker, error)
 
@@ -216,7 +222,7 @@ class MakerLosses:
             return False
         way_out = {
             "fail": "detached.on_maker_loss=restart or continue would let the run go on.",
-            "restart": f"It was started anew {self._restarts[maker]} times.",
+            "restart": f"It was started anew {self._restarts[now]} times with version {now[1]}.",
             "continue": f"No maker is left for trainer rank {', '.join(map(str, without))}.",
         }
         raise RolloutError(f"{what}: {error} {way_out[policy]}") from error

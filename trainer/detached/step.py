@@ -85,7 +85,9 @@ class DetachedTrainer(PPOTrainer):
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
         self.feed = WeightFeed(config, self.groups, self.topology)
         self.buffer = ExperienceBuffer(config, self.loader, self.activity, self.check_trainers)
-        self.losses = MakerLosses(config, self.groups, self.init_arguments, self.is_ending)
+        self.losses = MakerLosses(
+            config, self.groups, self.init_arguments, self.is_ending, lambda: self.buffer.version
+        )
         makers = [Maker(number, self) for number in range(self.topology.makers)]
         return DetachedSource(self.buffer, makers, self.rounds, self.make_samples)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,14 @@ def config_of(tiny: Path, folder: Path, *more: str) -> DetachedConfig:
     return load_config(overrides(tiny, folder, *settings), DETACHED)
 
 
-def losses(config: DetachedConfig, cluster: Cluster, is_ending: bool = False) -> MakerLosses:
+def losses(
+    config: DetachedConfig,
+    cluster: Cluster,
+    is_ending: bool = False,
+    version: Callable[[], int] = lambda: 7,
+) -> MakerLosses:
     groups: Any = cluster
-    return MakerLosses(config, groups, lambda role: {}, lambda: is_ending)
+    return MakerLosses(config, groups, lambda role: {}, lambda: is_ending, version)
 
 
 def no_room(times: int) -> list[Exception]:
@@ -84,8 +91,17 @@ def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
 ) -> None:
     config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
     assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
-    with pytest.raises(RolloutError, match=r"start of rollout It was started anew 3 times\."):
+    words = r"start of rollout It was started anew 3 times with version 7\."
+    with pytest.raises(RolloutError, match=words):
         losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
+
+
+def test_losses_between_which_the_run_got_further_do_not_add_up(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    version = itertools.count().__next__
+    lost = losses(config_of(tiny_dir, tmp_path), Cluster(1), version=version)
+    assert [lost(0, LOST, num_lost=2) for _ in range(5)] == [True] * 5
 
 
 def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> None:
