@@ -157,11 +157,18 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     return [*here, *data, f"model.path={tiny}/model"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OF_TWO_RANKS)],
-    ids=in_words,
-)
+def all_runs() -> list[Any]:
+    """Of every cell on each backend; what takes over 10 s is slow."""
+    found = []
+    for cell, backend in product([*CELLS, *OF_TWO_RANKS], BACKENDS):
+        marks = [pytest.mark.ray] if backend == "ray" else []
+        if cell in OF_TWO_RANKS or (backend == "ray" and APART[0] in cell[1]):
+            marks.append(pytest.mark.slow)
+        found.append(pytest.param(cell, backend, marks=marks, id=f"{in_words(cell)}-{backend}"))
+    return found
+
+
+@pytest.fixture(scope="module")
 def undisturbed(
     request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Cell, Path]:
@@ -171,7 +178,7 @@ def undisturbed(
     return cell, folder
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(("undisturbed", "backend"), all_runs(), indirect=["undisturbed"])
 def test_a_run_goes_on_to_the_same_numbers(
     undisturbed: tuple[Cell, Path],
     backend: str,

@@ -55,12 +55,16 @@ class SignedStore(Store):
         """Of the `TCPStore` that this is a part of."""
         return self._store.host
 
-    def over_another_connection(self) -> SignedStore:
-        """This part of the store over a connection of its own.
+    @property
+    def port(self) -> int:
+        """Of the `TCPStore` that this is a part of."""
+        return self._store.port
+
+    def over(self, store: TCPStore) -> SignedStore:
+        """This part over another connection to the store.
 
         A request that waits holds up all other requests on its connection.
         """
-        store = TCPStore(self._store.host, self._store.port, is_master=False)
         other = SignedStore(store, self._secret, "")
         other._prefix = self._prefix
         return other

@@ -32,7 +32,7 @@ JOIN_TIMEOUT = timedelta(seconds=20)
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """How long one broadcast may take, the gathering of its tensors included."""
 LOOK_S = 0.5
-"""How often a rank that forms its groups looks whether the sync is given up."""
+"""How often a rank that joins the store or forms its groups looks whether the sync goes on."""
 GIVEN_UP = "given up"
 """In the place of what a rank says of itself: nobody is to wait for it."""
 Manifest = dict[str, list[Any]]
@@ -87,14 +87,18 @@ def _own_host(toward: str) -> str:
 
 
 def join_weight_store(place: str) -> dist.TCPStore:
-    """The sender's store, from another process or over another connection."""
+    """The sender's store, from another process or over another connection.
+
+    Torch tries a port for 20 s and more; where nobody listens any longer, the sender is gone.
+    """
     host, _, port = place.rpartition(":")
-    try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
-    except (RuntimeError, dist.DistError) as error:
-        raise WeightSyncError(
-            f"weight sync: cannot reach the sender's store at {place}: {str(error).splitlines()[0]}"
-        ) from error
+    join = partial(dist.TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
+    joining = call_in_thread("joining its store", join)
+    with explained(f"cannot reach the sender's store at {place}"):
+        while not wait([joining], LOOK_S).done:
+            with suppress(TimeoutError):
+                socket.create_connection((host, int(port)), LOOK_S).close()
+        return joining.result()
 
 
 @dataclass
@@ -309,7 +313,7 @@ def unless_given_up(form: Callable[[], Any], store: SignedStore) -> Any:
     forming = call_in_thread("forming its group", form)
     while not wait([forming], LOOK_S).done:
         with explained("the sender is gone"):
-            _read(store.over_another_connection(), "complete")
+            _read(store.over(join_weight_store(f"{store.host}:{store.port}")), "complete")
     return forming.result()
 
 
@@ -357,5 +361,5 @@ def explained(what: str) -> Iterator[None]:
         yield
     except WeightSyncError:
         raise
-    except (RuntimeError, dist.DistError) as error:
+    except (RuntimeError, OSError, dist.DistError) as error:
         raise WeightSyncError(f"weight sync: {what}: {str(error).splitlines()[0]}") from error

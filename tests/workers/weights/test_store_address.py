@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import threading
+import time
+
 import pytest
 
+from verl_like.errors import WeightSyncError
 from workers.weights.connection import join_weight_store, open_weight_store
 
 
@@ -27,3 +33,26 @@ def test_on_the_node_of_rank_0_it_is_the_address_of_the_rendezvous(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert open_weight_store()[1].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("num_answered", [0, 1], ids=["before it was reached", "as it was"])
+def test_a_sender_that_is_killed_is_not_waited_for(num_answered: int) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    place = f"127.0.0.1:{listening.getsockname()[1]}"
+
+    def end() -> None:
+        for _ in range(num_answered):
+            connection, _ = listening.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        listening.close()
+
+    sender = threading.Thread(target=end)
+    sender.start()
+    if not num_answered:
+        sender.join()
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=f"sender's store at {place}: .*refused"):
+        join_weight_store(place)
+    assert time.monotonic() - began < 10, "torch waits for 20 s and more"
+    sender.join()

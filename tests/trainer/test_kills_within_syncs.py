@@ -1,0 +1,100 @@
+"""Who sends weights and who receives them is killed at each place of a sync, and the run goes on by
+itself to the numbers of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
+from tests.trainer.detached.test_lost_trainer import of_training
+from tests.trainer.dying_in_sync import ORDER, PLACES, Receiver
+from tests.trainer.test_kills_around_checkpoints import BACKENDS
+from trainer import load_config, restarts, run
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
+from trainer.detached.config import DetachedConfig
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.recipe import PPO
+from trainer.rollouts import trainer as rollouts
+
+RIGGED = "tests.trainer.dying_in_sync"
+SHARED = (
+    *(*FEW_ROWS, *POLICY_ALONE),
+    *("trainer.save_freq=1", "trainer.max_restarts=50"),
+    f"trainer.total_training_steps={2 * len(PLACES) + 5}",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.1",
+)
+MAKERS = ("detached.max_staleness=0", "detached.on_maker_loss=restart")
+Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, str]]
+"""A recipe, its settings, and who is killed: role and rank of a sender, and of a receiver."""
+OF_ONE_RANK: dict[str, Cell] = {
+    "ppo": (PPO, ("placement=standalone", "trainer.n_gpus_per_node=2"), ("actor 0", "rollout 0")),
+    "detached": (DETACHED, MAKERS, ("actor 0", "rollout 0")),
+}
+OF_TWO_RANKS: dict[str, Cell] = {
+    "ppo": (PPO, ("placement=standalone", "trainer.n_gpus_per_node=4"), ("actor 1", "rollout 1")),
+    "detached": (DETACHED, (*MAKERS, "detached.topology=2m2t"), ("actor 1", "rollout_1 0")),
+}
+SLOW_ON_RAY = pytest.mark.ray, pytest.mark.slow
+
+
+class Orders:
+    """A callback: kills one after the other, each in a step of its own, or it would be poison."""
+
+    last_step = 0
+
+    def __init__(self, kills: Sequence[tuple[str, str]]) -> None:
+        self.left = list(kills)
+
+    def on_step_begin(self, trainer: Any) -> None:
+        order = trainer.folder / ORDER
+        if self.left and not order.exists() and trainer.global_step > self.last_step:
+            self.last_step = trainer.global_step
+            order.write_text(" ".join(self.left.pop(0)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "cell"),
+    [
+        pytest.param("local", OF_ONE_RANK["ppo"], id="ppo"),
+        pytest.param("local", OF_ONE_RANK["detached"], id="detached"),
+        pytest.param("ray", OF_ONE_RANK["ppo"], marks=SLOW_ON_RAY, id="ppo-ray"),
+        pytest.param("ray", OF_ONE_RANK["detached"], marks=pytest.mark.ray, id="detached-ray"),
+        pytest.param("ray", OF_TWO_RANKS["ppo"], marks=SLOW_ON_RAY, id="ppo-two-ray"),
+        pytest.param("ray", OF_TWO_RANKS["detached"], marks=SLOW_ON_RAY, id="detached-two-ray"),
+    ],
+)
+def test_a_run_goes_on_to_the_same_numbers(
+    backend: str,
+    cell: Cell,
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    recipe, own, roles = cell
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    local = overrides(tiny_dir, whole, *SHARED, *own, *BACKENDS["local"])
+    run(load_config(local, recipe))
+
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(rollouts, "RolloutWorker", Receiver)  # which is replaced within a step
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    else:
+        pools = property(lambda self: frozenset(self.resource_pool_spec))
+        for config in (RunConfig, DetachedConfig):
+            monkeypatch.setattr(config, "child_pools", pools)
+    rigged = f"role_workers.actor={RIGGED}.Sender", f"role_workers.rollout={RIGGED}.Receiver"
+    orders = Orders(list(product(roles, PLACES)))
+    here = overrides(tiny_dir, killed, *SHARED, *own, *rigged, *BACKENDS[backend])
+    run(load_config(here, recipe), callbacks=[orders])
+    assert not (killed / ORDER).exists(), "all came about"
+    assert not orders.left
+    assert of_training(killed) == of_training(whole)
