@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from tests.trainer.detached.test_lost_trainer import of_training
 from tests.trainer.dying_in_sync import ORDER, PLACES, Receiver
 from tests.trainer.test_kills_around_checkpoints import BACKENDS

@@ -47,20 +47,23 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
 
     has_scalar_head = isinstance(module, ScalarHeadModel)
     body = module.body if has_scalar_head else module
-    target: Any = config.target_modules
-    if target == "all-linear":
-        target = _not_named_like_experts(LoraConfig(target_modules=target), body) or target
-    elif not isinstance(target, str):
-        target = list(target)
-    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
     linear = _linear_layers(module)
+    target, whole = config.target_modules, body
+    if target == "all-linear":
+        target = _linear_layers_but_the_head(body)
+    if not isinstance(target, str):
+        target = list(target)
+        if any(_is_taken_for_experts(body, name) for name in linear):
+            whole = nn.ModuleList([body])  # so that peft does not see whose layers they are
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
     with warnings.catch_warnings():
         # peft sets fan_in_fan_out right for GPT-2, and warns that it did
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         try:
-            inject_adapter_in_model(lora, body)
+            inject_adapter_in_model(lora, whole)
         except ValueError as error:
-            hint = nearest(target if isinstance(target, str) else target[0], linear)
+            asked = config.target_modules
+            hint = nearest(asked if isinstance(asked, str) else asked[0], linear)
             raise ConfigError(
                 f"model.target_modules={config.target_modules}: no adapter fits: {error}{hint} "
                 f"The model's linear layers: {', '.join(linear)}; all-linear takes all but the "
@@ -84,29 +87,34 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             parameter.data.copy_(initial_value(name, parameter.shape))
 
 
-def _not_named_like_experts(lora: Any, body: Any) -> list[str] | None:
-    """all-linear where peft takes names of a class for its routed experts; None elsewhere.
+def _linear_layers_but_the_head(body: Any) -> list[str]:
+    head, modules = body.get_output_embeddings(), body.named_modules()
+    return [name for name, child in modules if _is_linear(child) and child is not head]
 
-    Dense layers of those names would be saved as adapters that peft does not load.
-    """
+
+def _is_taken_for_experts(body: Any, layer: str) -> bool:
+    """Whether peft takes the name of a layer for the routed experts of the model's class."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # a peft that has no such names
-        return None
-    convert_peft_config_for_transformers(lora, body, None)
-    return sorted(lora.target_modules) if lora.target_parameters else None
+        return False
+    from peft import LoraConfig
+
+    lora = LoraConfig(target_modules=[layer])
+    try:
+        convert_peft_config_for_transformers(lora, body, None)
+    except ValueError:  # of what it takes for fused it is given a part
+        return True
+    return layer not in lora.target_modules
 
 
 def _say_what_experts_lack(body: Any) -> None:
     """A line for a mixture of experts, whose routed experts are no linear layers."""
     if any(".experts." in name for name, _ in body.named_parameters()):
         adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
-        without = [
-            name for name in _linear_layers(body) if name not in {*adapted, "base_layer", NAME}
-        ]
         say_once(
             f"LoRA: all-linear of {body.config.model_type} is {', '.join(adapted)}; no adapter for "
-            f"{', '.join(['routed experts', *without])}."
+            "routed experts."
         )
 
 
@@ -225,10 +233,22 @@ def save_adapter(
     for name, tensor in tensors:
         peft_name = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
         stored[peft_name] = tensor
+    # peft would load dense layers of some names as routed experts, but not their weights
+    body = module.body if has_scalar_head else module
+    by_name: dict[str, list[str]] = {}
+    for layer in adapted_layers(module):
+        by_name.setdefault(layer.rpartition(".")[2], []).append(layer)
+    modules, weights = [], []
+    for name, layers in by_name.items():
+        if _is_taken_for_experts(body, name):
+            weights += [f"{layer}.weight" for layer in layers]
+        else:
+            modules += layers
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules=list(adapted_layers(module)),
+        target_modules=modules,
+        target_parameters=weights or None,
         task_type="SEQ_CLS" if has_scalar_head else "CAUSAL_LM",
         modules_to_save=["score"] if has_scalar_head else None,
         base_model_name_or_path=config.path,
@@ -262,6 +282,8 @@ def _linear_layers(module: nn.Module) -> list[str]:
 
 
 def _is_linear(child: Any) -> bool:
+    """Not of a class that computes something else of its weight: an adapter would not fit."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(child, nn.Linear | Conv1D)
+    others = ("Router", "GroupedLinear")
+    return isinstance(child, nn.Linear | Conv1D) and not type(child).__name__.endswith(others)

@@ -18,7 +18,13 @@ from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
 from workers.models.attention import say_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.load import load_model
-from workers.models.lora import adapted_layers, add_adapter, is_adapter, save_adapter
+from workers.models.lora import (
+    adapted_layers,
+    add_adapter,
+    is_adapter,
+    merged_tensors,
+    save_adapter,
+)
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -213,29 +219,61 @@ def test_layers_that_do_not_exist_or_are_not_linear_are_refused(one_layer_dir: P
         lora_actor(one_layer_dir, target_modules=["embed_tokens"])
 
 
-@pytest.mark.parametrize("case", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_again(
+MIXTURES = ("deepseek_v3", "gpt_oss", "llama4_text", "mixtral", "qwen2_moe", "qwen3_next")
+OTHER_MIXTURES = (
+    *("afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "dbrx", "deepseek_v2", "deepseek_v32"),
+    *("deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe"),
+    *("glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jetmoe"),
+    *("kimi_linear", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
+    *("minimax_m3_vl_text", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe"),
+    *("qwen4_exp_text", "solar_open", "zaya"),
+)
+
+
+@pytest.mark.parametrize(
+    "case", [*MIXTURES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_MIXTURES)]
+)
+def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_and_merges(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from peft import PeftModel
 
-    model_config = ModelConfig(path="none", lora_rank=2)
+    model_config, ids = ModelConfig(path="none", lora_rank=2), torch.arange(6, 12)[None]
     module = build_tiny(tiny_model_config(case))
+    before = module(ids).logits
     say_once.cache_clear()
     with caplog.at_level(logging.INFO):
         add_adapter(module, model_config)
-    (line,) = [record.getMessage() for record in caplog.records if "LoRA" in record.getMessage()]
-    assert f"all-linear of {case} is " in line
-    assert "o_proj" in line.partition("; no adapter for routed experts")[0]
-    assert any(name.endswith("self_attn.o_proj") for name in adapted_layers(module))
-    shared = [name for name in adapted_layers(module) if "shared_expert." in name]
-    assert bool(shared) == (case == "qwen2_moe")
+    said = [record.getMessage() for record in caplog.records if "LoRA" in record.getMessage()]
+    assert all(f"all-linear of {case} is " in line for line in said)
+    adapter = [
+        (name, parameter.detach().normal_(0, 0.1))
+        for name, parameter in module.named_parameters()
+        if is_adapter(name)
+    ]
+    logits = module(ids).logits
+    assert (logits - before).abs().max() > 0.05
 
-    adapter = [(n, p.detach().normal_()) for n, p in module.named_parameters() if is_adapter(n)]
     save_adapter(tmp_path, module, model_config, adapter)
     loaded = PeftModel.from_pretrained(build_tiny(tiny_model_config(case)), tmp_path)
-    ids = torch.arange(6, 12)[None]
-    assert torch.equal(loaded(ids).logits, module(ids).logits)
+    torch.testing.assert_close(loaded(ids).logits, logits, atol=1e-4, rtol=0)
+    merged = build_tiny(tiny_model_config(case))
+    merged.load_state_dict(dict(merged_tensors(module, module.state_dict().items())))
+    torch.testing.assert_close(merged(ids).logits, logits, atol=1e-3, rtol=0)
+    loaded.merge_and_unload()
+    torch.testing.assert_close(loaded(ids).logits, logits, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["o_proj", "gate_proj", "down_proj"]])
+def test_dense_layers_and_shared_experts_have_adapters_by_names_of_routed_ones(target: Any) -> None:
+    module = build_tiny(tiny_model_config("deepseek_v3"))
+    add_adapter(module, ModelConfig(path="none", lora_rank=2, target_modules=target))
+    adapted = adapted_layers(module)
+    assert "model.layers.0.mlp.gate_proj" in adapted, "the first layers are dense"
+    assert "model.layers.3.mlp.shared_experts.down_proj" in adapted
+    assert ("model.layers.3.mlp.shared_experts.up_proj" in adapted) == (target == "all-linear")
+    assert not [name for name in adapted if ".experts" in name or name == "lm_head"]
 
 
 def test_a_critic_of_a_mixture_of_experts_has_adapters_beside_its_attention() -> None:
