@@ -375,11 +375,14 @@ def flat_name_table() -> str:
 KINDS_OF_MIGRATION = {
     "translated": ("there", "here"),
     "not needed": ("there", "why it is not needed"),
+    "dropped": ("there", "what is lost, or what to do; the experiment is the same"),
     "refused": ("there", "why it is refused, or what to do"),
 }
 MIGRATED = (
     (r"(?:always|changes nothing): (.*)", "not needed", r"\1"),
-    (r"changes nothing at (.*); else: (.*)", "refused", r"unless \1: \2"),
+    (r"changes nothing at (.*); else not here: (.*)", "refused", r"unless \1: \2"),
+    (r"changes nothing at (.*); else dropped: (.*)", "dropped", r"unless \1: \2"),
+    (r"dropped: (.*)", "dropped", r"\1"),
     (r"not here: (.*)", "refused", r"\1"),
     (r"(.*)", "translated", r"\1"),
 )
@@ -414,7 +417,7 @@ def _joined(names: list[str]) -> str:
 def listing_table(system: str, name: str) -> str:
     """A listing beside ours, and the command that it becomes."""
     text = (DOCS / "data" / "listings" / f"{name}.txt").read_text("utf-8")
-    done = migrate(system, text)
+    (done,) = migrate(system, text)
     command = f"```text\n{done.command()}\n```"
     if not done.lines:
         return f"```text\n{text.rstrip()}\n```\n\nbecomes\n\n{command}"
@@ -442,9 +445,14 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
     "verl": ("coming_from_verl.md", partial(migration_table, verl.doc_rows)),
+    "verl_sft": ("coming_from_verl.md", partial(migration_table, partial(doc_rows, "verl_sft"))),
     "openrlhf": (
         "coming_from_openrlhf.md",
         partial(migration_table, partial(doc_rows, "openrlhf", "--")),
+    ),
+    "openrlhf_rows": (
+        "coming_from_openrlhf.md",
+        partial(migration_table, partial(doc_rows, "openrlhf_rows", "--")),
     ),
     "trl": ("coming_from_trl.md", partial(migration_table, partial(doc_rows, "trl"))),
     "coati": (

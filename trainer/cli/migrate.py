@@ -1,42 +1,39 @@
-"""usage: verl-like migrate verl|openrlhf|trl|coati|chatgpt COMMAND-OR-FILE
+"""usage: verl-like migrate verl|openrlhf|trl|coati|chatgpt SCRIPT-OR-COMMAND [ARGUMENT ...]
 
-Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
-stands what became of every flag: renamed, always so here, or not here and what to do instead; and
-those of its defaults that differ from ours, which the command sets.
+Runs a shell script in a sandbox where nothing trains, and prints every training that it would have
+started as a command of ours: variables, loops and files are the shell's business, arguments behind
+the script are the script's. Below each command stands what became of every flag: renamed, always so
+here, or not here and what to do instead; and those of its defaults that differ from ours, which the
+command sets. A command that would be another experiment here is refused.
 
-  verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
-  verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
+  verl-like migrate verl run_qwen2-7b.sh                   main_ppo, SFT, fully async, one step off
+  NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script
+  verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, train_sft, _rm, _dpo
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
   verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
   verl-like migrate chatgpt listing.py                     Python, line by line; verl, coati, too
+  verl-like migrate verl python3 -m verl.trainer.main_ppo data.train_files=x ...
+                                                           words of a command: no sandbox is needed
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.migrate.systems import migrate
-from verl_like.errors import ConfigError
 from verl_like.terminal import terminal_width
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the translation of another framework's command."""
-    if len(arguments) != 2:
+    """Print the translation of another framework's commands."""
+    if len(arguments) < 2 or arguments[0].startswith("-"):
         sys.exit(__doc__)
-    system, source = arguments
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    print(migrate(system, text_of(source)).report(terminal_width()), flush=True)
-
-
-def text_of(source: str) -> str:
-    """The file's text; what names no file is the command itself."""
-    if "\n" in source or " " in source.strip() or not Path(source).suffix:
-        return source
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}; give a script, or a command in quotes.")
-    return path.read_text(encoding="utf-8", errors="replace")
+    system, source, *more = arguments
+    is_command = more and not os.path.isfile(source)
+    found = migrate(system, [source, *more]) if is_command else migrate(system, source, more)
+    reports = [done.report(terminal_width()) for done in found]
+    print("\n\n".join(reports), flush=True)

@@ -1,4 +1,4 @@
-"""A command line of ColossalChat's `train_prompts.py`, or of a script with makers and trainers.
+"""A command of ColossalChat's `train_prompts.py`, or of a script with makers and trainers.
 
 The maths is `algorithm=coati_legacy`. `train_prompts.py` becomes `verl-like ppo` on one pool, the
 others `verl-like detached`. `coati.yaml` says what one flag becomes; the rules here take several
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.migrate.command import as_flags, num_processes, read_words
+from trainer.migrate.command import as_flags, find_program, last_name, num_processes
 from trainer.migrate.given import GivenFlags
-from trainer.migrate.listing import is_listing
-from trainer.migrate.listing import translate as translate_listing
+from trainer.migrate.recorder import Command
 from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from workers.config.model import STRATEGIES_ELSEWHERE
@@ -28,19 +27,23 @@ WHOLE_LENGTH = {"ppo": 128, "detached": 512}
 """What the scripts cut prompts to, and prompt and response together."""
 
 
-def translate(text: str) -> Translation:
-    """Settings, and a word on every flag."""
-    if is_listing("chatgpt", text):
-        return translate_listing("chatgpt", text)
-    script, words = read_words(text, *ONE_GROUP, *DETACHED)
-    given = as_flags(words)
+def translate(command: Command) -> Translation | None:
+    """Settings, and a word on every flag; None of what is no training."""
+    scripts = (*ONE_GROUP, *DETACHED)
+    found = find_program(command.words, lambda name: last_name(name) in scripts)
+    if found is None:
+        if not command.words[0].startswith("--"):
+            return None
+        found = [], "", command.words
+    launcher, script, words = found
+    script, given = last_name(script), as_flags(words)
     is_detached = script in DETACHED or (not script and any(mark in given for mark in MARKS))
     done = Translation("detached" if is_detached else "ppo", settings={"algorithm": "coati_legacy"})
     flags = GivenFlags(Table("coati"), given, "ColossalChat's PPO scripts have no flag", done)
     if is_detached:
         _makers_and_trainers(flags, one_maker=script.startswith("1mmt"))
     else:
-        processes = num_processes(text)
+        processes = num_processes(launcher)
         _one_group(flags, int(processes) if processes.isdigit() else 1)
     _lengths(flags)
     for name in ("strategy", "trainer_strategy"):

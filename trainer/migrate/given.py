@@ -1,6 +1,6 @@
 """The flags that a foreign command gives, translated by the table and by rules in code.
 
-    flags = GivenFlags(Table("openrlhf"), as_flags(words), "... has no flag")
+    flags = GivenFlags(Table("openrlhf", "ppo"), as_flags(words), "... has no flag")
     flags.becomes("zero_stage", {"actor_rollout_ref.actor.strategy": "fsdp"})     # a rule
     done = flags.finish()                                                         # the table
 
@@ -26,9 +26,15 @@ class GivenFlags:
     """The flags of one command by the names of the table, and their translation so far."""
 
     def __init__(
-        self, table: Table, given: Flags, unknown: str, done: Translation | None = None
+        self,
+        table: Table,
+        given: Flags,
+        unknown: str,
+        done: Translation | None = None,
+        dashes: str = "--",
     ) -> None:
         self.done = done or Translation()
+        self._dashes = dashes
         self._table, self._unknown = table, unknown
         self._spelled = {table.older.get(name, name): name for name in given}
         self._values = {table.older.get(name, name): values for name, values in given.items()}
@@ -55,14 +61,14 @@ class GivenFlags:
         return self.value(name).lower() not in ("", "false", "0")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """The flag's value as a number; a shell variable is refused."""
+        """The flag's value as a number; a variable that is not set is refused."""
         text = self.value(name, "" if default is None else str(default))
         try:
             return float(text)
         except ValueError:
             raise ConfigError(
                 f"{self.spelled(name)} is {text!r}: this figure is computed with others, so "
-                "replace the shell variable by its number."
+                "set its variable: NAME=... verl-like migrate ..."
             ) from None
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -76,7 +82,7 @@ class GivenFlags:
 
     def spelled(self, name: str) -> str:
         """The flag as the command has it."""
-        return f"--{self._spelled.get(name, name)}"
+        return f"{self._dashes}{self._spelled.get(name, name)}"
 
     def becomes(self, name: str, settings: Mapping[str, Any]) -> None:
         """The flag, if it is there, becomes these settings."""
@@ -120,8 +126,10 @@ class GivenFlags:
             self.done.always.append(f"{told}: {row.always}")
         elif row.absent:
             self.done.absent.append(f"{told}: {row.absent}")
+        elif row.refused:
+            self.done.refused.append(f"{told}: {row.refused}")
         elif row.otherwise and value.lower() not in row.values:
-            self.done.absent.append(f"{told}: {row.otherwise}")
+            self.done.refused.append(f"{told}: {row.otherwise}")
             return False
         elif row.settings:
             self.becomes(name, self._settings(name, row, value))
@@ -158,4 +166,5 @@ class GivenFlags:
 
 
 def _is_one_of(value: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(value.lower(), pattern.lower()) for pattern in patterns)
+    value = value.lower()
+    return any(value == each.lower() or fnmatchcase(value, each.lower()) for each in patterns)

@@ -22,9 +22,9 @@ MAKERS = ("ExperienceMakerHolder", "DetachedPPOTrainer")
 NOT_KNOWN = "not known here"
 
 
-def is_listing(system: str, text: str) -> bool:
-    """Whether the text is Python of that system's, not a command line."""
-    return re.search(_rows(system)["marks"], text) is not None
+def read(system: str, text: str) -> Translation | None:
+    """The settings of a listing; None where the text is no Python of that system's."""
+    return translate(system, text) if re.search(_rows(system)["marks"], text) else None
 
 
 def translate(system: str, text: str) -> Translation:
@@ -37,6 +37,7 @@ def translate(system: str, text: str) -> Translation:
     constants = {match[1]: match[2].strip("'\"") for match in matches}
     for line in lines:
         done.lines.append((line, _answer(system, line, constants, done)))
+    done.variables = re.findall(r"\$(\w+)", " ".join(done.settings.values())) or ["MODEL"]
     if system == "chatgpt":
         decay = "actor_rollout_ref.actor.optim.weight_decay"
         done.default("HybridAdam's weight decay", 0, {decay: 0})

@@ -1,27 +1,45 @@
-"""A script or a command line that runs OpenRLHF's `train_ppo_ray`, in settings of `verl-like ppo`.
+"""A command of OpenRLHF's `train_ppo_ray`, `train_sft`, `train_rm` or `train_dpo`, in our settings.
 
-`openrlhf.yaml` says what one flag becomes; the rules here take several flags together. Since 2026
-the flags have sections (`--actor.adam.lr`), before they had none (`--actor_learning_rate`); both
-are read.
+`openrlhf.yaml` and `openrlhf_rows.yaml` say what one flag becomes; the rules here take several
+flags together. Since 2026 the flags have sections (`--actor.adam.lr`), before they had none
+(`--actor_learning_rate`); both are read.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from trainer.migrate.command import as_flags, read_words
+from trainer.migrate.command import as_flags, find_program, last_name, num_processes
 from trainer.migrate.given import GivenFlags
+from trainer.migrate.recorder import Command
 from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CARDS_OF_A_NODE = 8
+ON_ROWS = {"train_sft": "sft", "train_rm": "reward-model", "train_dpo": "dpo"}
+"""Their commands on rows -> ours."""
+OTHERS = ("train_kto", "train_kd", "train_prm", "train_ppo")
+"""Older ones, of which there is nothing here."""
 
 
-def translate(text: str) -> Translation:
-    """Settings, and a word on every flag."""
-    _, words = read_words(text, "train_ppo_ray")
+def translate(command: Command) -> Translation | None:
+    """Settings, and a word on every flag; None of what is no training."""
+    names = ("train_ppo_ray", *ON_ROWS, *OTHERS)
+    found = find_program(command.words, lambda name: last_name(name) in names)
+    if found is None:
+        if not command.words[0].startswith("--"):
+            return None
+        found = [], "train_ppo_ray", command.words
+    launcher, program, words = found
+    name = last_name(program)
+    if name in OTHERS:
+        raise ConfigError(f"{program} is not translated: {', '.join(names[: -len(OTHERS)])} are.")
+    if name in ON_ROWS:
+        return _on_rows(name, launcher, words)
     flags = GivenFlags(Table("openrlhf"), as_flags(words), "train_ppo_ray has no flag")
     _critic(flags)
     _lengths(flags)
@@ -32,7 +50,52 @@ def translate(text: str) -> Translation:
     _warm_up(flags)
     _placement(flags)
     _run(flags)
+    _at_most(flags, flags.count("num_episodes", 1), flags.count("rollout_batch_size"))
     return flags.finish()
+
+
+def _on_rows(name: str, launcher: Sequence[str], words: Sequence[str]) -> Translation:
+    """SFT, a reward model, DPO: an optimizer step counts rows, as here."""
+    table, done = Table("openrlhf_rows", "all", name), Translation(ON_ROWS[name])
+    flags = GivenFlags(table, as_flags(words), f"{name} has no flag", done)
+    processes = num_processes(launcher) or str(CARDS_OF_A_NODE)
+    done.default("the launcher's processes", processes, {"trainer.n_gpus_per_node": processes})
+    if flags.has("micro_train_batch_size"):
+        done.default("passes of as many tokens", "none", {"data.use_dynamic_bsz": False})
+    _trackers(flags)
+    _at_most(flags, flags.count("max_epochs"), flags.count("train_batch_size"))
+    if name == "train_sft":
+        _columns(flags)
+    return flags.finish()
+
+
+def _at_most(flags: GivenFlags, epochs: int, batch: int) -> None:
+    """The first so many rows of the data there, as many rows here."""
+    if flags.has("max_samples"):
+        steps = math.ceil(flags.count("max_samples") / batch) * epochs
+        flags.becomes("max_samples", {"trainer.total_training_steps": steps})
+
+
+def _columns(flags: GivenFlags) -> None:
+    """Rows have the columns `messages`, or `prompt` and `response`."""
+    theirs, answer = flags.value("input_key", "input"), flags.value("output_key")
+    template = "" if flags.is_on("apply_chat_template") else flags.value("input_template")
+    if flags.is_on("pretrain_mode"):
+        wanted = {"text": theirs}
+    elif flags.is_on("multiturn") or not answer:
+        wanted = {"messages": theirs}
+    else:
+        wanted = {"prompt": theirs, "response": answer}
+    told = ", ".join(f"{ours} from {name}" for ours, name in wanted.items() if ours != name)
+    if template and "prompt" in wanted:
+        told += f"{', ' if told else ''}prompt within '{template}'"
+        if theirs == "prompt":  # a run would start, on other prompts
+            flags.done.refused.append(f"--input_template '{template}': write it into the prompts")
+    if told:
+        flags.done.absent.append(
+            f"--input_key, --output_key: the columns are {', '.join(wanted)}; write the file so "
+            f"first (a file without them is refused): {told}"
+        )
 
 
 def _has_critic(flags: GivenFlags) -> bool:
@@ -91,7 +154,7 @@ def _rewards(flags: GivenFlags) -> None:
     if low == f"-{high}":
         flags.becomes_or_is("reward_clip_range", 10, {"algorithm.score_clip": high})
     else:
-        flags.done.absent.append(
+        flags.done.refused.append(
             f"--reward_clip_range {low} {high}: scores are clamped evenly about 0"
         )
 
@@ -221,9 +284,18 @@ def _run(flags: GivenFlags) -> None:
     if not flags.count("vllm_num_engines", 0):
         engine = {f"{ROLLOUT}.name": "native"}
         flags.done.default("--vllm_num_engines", "0: the actor generates", engine)
+    _trackers(flags)
+    if flags.has("dynamic_filtering"):
+        flags.done.always.append(
+            "the range of dynamic filtering: groups that score alike are left out, which for "
+            "rewards of 0 and 1 is the range from 0 to 1"
+        )
+    if flags.has("ref_reward_offload"):
+        flags.done.absent.append("offload of the reward model: it stays on its device")
+
+
+def _trackers(flags: GivenFlags) -> None:
     loggers = {"use_wandb": "wandb", "use_tensorboard": "tensorboard"}
     names = ["console", *(ours for flag, ours in loggers.items() if flags.has(flag))]
     for flag in loggers:
         flags.becomes(flag, {"trainer.logger": names})
-    if flags.has("ref_reward_offload"):
-        flags.done.absent.append("offload of the reward model: it stays on its device")

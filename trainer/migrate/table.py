@@ -13,8 +13,9 @@ another flag. A row may have more:
     needs       the flag is read with that one alone: `flag`, `not flag`, `flag=value`
     at          values at which the flag changes nothing
     only        other values than those of `values` are refused, with this
-    otherwise   other values have no counterpart, with this
-    absent      the flag has no counterpart, with the way out
+    otherwise   other values have no counterpart and are refused, with this
+    absent      the flag has no counterpart, with the way out; the experiment is the same without it
+    refused     the flag has no counterpart, and without it the experiment would be another one
     with        a rule in code takes the flag with others, and sets these keys
 
 A name may hold `*`.
@@ -49,6 +50,7 @@ class Row:
     otherwise: str = ""
     always: str = ""
     absent: str = ""
+    refused: str = ""
     taken_with: str = ""
 
     def here(self) -> str:
@@ -56,9 +58,11 @@ class Row:
         keys = ", ".join(f"`{key.removeprefix('+')}`" for key in self.settings)
         if self.always:
             return f"always: {self.always}"
-        if self.absent and self.at:
-            return f"changes nothing at {', '.join(f'`{v}`' for v in self.at)}; else: {self.absent}"
-        return f"not here: {self.absent}" if self.absent else self.taken_with or keys
+        if absent := self.absent or self.refused:
+            what = f"{'dropped' if self.absent else 'not here'}: {absent}"
+            values = ", ".join(f"`{value}`" for value in self.at)
+            return f"changes nothing at {values}; else {what}" if values else what
+        return self.taken_with or keys
 
 
 class Table:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.settings import as_text as quoted_text
+from trainer.config.settings import parse
+from verl_like.errors import ConfigError
 from verl_like.terminal import fit
 
 
@@ -20,6 +24,8 @@ class Translation:
     """Beginning of a key as the rules write it -> where the recipe of this command has it."""
     settings: dict[str, str] = field(default_factory=dict)
     """Key -> value as it stands on the command line."""
+    source: Sequence[str] = ()
+    """The words of the command that it is of."""
     renamed: list[str] = field(default_factory=list)
     """Flag -> what it is called here."""
     defaults: dict[str, str] = field(default_factory=dict)
@@ -27,13 +33,21 @@ class Translation:
     always: list[str] = field(default_factory=list)
     """Flags that ask for what is always so here."""
     absent: list[str] = field(default_factory=list)
-    """Flags that have no counterpart, with what to do instead."""
+    """Flags that have no counterpart, with what to do instead; the experiment is the same."""
+    refused: list[str] = field(default_factory=list)
+    """Flags without which the experiment would be another one: there is no translation."""
     joined: list[str] = field(default_factory=list)
     """Flags that a line about another one covers, or that do nothing in that run."""
     lines: list[tuple[str, str]] = field(default_factory=list)
     """Line of a listing -> what it is here."""
     unread: list[str] = field(default_factory=list)
     """Settings that nothing would read in that run, left out of the command."""
+    variables: Collection[str] = ()
+    """Variables of the shell that stay variables in the command; other `$` are signs."""
+    environment: list[str] = field(default_factory=list)
+    """`NAME=value` that the script sets for the run."""
+    notices: list[str] = field(default_factory=list)
+    """What is to be known of how the script went."""
 
     def rename(self, told: str, settings: Mapping[str, Any]) -> None:
         """A flag that the user gave, with its value, becomes these settings."""
@@ -61,8 +75,8 @@ class Translation:
         return [f"{key}={value}" for key, value in self.settings.items()]
 
     def command(self) -> str:
-        """The settings as a command for a shell; variables of the script stay variables."""
-        words = [f'"{word}"' if "$" in word else shlex.quote(word) for word in self.overrides()]
+        """The settings as a command for a shell."""
+        words = [shell_word(word, self.variables) for word in self.overrides()]
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
     def report(self, width: int | None) -> str:
@@ -76,6 +90,8 @@ class Translation:
             ("Left out, as nothing reads it in that run", self.unread),
             ("Always so here", self.always),
             ("Not here", self.absent),
+            ("Set by the script for the run; export it where it matters here", self.environment),
+            ("Notice", self.notices),
         ):
             if lines:
                 parts.append("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
@@ -88,7 +104,7 @@ class Translation:
                 if key.startswith(start):
                     key = ours + key.removeprefix(start)
                     break
-            placed[key] = as_text(value)
+            placed[key] = as_setting(as_text(value))
         return placed
 
     def _default_lines(self) -> list[str]:
@@ -96,6 +112,28 @@ class Translation:
         for key, flag in self.defaults.items():
             told.setdefault(flag, []).append(f"{key}={self.settings[key]}")
         return [f"{flag} -> {', '.join(ours)}" for flag, ours in told.items()]
+
+
+def shell_word(word: str, variables: Collection[str]) -> str:
+    """The word as bash reads it, with these variables filled in by the shell it is pasted into."""
+    names = "|".join(map(re.escape, variables))
+    pieces = re.split(rf"(\$(?:{names})(?!\w)|\$\(\([\w*+ -]*\)\))", word) if names else [word]
+    if len(pieces) == 1:
+        return shlex.quote(word)
+    pieces[::2] = [re.sub(r'([\\"`$])', r"\\\1", each) for each in pieces[::2]]
+    return f'"{"".join(pieces)}"'
+
+
+def as_setting(text: str) -> str:
+    """The text as the parser of settings reads it: quoted, where it would be read otherwise."""
+    if text.startswith("$(("):  # a figure for the shell
+        return text
+    try:
+        if not parse(f"x={text}").is_sweep_override():
+            return text
+    except ConfigError:
+        pass
+    return quoted_text(text, "x")
 
 
 def as_text(value: Any) -> str:

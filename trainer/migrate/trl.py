@@ -1,19 +1,22 @@
-"""TRL's `grpo`, `sft`, `reward` or `dpo`: a script, a command line or a YAML, in our settings.
+"""A command of TRL's, or its YAML, in our settings: `grpo`, `sft`, `reward`, `dpo`.
 
-`trl.yaml` says what one field becomes; the rules here take several fields together.
+`trl.yaml` says what one field becomes; the rules here take several fields together. Scripts of
+TRL's examples go by these fields, too, where they add nothing of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.migrate.command import Flags, as_flags, num_processes, read_words
+from trainer.migrate.command import Flags, as_flags, find_program, last_name, num_processes
 from trainer.migrate.given import GivenFlags
+from trainer.migrate.recorder import Command
 from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation, as_text
 from verl_like.errors import ConfigError
@@ -28,6 +31,10 @@ PLACES = {
     "checkpoint.": f"{ACTOR}.checkpoint.",
 }
 """Beginning of a key of the recipes on rows -> where PPO has it."""
+SCRIPTS = {**{name: name for name in PROGRAMS}, "reward_modeling": "reward"}
+"""Script -> the command that it is."""
+PLACES_OF_SCRIPTS = ("examples.scripts.", "trl.scripts.", "trl.experimental.")
+FIELD = re.compile(r"\w+:(\s|$)")
 MARKS = {
     "grpo": ("num_generations", "max_completion_length", "reward_funcs", "epsilon", "use_vllm"),
     "reward": ("center_rewards_coefficient",),
@@ -57,15 +64,74 @@ CORRECTION = (
 )
 
 
-def translate(text: str) -> Translation:
-    """Settings, and a word on every field."""
-    program, given = _read(text)
+def translate(command: Command) -> Translation | None:
+    """Settings, and a word on every field; None of what is no training."""
+    found = find_program(command.words, lambda name: _is_program(name, command.words))
+    if found is None:
+        if not command.words[0].startswith("--"):
+            return None
+        found = [], "", command.words
+    launcher, name, words = found
+    if name and last_name(name) not in SCRIPTS:
+        raise ConfigError(
+            f"{name}.py is a script of its own, which nothing here stands for; those that are "
+            f"known: {', '.join(SCRIPTS)}."
+        )
+    fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
+    if "lora_target_modules" in fields:  # some write commas between them
+        modules = ",".join(fields["lora_target_modules"]).split(",")
+        fields["lora_target_modules"] = [module for module in modules if module]
+    path = " ".join(fields.pop("config", []))
+    if path:
+        file = Path(command.folder, path)
+        if not file.is_file():
+            raise ConfigError(f"--config {path}: there is no such file; give its own path.")
+        fields = _of_yaml(file.read_text(encoding="utf-8")) | fields
+    if processes := _processes(launcher, command.folder):
+        fields = {"num_processes": [processes]} | fields
+    return _translated(SCRIPTS.get(last_name(name), "") or _known_by_its_fields(fields), fields)
+
+
+def read_yaml(text: str) -> Translation | None:
+    """Settings of a YAML without a command; None of what is no YAML of fields."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not lines or not all(FIELD.match(line) for line in lines if line[0] not in " -"):
+        return None
+    fields = _of_yaml(text)
+    return _translated(_known_by_its_fields(fields), fields)
+
+
+def _is_program(name: str, words: Sequence[str]) -> bool:
+    """A command of `trl`, a module or a script of TRL's, or a file of one's name."""
+    if words[0].rpartition("/")[2] == "trl":
+        return name in PROGRAMS
+    is_file = any(word.endswith(f"{last_name(name)}.py") for word in words)
+    return name.startswith(PLACES_OF_SCRIPTS) or (last_name(name) in SCRIPTS and is_file)
+
+
+def _processes(launcher: Sequence[str], folder: str) -> str:
+    """Processes that the launcher starts, by its flags or those of accelerate's YAML."""
+    if given := num_processes(launcher):
+        return given
+    path = "".join(as_flags(launcher).get("config_file", [])[:1])
+    if path and Path(folder, path).is_file():
+        return "".join(_of_yaml(Path(folder, path).read_text()).get("num_processes", []))
+    return ""
+
+
+def _translated(program: str, given: Flags) -> Translation:
     done = Translation(PROGRAMS[program], places=PLACES if program == "grpo" else {})
-    unknown = f"TRL's {program} has no field"
-    fields = GivenFlags(Table("trl", "all", program), given, unknown, done)
+    table, unknown = Table("trl", "all", program), f"TRL's {program} has no field"
+    for name in [name for name in given if name.startswith("no_")]:
+        if table.find(name.removeprefix("no_")):  # their parser's form of a switch that is off
+            given = {key: value for key, value in given.items() if key != name}
+            given[name.removeprefix("no_")] = ["False"]
+    fields = GivenFlags(table, given, unknown, done)
     _data(fields)
     _optimizer(fields)
     _run(fields)
+    if fields.is_on("use_peft") and not fields.has("lora_dropout"):
+        done.absent.append("--lora_dropout is 0.05 there: adapters have no dropout")
     if program == "grpo":
         _sizes(fields)
         _loss(fields)
@@ -74,6 +140,8 @@ def translate(text: str) -> Translation:
         _correction(fields)
         return fields.finish()
     _rows(fields)
+    if program == "sft":
+        _texts(fields)
     if program == "dpo":
         _preferences(fields)
     if program == "reward":
@@ -81,23 +149,27 @@ def translate(text: str) -> Translation:
     return fields.finish()
 
 
-def _read(text: str) -> tuple[str, Flags]:
-    """TRL's command, and its fields; those of `--config FILE` stand behind the command's."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if lines and all(":" in line for line in lines if not line.startswith((" ", "-"))):
-        fields = _of_yaml(text)
-        return _known_by_its_fields(fields), fields
-
-    program, words = read_words(text, *PROGRAMS)
-    fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
-    path = " ".join(fields.pop("config", []))
-    if path:
-        if not Path(path).is_file():
-            raise ConfigError(f"--config {path}: there is no such file; give its own path.")
-        fields = _of_yaml(Path(path).read_text(encoding="utf-8")) | fields
-    if processes := num_processes(text):
-        fields = {"num_processes": [processes]} | fields
-    return program or _known_by_its_fields(fields), fields
+def _texts(fields: GivenFlags) -> None:
+    """Packed rows are as long as the longest; what of messages is learned."""
+    fields.done.absent.append(
+        "the column completion: it is called response here; write the file so first"
+    )
+    if not fields.is_on("assistant_only_loss") and not fields.has("completion_only_loss"):
+        fields.done.absent.append(
+            "the loss of rows with messages, on every token there: it is on what the assistant "
+            "says; data.loss_on=all is theirs"
+        )
+    if fields.is_on("packing"):
+        longest = fields.count("max_length", 1024)
+        rows = fields.count("per_device_train_batch_size")
+        rows *= fields.count("gradient_accumulation_steps") * fields.count("num_processes", 1)
+        size = f"$(({rows * longest} / ROW_TOKENS))"
+        fields.done.variables = ["ROW_TOKENS"]
+        fields.becomes("packing", {"data.train_batch_size": size})
+        fields.done.absent.append(
+            f"--packing: a step has {rows} rows of {longest} tokens there, whole rows here; set "
+            "ROW_TOKENS to the mean number of tokens of a row first, and a step has as many tokens"
+        )
 
 
 def _of_yaml(text: str) -> Flags:
@@ -172,7 +244,8 @@ def _rows(fields: GivenFlags) -> None:
     accumulated = fields.count("gradient_accumulation_steps")
     told = f"per_device_train_batch_size={rows}, gradient_accumulation_steps={accumulated}"
     size = rows * accumulated * fields.count("num_processes", 1)
-    fields.done.rename(told, {"data.train_batch_size": size})
+    if not fields.is_on("packing"):
+        fields.done.rename(told, {"data.train_batch_size": size})
 
 
 def _preferences(fields: GivenFlags) -> None:
@@ -183,7 +256,7 @@ def _preferences(fields: GivenFlags) -> None:
     first = losses[0]
     settings: dict[str, Any] = {"loss": DPO_LOSSES.get(first, "dpo")}
     if first not in DPO_LOSSES:
-        fields.done.absent.append(
+        fields.done.refused.append(
             f"loss_type={first}: there are {', '.join(DPO_LOSSES)} and, here, kto"
         )
     if first == "sigmoid" and smoothing:
@@ -193,7 +266,7 @@ def _preferences(fields: GivenFlags) -> None:
         of_dpo, of_sft = weights if len(weights) == 2 else ("1", "1")
         settings["sft_coef"] = float(of_sft) / float(of_dpo)
     elif len(losses) > 1:
-        fields.done.absent.append(
+        fields.done.refused.append(
             f"loss_type={','.join(losses)}: one loss, and SFT beside it: sft_coef"
         )
     fields.becomes("loss_type", settings)
@@ -228,7 +301,7 @@ def _sizes(fields: GivenFlags) -> None:
 def _loss(fields: GivenFlags) -> None:
     kind = fields.value("loss_type")
     if kind not in LOSSES:
-        fields.done.absent.append(f"loss_type={kind}: there are {', '.join(LOSSES)}")
+        fields.done.refused.append(f"loss_type={kind}: there are {', '.join(LOSSES)}")
     loss, aggregation = LOSSES.get(kind, LOSSES["dapo"])
     if fields.value("importance_sampling_level") == "sequence" and loss == "vanilla":
         loss = "gspo"
@@ -290,7 +363,7 @@ def _correction(fields: GivenFlags) -> None:
     largest = fields.value(CORRECTION[1]) or fields.value(CORRECTION[0])
     level, _, kind = mode.partition("_")
     if kind == "truncate" and least:
-        fields.done.absent.append(
+        fields.done.refused.append(
             f"vllm_importance_sampling_clip_min={least}: weights are truncated from above alone"
         )
     bounds = f"{least or NO_LEAST}_{float(largest)}" if kind == "mask" else largest

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -53,6 +53,8 @@ class Tables:
     """
     not_here: Mapping[str, str]
     """Keys that have no counterpart -> the way out."""
+    lays_out: Sequence[str]
+    """Those of the refused keys that say how the work is laid out, not what is trained."""
 
 
 @cache
@@ -74,6 +76,8 @@ class Fate:
     """What is the case here, where the key changes nothing."""
     refused: str = ""
     """The way out, where the key has no counterpart."""
+    lays_out: bool = False
+    """Whether the run is the same experiment without a key that is refused."""
 
 
 def translate(settings: Iterable[Override]) -> list[Override]:
@@ -129,6 +133,7 @@ def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:
     if ours is not None:
         return Fate(key=ours)
     table = tables()
+    lays_out = bool(_found(key, table.lays_out))
     if like := table.as_the_actors.get(key):
         theirs = given.get(like["actor"], like["default"])
         if _is_same(value, theirs):
@@ -139,9 +144,9 @@ def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:
     if name := _found(key, table.changes_nothing_at):
         if _plain(value) in table.changes_nothing_at[name]["at"]:
             return Fate(nothing=f"{_plain(value)} is how it is here")
-        return Fate(refused=table.changes_nothing_at[name]["else"])
+        return Fate(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _found(key, table.not_here):
-        return Fate(refused=table.not_here[name])
+        return Fate(refused=table.not_here[name], lays_out=lays_out)
     return None
 
 

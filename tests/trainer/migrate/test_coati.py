@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.migrate.words import migrated, translated
 from trainer.config.compose import load_config
-from trainer.migrate.coati import translate
-from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.systems import RECIPES
 from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
@@ -33,7 +33,7 @@ def composed(done: Translation) -> Any:
 
 
 def test_makers_and_trainers_become_a_detached_run() -> None:
-    done = migrate("coati", DETACHED)
+    done = migrated("coati", DETACHED)
     assert done.command().startswith("verl-like detached \\\n    algorithm=coati_legacy")
     config = composed(done)
     detached, actor = config.detached, config.actor_rollout_ref.actor
@@ -51,7 +51,7 @@ def test_makers_and_trainers_become_a_detached_run() -> None:
 
 
 def test_the_maths_is_colossalchats() -> None:
-    config = composed(migrate("coati", DETACHED))
+    config = composed(migrated("coati", DETACHED))
     algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.kl_penalty_per) == ("coati", "sequence")
     assert (algorithm.kl_ctrl.kl_coef, config.critic.cliprange_value) == (0.1, 0.4)
@@ -59,7 +59,7 @@ def test_the_maths_is_colossalchats() -> None:
 
 
 def test_train_prompts_becomes_ppo_with_ptx() -> None:
-    config = composed(migrate("coati", ONE_GROUP))
+    config = composed(migrated("coati", ONE_GROUP))
     actor = config.actor_rollout_ref.actor
     # 4 prompts x 10 timesteps x 4 processes; 2 episodes x 20 timesteps are 4 updates
     assert (config.data.train_batch_size, config.trainer.total_training_steps) == (160, 4)
@@ -71,14 +71,14 @@ def test_train_prompts_becomes_ppo_with_ptx() -> None:
 def test_every_flag_has_a_word() -> None:
     lost = []
     for name in Table("coati").rows:
-        done = translate(f"python train_prompts.py --{name} 2")
-        told = [*done.renamed, *done.always, *done.absent, *done.joined]
+        done = translated("coati", f"python train_prompts.py --{name} 2")
+        told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
         lost += [] if any(name in line for line in told) else [name]
     assert set(lost) <= {"max_input_len", "max_seq_len", "max_timesteps", "update_timesteps"}
 
 
 def test_what_cannot_be_translated_is_named() -> None:
     with pytest.raises(ConfigError, match="no flag --num_maker. Did you mean 'num_makers'"):
-        translate("python mmmt_prompt.py --num_maker 2")
+        translated("coati", "python mmmt_prompt.py --num_maker 2")
     with pytest.raises(ConfigError, match="--num_makers is '\\$N'"):
-        translate("python mmmt_prompt.py --num_makers $N")
+        translated("coati", "python mmmt_prompt.py --num_makers $N")

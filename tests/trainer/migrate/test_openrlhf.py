@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.migrate.words import migrated, translated
 from trainer.cli.main import main
-from trainer.migrate.openrlhf import translate
-from trainer.migrate.systems import migrate
 from trainer.migrate.translation import Translation
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import load_config
@@ -55,7 +54,7 @@ def composed(done: Translation) -> PPOConfig:
 
 
 def test_pairs_that_are_colocated_share_pools() -> None:
-    config = composed(migrate("openrlhf", COLOCATED_PAIRS))
+    config = composed(migrated("openrlhf", COLOCATED_PAIRS))
     assert config.resource_pool_spec == {"actor_pool": [2], "rollout_pool": [8], "critic_pool": [2]}
     assert config.role_mapping == {
         "actor": "actor_pool",
@@ -68,7 +67,7 @@ def test_pairs_that_are_colocated_share_pools() -> None:
 
 
 def test_values_and_defaults_are_theirs() -> None:
-    config = composed(migrate("openrlhf", COLOCATED_PAIRS))
+    config = composed(migrated("openrlhf", COLOCATED_PAIRS))
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (actor.optim.lr, config.critic.optim.lr) == (5e-7, 9e-6)
     assert list(actor.optim.betas) == [0.9, 0.95]
@@ -86,7 +85,7 @@ def test_values_and_defaults_are_theirs() -> None:
 
 
 def test_flags_with_sections_and_shell_variables() -> None:
-    done = migrate("openrlhf", GRPO)
+    done = migrated("openrlhf", GRPO)
     config = composed(done)
     actor = config.actor_rollout_ref.actor
     assert '"actor_rollout_ref.model.path=$MODEL"' in done.command()
@@ -115,7 +114,7 @@ ray job submit -- python3 examples/train_ppo_ray.py \\
 
 
 def test_a_listing_with_line_numbers_and_commented_backslashes_is_read_whole() -> None:
-    config = composed(migrate("openrlhf", LISTING))
+    config = composed(migrated("openrlhf", LISTING))
     assert config.resource_pool_spec["critic_pool"] == [8, 8]
     assert config.resource_pool_spec["rollout_pool"] == [8, 8]
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
@@ -124,7 +123,7 @@ def test_a_listing_with_line_numbers_and_commented_backslashes_is_read_whole() -
 
 def test_without_engines_the_actor_generates() -> None:
     flags = "--pretrain model --remote_rm_url http://a:1,http://b:2 --prompt_data x.jsonl"
-    config = composed(migrate("openrlhf", flags))
+    config = composed(migrated("openrlhf", flags))
     assert config.role_mapping["rollout"] == "actor_pool"
     assert [reward.url for reward in config.rewards] == ["http://a:1", "http://b:2"]
     assert [reward.protocol for reward in config.rewards] == ["openrlhf"] * 2
@@ -141,7 +140,7 @@ def test_without_engines_the_actor_generates() -> None:
 )
 def test_what_their_run_does_not_read_is_left_out(flags: str, unread: list[str]) -> None:
     needed = "--pretrain model --remote_rm_url http://a:1 --prompt_data x.jsonl"
-    done = migrate("openrlhf", f"{needed} {flags}")
+    done = migrated("openrlhf", f"{needed} {flags}")
     composed(done)
     for setting in unread:
         assert any(setting in line for line in done.unread)
@@ -150,29 +149,29 @@ def test_what_their_run_does_not_read_is_left_out(flags: str, unread: list[str])
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.split()[0])
 def test_every_flag_has_a_word(flag: str) -> None:
     name = flag.split()[0]
-    done = translate(f"--{flag}")
-    lines = [*done.renamed, *done.always, *done.absent]
+    done = translated("openrlhf", f"--{flag}")
+    lines = [*done.renamed, *done.always, *done.absent, *done.refused]
     words = {word.rstrip(":,") for line in lines for word in line.split()}
     assert f"--{name}" in words or f"--{flag}" in done.joined
     with pytest.raises(ConfigError, match="has no flag"):
-        translate(f"--{name}x {flag.partition(' ')[2]}")
+        translated("openrlhf", f"--{name}x {flag.partition(' ')[2]}")
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("python train.py --pretrain x", "no command that runs train_ppo_ray"),
+        ("python train.py --pretrain x", "no command runs train_ppo_ray"),
         ("--pretran x", "no flag --pretran. Did you mean 'pretrain'"),
         ("--train_batch_size 10 --n_samples_per_prompt 4", "10 samples are no whole number"),
         ("--train_batch_size $SIZE", "--train_batch_size is '$SIZE'"),
         ("--advantage_estimator grpo", "OpenRLHF has gae, reinforce"),
-        ("--pretrain 'x", "the shell could not read"),
+        ("--pretrain 'x", "unexpected EOF"),
         ("--zero_stage 4", "--zero_stage 4: ZeRO has the stages 0 to 3"),
     ],
 )
 def test_what_cannot_be_translated_is_named(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        translate(text)
+        migrated("openrlhf", text)
     assert problem in str(refused.value)
 
 
@@ -190,7 +189,7 @@ def test_the_command_prints_what_became_of_each_flag(
 
     for flags in ("--pretrain x --advantage_estimator rloo", "--prompt_data x"):
         with pytest.raises(ConfigError, match="does not start as it is"):
-            migrate("openrlhf", flags)
+            migrated("openrlhf", flags)
 
     monkeypatch.setattr("sys.argv", ["verl-like", "migrate", "openrlh", "--pretrain x"])
     with pytest.raises(SystemExit, match="no translation from 'openrlh'. Did you mean 'openrlhf'"):

@@ -8,13 +8,16 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from trainer.config.keys import config_keys
+from trainer.migrate.openrlhf import ON_ROWS
 from trainer.migrate.systems import RECIPES
 from trainer.migrate.table import FOLDER, Table
 from trainer.migrate.translation import Translation
 from trainer.migrate.trl import PLACES, PROGRAMS
 
 TRL = [("trl", ("all", theirs), ours) for theirs, ours in PROGRAMS.items()]
-TABLES = [("openrlhf", (), "ppo"), ("coati", (), "detached"), *TRL]
+ROWS = [("openrlhf_rows", ("all", theirs), ours) for theirs, ours in ON_ROWS.items()]
+SFT = [("verl_sft", ("all", theirs), "sft") for theirs in ("fsdp_sft_trainer", "sft_trainer")]
+TABLES = [("openrlhf", (), "ppo"), ("coati", (), "detached"), *TRL, *ROWS, *SFT]
 
 
 @pytest.mark.parametrize(("system", "sections", "program"), TABLES)
@@ -38,6 +41,6 @@ def test_no_flag_has_two_rows_and_no_row_says_two_things(
     names = Counter(name for part in parts for names in part for name in names.split())
     assert [name for name, times in names.items() if times > 1] == []
     for name, row in Table(system, *sections).rows.items():
-        says = [row.always, row.absent, row.taken_with, bool(row.settings)]
+        says = [row.always, row.absent, row.refused, row.taken_with, bool(row.settings)]
         assert sum(map(bool, says)) == 1, name
         assert not (row.only and row.otherwise), name

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.migrate.words import migrated, translated
 from trainer.config.compose import load_config
-from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.systems import RECIPES
 from trainer.migrate.translation import Translation
-from trainer.migrate.trl import translate
 from verl_like.errors import ConfigError
 
 FIELDS = Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").splitlines()
@@ -32,7 +32,7 @@ def composed(done: Translation) -> Any:
 
 
 def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
-    done = migrate("trl", GRPO)
+    done = migrated("trl", GRPO)
     assert done.command().startswith("verl-like ppo \\\n")
     config = composed(done)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -65,22 +65,22 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
 )
 def test_what_vllm_drew_is_weighed_as_there(flags: str, level: str | None, bounds: str) -> None:
     command = f"trl grpo --model_name_or_path m --dataset_name a/b --use_vllm {flags}"
-    config = composed(migrate("trl", command))
+    config = composed(migrated("trl", command))
     correction = config.algorithm.rollout_correction
     assert (correction.rollout_is, correction.rollout_is_threshold) == (level, bounds)
 
 
 def test_cispo_bounds_ratios_as_there() -> None:
     command = "trl grpo --model_name_or_path m --dataset_name a/b --loss_type cispo"
-    actor = composed(migrate("trl", f"{command} --epsilon_high 4")).actor_rollout_ref.actor
+    actor = composed(migrated("trl", f"{command} --epsilon_high 4")).actor_rollout_ref.actor
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (1.0, 3.0)
-    done = migrate("trl", command)
+    done = migrated("trl", command)
     assert composed(done).actor_rollout_ref.actor.clip_ratio_high == 4.0
     assert any("ScaleRL" in line for line in done.absent)
 
 
 def test_defaults_that_differ_are_set() -> None:
-    config = composed(migrate("trl", "trl sft --model_name_or_path m --dataset_name a/b"))
+    config = composed(migrated("trl", "trl sft --model_name_or_path m --dataset_name a/b"))
     assert (config.optim.lr, config.optim.weight_decay) == (2e-5, 0.0)
     assert config.optim.lr_scheduler_type == "linear"
     assert (config.trainer.total_epochs, config.trainer.seed, config.trainer.save_freq) == (
@@ -95,24 +95,24 @@ def test_defaults_that_differ_are_set() -> None:
 def test_a_yaml_is_known_by_its_fields_or_read_by_its_command(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: a/b\nbeta: 0.2\nloss_type: [sigmoid, sft]\n"
     text += "loss_weights: [1.0, 0.5]\nwarmup_steps: 0.1\nmax_length: 512\n"
-    done = migrate("trl", text)
+    done = migrated("trl", text)
     config = composed(done)
     assert (done.program, config.loss, config.beta, config.sft_coef) == ("dpo", "dpo", 0.2, 0.5)
     assert (config.optim.lr_warmup_steps, config.optim.lr_warmup_steps_ratio) == (-1, 0.1)
 
     (tmp_path / "dpo.yaml").write_text(text, encoding="utf-8")
-    again = migrate("trl", f"trl dpo --config {tmp_path}/dpo.yaml --beta 0.3")
+    again = migrated("trl", f"trl dpo --config {tmp_path}/dpo.yaml --beta 0.3")
     assert again.settings == done.settings | {"beta": "0.3"}
     with pytest.raises(ConfigError, match="cannot be seen by its fields"):
-        migrate("trl", "model_name_or_path: m\n")
+        migrated("trl", "model_name_or_path: m\n")
 
 
 def test_a_reward_model_and_smoothed_preferences() -> None:
     reward = "trl reward --model_name_or_path m --dataset_name a/b"
-    config = composed(migrate("trl", f"{reward} --center_rewards_coefficient 0.01"))
+    config = composed(migrated("trl", f"{reward} --center_rewards_coefficient 0.01"))
     assert (config.center_coef, config.optim.lr) == (0.01, 1e-4)
     dpo = "trl dpo --model_name_or_path m --dataset_name a/b --label_smoothing 0.2"
-    config = composed(migrate("trl", dpo))
+    config = composed(migrated("trl", dpo))
     assert (config.loss, config.label_smoothing) == ("dpo", 0.2)
 
 
@@ -124,13 +124,13 @@ def test_every_field_has_a_word(program: str) -> None:
         value = NUMBERS.get(name) or TEXTS.get(name, "1")
         if of_program != program:
             continue
-        done = translate(f"trl {program} --{name} {value}")
-        told = [*done.renamed, *done.always, *done.absent, *done.joined]
+        done = translated("trl", f"trl {program} --{name} {value}")
+        told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
         if not any(name in said for said in told) and not name.startswith("dataset_"):
             lost.append(name)
     assert set(lost) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     with pytest.raises(ConfigError, match="no field --learning_rte. Did you mean 'learning_rate'"):
-        translate(f"trl {program} --learning_rte 1")
+        translated("trl", f"trl {program} --learning_rte 1")
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,51 @@ def test_every_field_has_a_word(program: str) -> None:
 )
 def test_what_cannot_be_translated_is_named(flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        translate(f"trl grpo --model_name_or_path m {flags}")
+        translated("trl", f"trl grpo --model_name_or_path m {flags}")
     assert problem in str(refused.value)
+
+
+def test_packed_rows_keep_the_tokens_of_a_step() -> None:
+    command = "accelerate launch --num_processes 4 trl/scripts/sft.py --model_name_or_path m "
+    command += "--dataset_name a/b --packing --max_length 2048 --per_device_train_batch_size 2"
+    done = migrated("trl", command)
+    # 4 processes x 2 rows of 2048 tokens
+    assert done.settings["data.train_batch_size"] == "$((16384 / ROW_TOKENS))"
+    assert any("ROW_TOKENS to the mean number" in line for line in done.absent)
+    whole = migrated("trl", command.replace("--packing", "--packing False"))
+    assert whole.settings["data.train_batch_size"] == "8"
+
+
+def test_the_processes_of_accelerate_s_yaml_count(tmp_path: Path) -> None:
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
+    command = f"accelerate launch --config_file {tmp_path}/zero3.yaml examples/scripts/dpo.py "
+    config = composed(migrated("trl", f"{command} --model_name_or_path m --dataset_name a/b"))
+    assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (16, 2)
+
+
+def test_scripts_with_code_of_their_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="examples.scripts.grpo_vlm.py is a script of its own"):
+        migrated("trl", "python examples/scripts/grpo_vlm.py --model_name_or_path m")
+    with pytest.raises(ConfigError, match="no command runs grpo, sft, reward, dpo"):
+        migrated("trl", "python prepare.py --sft 1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--reward_weights 1 2", "each reward of the list"),
+        ("--load_in_4bit", "trained models are not quantised"),
+        ("--max_tool_calling_iterations 3", "environment.tools=[FILE.py:FUNCTION]"),
+        ("--loss_type vespo", "loss_type=vespo: there are"),
+        ("--chat_template_path t", "give a folder that has all"),
+    ],
+)
+def test_another_experiment_is_refused(flags: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="would be another experiment") as refused:
+        migrated("trl", f"trl grpo --model_name_or_path m --dataset_name a/b {flags}")
+    assert reason in str(refused.value)
+
+
+def test_switches_may_be_turned_off() -> None:
+    line = "trl dpo --model_name_or_path m --dataset_name a/b --no_gradient_checkpointing"
+    assert migrated("trl", line).settings["model.enable_gradient_checkpointing"] == "False"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
+from tests.trainer.migrate.words import translated_whole
 from trainer.config.schema import RunConfig
-from trainer.migrate.systems import migrate
 from trainer.ppo.recipe import load_config
 from workers.losses.registry import POLICY_LOSSES, facts_of, get_policy_loss
 
@@ -244,7 +244,7 @@ def migrated(loss: str, mode: str, settings: Settings) -> RunConfig:
         *(f"{key}={value}" for key, value in settings.items()),
         *([f"{ACTOR}.loss_agg_mode={mode}"] if mode else []),
     ]
-    return load_config(migrate("verl", " ".join(words)).overrides())
+    return load_config(translated_whole("verl", " ".join(words)).overrides())
 
 
 def column(rows: list[list[Token]], which: int) -> torch.Tensor:
@@ -287,7 +287,7 @@ def test_what_a_loss_cannot_have_of_verls_is_told() -> None:
     base += " actor_rollout_ref.rollout.name=vllm"
 
     def told(words: str) -> str:
-        done = migrate("verl", f"{base} {words}")
+        done = translated_whole("verl", f"{base} {words}")
         return "\n".join([*done.renamed, *done.absent, *done.unread])
 
     loss = f"{ACTOR}.policy_loss.loss_mode"
@@ -303,7 +303,7 @@ def test_what_a_loss_cannot_have_of_verls_is_told() -> None:
 
 
 def test_the_critic_keeps_the_aggregation_that_verl_gives_it() -> None:
-    done = migrate(
+    done = translated_whole(
         "verl",
         "data.train_files=x actor_rollout_ref.model.path=y critic.model.path=y "
         f"{ACTOR}.policy_loss.loss_mode=sapo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -118,8 +119,17 @@ def test_names_of_older_versions_lead_to_keys_of_ours() -> None:
 
 
 def test_no_key_stands_in_two_tables() -> None:
-    names = [name for table in vars(tables()).values() for name in table]
+    found = {name: table for name, table in vars(tables()).items() if name != "lays_out"}
+    names = [name for table in found.values() for name in table]
     assert len(set(names)) == len(names)
+
+
+def test_what_lays_out_the_work_is_a_key_that_is_refused() -> None:
+    refused = [*tables().changes_nothing_at, *tables().not_here]
+    for name in tables().lays_out:
+        example = name.replace("*", "x")
+        fits = [each for each in refused if fnmatchcase(example, each) or fnmatchcase(each, name)]
+        assert fits, name
 
 
 def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:

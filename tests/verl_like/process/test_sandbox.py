@@ -9,7 +9,7 @@ import pytest
 
 from trainer import PPO, run
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import MARK, isolate_network, visible_environment
+from verl_like.process.sandbox import MARK, isolate_network, keep_writes_in, visible_environment
 
 
 def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +24,23 @@ def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.Mon
 
 
 class NoNamespaces:
-    """A C library on a machine that gives none."""
+    """A C library on a machine that gives none, nor Landlock."""
 
     @staticmethod
     def unshare(_: int) -> int:
         return -1
+
+    @staticmethod
+    def syscall(*_: object) -> int:
+        return -1
+
+
+def test_a_machine_without_landlock_keeps_nobody_from_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
+    with pytest.raises(ConfigError, match="Linux 5.13 or newer with Landlock"):
+        keep_writes_in("/tmp")
 
 
 def test_a_machine_without_namespaces_keeps_nobody_from_the_network(

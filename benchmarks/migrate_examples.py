@@ -1,0 +1,279 @@
+"""What `verl-like migrate` makes of all examples in a checkout of verl, OpenRLHF or TRL.
+
+    python benchmarks/migrate_examples.py FOLDER [--only PART]
+
+prints a line for every script, and how many are of a kind:
+
+- translated: every training of it is a command that composes here; for verl its sizes, rates,
+  losses and lengths are those that verl's own Hydra composes of the same words, key by key;
+- refused: for a reason that is named, which the line begins with;
+- not recognised: nothing that trains was found in it;
+- wrong: a value is another one than verl's.
+
+Of TRL, whose examples are Python, the commands in their docstrings are read. A script that asks for
+arguments gets `8 saved`, and a scheduler's variables are those of one node with eight cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.compose import load_config
+from trainer.config.unused_keys import why_unused
+from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.translation import Translation
+from verl_like.errors import ConfigError
+
+SCHEDULER = {
+    **{"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "8"},
+    **{"SLURM_CPUS_PER_TASK": "16", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"},
+    **{"ARNOLD_WORKER_NUM": "1", "ARNOLD_WORKER_GPU": "8"},
+}
+ARGUMENTS = ("8", "saved")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SAME = [
+    *("data.train_batch_size", "data.max_prompt_length", "data.max_response_length"),
+    *("data.truncation", "data.shuffle", "data.filter_overlong_prompts", "data.prompt_key"),
+    f"{ACTOR}.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_epochs",
+    f"{ACTOR}.use_dynamic_bsz",
+    f"{ACTOR}.optim.lr",
+    f"{ACTOR}.optim.weight_decay",
+    f"{ACTOR}.optim.betas",
+    f"{ACTOR}.clip_ratio_c",
+    f"{ACTOR}.use_kl_loss",
+    f"{ACTOR}.kl_loss_coef",
+    f"{ACTOR}.kl_loss_type",
+    f"{ACTOR}.entropy_coeff",
+    f"{ACTOR}.policy_loss.loss_mode",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.temperature",
+    f"{ROLLOUT}.top_p",
+    f"{ROLLOUT}.top_k",
+    *("critic.optim.lr", "critic.cliprange_value"),
+    *("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam"),
+    *("algorithm.norm_adv_by_std_in_grpo", "algorithm.use_kl_in_reward", "algorithm.kl_penalty"),
+    *("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef"),
+    *("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.test_freq", "trainer.save_freq"),
+]
+"""Keys of one name in both; those that nothing reads in the run are not compared."""
+SFT_KEYS = {
+    "data.train_batch_size": "data.train_batch_size",
+    "data.max_length": "data.max_length",
+    "optim.lr": "optim.lr",
+    "optim.betas": "optim.betas",
+    "optim.weight_decay": "optim.weight_decay",
+    "optim.clip_grad": "grad_clip",
+    "trainer.total_epochs": "trainer.total_epochs",
+    "trainer.total_training_steps": "trainer.total_training_steps",
+    "trainer.seed": "trainer.seed",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="part of the path of a script")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    folder = options.folder.resolve()
+    os.environ |= SCHEDULER
+    os.chdir(folder)
+    system = next(name for name in ("verl", "openrlhf", "trl") if (folder / name).is_dir())
+    counts: Counter[str] = Counter()
+    for name, source in sources(system, folder):
+        if options.only in name:
+            os.chdir((folder / name).parent if system == "openrlhf" else folder)
+            kind, words = outcome(system, source)
+            counts[kind] += 1
+            print(f"{kind:15} {name}: {words}", flush=True)
+    print(", ".join(f"{kind} {count}" for kind, count in counts.most_common()))
+
+
+def sources(system: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """Name, and the file or the text of every example."""
+    if system != "trl":
+        for path in sorted([*folder.glob("examples/**/*.sh"), *folder.glob("recipe/**/*.sh")]):
+            name = str(path.relative_to(folder))
+            yield name, str(path)
+        return
+    for path in sorted([*folder.glob("examples/scripts/*.py"), *folder.glob("trl/scripts/*.py")]):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for number, command in enumerate(commands_in(text)):
+            yield f"{path.relative_to(folder)}[{number}]", command
+    for path in sorted(folder.glob("examples/cli_configs/*.yaml")):
+        yield str(path.relative_to(folder)), f"trl sft --config {path}"
+
+
+def commands_in(text: str) -> list[str]:
+    """The commands of a docstring: lines that go on behind backslashes."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    starts = r"(?:\w+=\S+ )*(?:accelerate launch|python3?|trl \w+|torchrun|deepspeed) "
+    return re.findall(rf"(?m)^\s*({starts}.*--.*)$", joined)
+
+
+def outcome(system: str, source: str) -> tuple[str, str]:
+    """The kind, and words on it."""
+    arguments: Sequence[str] = ()
+    try:
+        try:
+            found = migrate(system, source)
+        except ConfigError as err:
+            if "Usage" not in str(err):
+                raise
+            arguments = ARGUMENTS
+            found = migrate(system, source, arguments)
+    except ConfigError as err:
+        words = " ".join(str(err).split("\n\nverl-like")[0].split())
+        kind = "not recognised" if words.startswith("no command runs") else "refused"
+        return kind, words[:300]
+
+    wrong = [line for done in found for line in (differences(done) if system == "verl" else [])]
+    told = f"{', '.join(done.program for done in found)}{' with arguments' if arguments else ''}"
+    return ("wrong", "; ".join(wrong)) if wrong else ("translated", told)
+
+
+def differences(done: Translation) -> list[str]:
+    """Keys whose value is another one than verl's."""
+    recipe = RECIPES[done.program]
+    settings = [text for text in done.overrides() if "$" not in text]
+    absent = [text.partition("=")[0] for text in done.overrides() if "$" in text]
+    ours = load_config(
+        [], recipe, defaults=[*settings, *(f"{k}=given" for k in absent if is_path(k))]
+    )
+    try:
+        theirs = composed(done.source)
+    except (HydraException, OmegaConfBaseException) as err:
+        return [f"verl does not compose it: {str(err).splitlines()[0]}"]
+    pairs = of_sft(theirs, ours) if done.program == "sft" else of_ppo(theirs, ours)
+    lines = []
+    for key, (there, here) in pairs.items():
+        if not is_same(there, here) and key not in absent and is_read(ours, key):
+            lines.append(f"{key} is {there} there, {here} here")
+    return lines
+
+
+def is_read(ours: Any, key: str) -> bool:
+    return why_unused(ours, key.partition(" ")[0]) is None
+
+
+def is_path(key: str) -> bool:
+    return key.endswith(("_files", ".path", "_dir", "_name"))
+
+
+def composed(words: Sequence[str]) -> Any:
+    """verl's configuration of a command."""
+    driver = next(word for word in words if re.search(r"(main_\w+|trainer)(\.py)?$", word))
+    names = {"fsdp_sft_trainer": "sft_trainer", "sft_trainer": "sft_trainer_engine"}
+    name = names.get(driver.rpartition(".")[2], "ppo_trainer")
+    overrides, folder, rest = (
+        [],
+        Path("verl/trainer/config"),
+        iter(words[words.index(driver) + 1 :]),
+    )
+    for word in rest:
+        flag, has_value, value = word.partition("=")
+        if flag in ("--config-name", "--config-path"):
+            value = value if has_value else next(rest)
+            if flag == "--config-name":
+                name = value.removesuffix(".yaml")
+            elif Path(value).is_dir() and Path(value).is_absolute():
+                folder = Path(value)
+        else:
+            overrides.append(word)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(folder.resolve()), version_base=None):
+        return compose(name, overrides)
+
+
+def value_of(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = config.get(name) if hasattr(config, "get") else getattr(config, name)
+    return OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
+
+
+def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
+    """Key -> verl's value and ours."""
+    pairs = {key: (value_of(theirs, key), value_of(ours, key)) for key in SAME}
+    cards = int(theirs.trainer.nnodes) * int(theirs.trainer.n_gpus_per_node)
+    sequence_parallel = theirs.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
+    for section in (ACTOR, "critic"):
+        for name in ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"):
+            here, there = value_of(ours, f"{section}.{name}"), value_of(theirs, f"{section}.{name}")
+            rows = value_of(theirs, f"{section}.ppo_micro_batch_size")
+            if name.startswith("ppo_micro") and rows:
+                there = rows // (cards // sequence_parallel) or 1
+            pairs[f"{section}.{name}"] = there, here
+        for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
+            there = value_of(theirs, f"{section}.optim.{name}")
+            here = value_of(ours, f"{section}.optim.{name}")
+            pairs[f"{section}.optim.{name}"] = there, here
+        share = pairs[f"{section}.optim.lr_warmup_steps_ratio"][0]
+        if pairs[f"{section}.optim.lr_warmup_steps"] == (-1, 0) and not share:
+            del pairs[f"{section}.optim.lr_warmup_steps"]  # none there, none here
+    for side in ("low", "high"):
+        bounds = [value_of(each, f"{ACTOR}.clip_ratio_{side}") for each in (theirs, ours)]
+        either = [value_of(each, f"{ACTOR}.clip_ratio") for each in (theirs, ours)]
+        there, here = (
+            whole if one is None else one for one, whole in zip(bounds, either, strict=True)
+        )
+        pairs[f"{ACTOR}.clip_ratio ({side})"] = there, here
+    there = pairs[f"{ACTOR}.policy_loss.loss_mode"][0]
+    aggregation = value_of(theirs, f"{ACTOR}.loss_agg_mode")
+    if there in ("sapo", "geo_mean"):  # means over sequences there, whatever the key says
+        aggregation = "seq-mean-token-mean"
+    pairs[f"{ACTOR}.loss_agg_mode"] = aggregation, value_of(ours, f"{ACTOR}.loss_agg_mode")
+    optim = theirs.actor_rollout_ref.actor.optim
+    schedule = optim.get("warmup_style") or optim.get("lr_scheduler_type") or optim.lr_decay_style
+    pairs[f"{ACTOR}.optim.lr_scheduler_type"] = (
+        schedule,
+        ours.actor_rollout_ref.actor.optim.lr_scheduler_type,
+    )
+    clip = theirs.actor_rollout_ref.actor.get("grad_clip", optim.clip_grad)
+    clip = clip if optim.clip_grad == 1.0 else optim.clip_grad
+    pairs[f"{ACTOR}.grad_clip"] = clip, ours.actor_rollout_ref.actor.grad_clip
+    return pairs
+
+
+def of_sft(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
+    """Key -> verl's value and ours."""
+    pairs = {
+        here: (value_of(theirs, there), value_of(ours, here)) for there, here in SFT_KEYS.items()
+    }
+    optim = theirs.optim
+    schedule = optim.get("lr_scheduler") or optim.get("warmup_style") or optim.lr_scheduler_type
+    pairs["optim.lr_scheduler_type"] = schedule, ours.optim.lr_scheduler_type
+    share = value_of(theirs, "optim.lr_warmup_steps_ratio")
+    pairs["optim.lr_warmup_steps_ratio"] = share, ours.optim.lr_warmup_steps_ratio
+    rows = theirs.data.get("micro_batch_size")
+    there = rows // int(ARGUMENTS[0]) or 1 if rows else theirs.data.micro_batch_size_per_gpu
+    pairs["data.micro_batch_size_per_gpu"] = there, ours.data.micro_batch_size_per_gpu
+    return pairs
+
+
+def is_same(there: Any, here: Any) -> bool:
+    if isinstance(there, (list, tuple)):
+        return [float(x) for x in there] == [float(x) for x in here]
+    try:
+        return float(there) == float(here)
+    except (TypeError, ValueError):
+        return str(there).lower() == str(here).lower()
+
+
+if __name__ == "__main__":
+    main()

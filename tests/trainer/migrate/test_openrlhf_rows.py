@@ -1,0 +1,87 @@
+"""OpenRLHF's commands on rows: SFT, reward models, DPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.migrate.words import migrated, translated, translated_whole
+from trainer.config.compose import load_config
+from trainer.migrate.systems import RECIPES
+from trainer.migrate.table import Table
+from trainer.migrate.translation import Translation
+from verl_like.errors import ConfigError
+
+HEREDOC = """
+read -r -d '' training_commands <<EOF
+openrlhf.cli.{program} \\
+   --data.dataset rows.jsonl --model.model_name_or_path m --train.batch_size 256 \\
+   --train.micro_batch_size 2 --data.max_samples 1000 --ds.zero_stage 3 --ds.packing_samples \\
+   --adam.lr 5e-6 {flags}
+EOF
+if [[ ${{1}} != "slurm" ]]; then
+    deepspeed --num_gpus 4 --module $training_commands
+fi
+"""
+
+
+def composed(done: Translation) -> Any:
+    return load_config(done.overrides(), RECIPES[done.program])
+
+
+def test_sft_counts_rows_and_samples_as_there() -> None:
+    flags = "--data.input_key question --data.output_key response --train.max_epochs 2"
+    done = migrated("openrlhf", HEREDOC.format(program="train_sft", flags=flags))
+    config = composed(done)
+    assert (done.program, config.data.train_batch_size, config.optim.lr) == ("sft", 256, 5e-6)
+    assert (config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu) == (False, 2)
+    assert (config.trainer.total_epochs, config.trainer.total_training_steps) == (2, 8)
+    assert (config.trainer.n_gpus_per_node, config.model.strategy) == (4, "fsdp")
+    assert (config.optim.lr_scheduler_type, config.optim.min_lr_ratio) == ("cosine", 0.1)
+    told = "\n".join(done.absent)
+    assert "prompt from question, prompt within 'User: {}\\nAssistant: '" in told
+
+
+def test_a_template_that_would_be_lost_is_refused() -> None:
+    line = (
+        "deepspeed --module openrlhf.cli.train_sft --dataset x --pretrain m --output_key response"
+    )
+    with pytest.raises(ConfigError, match="write it into the prompts"):
+        translated_whole("openrlhf", f"{line} --input_key prompt")
+    translated_whole("openrlhf", f"{line} --input_key prompt --apply_chat_template")
+
+
+def test_reward_models_and_preferences() -> None:
+    done = migrated("openrlhf", HEREDOC.format(program="train_rm", flags="--data.max_len 4096"))
+    assert (done.program, composed(done).data.max_length) == ("reward-model", 4096)
+    flags = "--model.beta 0.2 --model.ipo_enable --model.nll_loss_coef 0.1"
+    config = composed(migrated("openrlhf", HEREDOC.format(program="train_dpo", flags=flags)))
+    assert (config.loss, config.beta, config.sft_coef) == ("ipo", 0.2, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "reason"),
+    [
+        ("train_sft", "--model.aux_loss_coef 0.1", "load-balancing loss of experts"),
+        ("train_rm", "--data.chosen_key better", "call the column chosen"),
+        ("train_dpo", "--optim muon", "no Muon is built in"),
+    ],
+)
+def test_another_experiment_is_refused(program: str, flags: str, reason: str) -> None:
+    line = f"deepspeed --module openrlhf.cli.{program} --data.dataset x {flags}"
+    with pytest.raises(ConfigError, match=reason):
+        translated_whole("openrlhf", line)
+    with pytest.raises(ConfigError, match="openrlhf.cli.train_kto is not translated"):
+        translated_whole("openrlhf", "deepspeed --module openrlhf.cli.train_kto --dataset x")
+
+
+@pytest.mark.parametrize("program", ["train_sft", "train_rm", "train_dpo"])
+def test_every_flag_has_a_word(program: str) -> None:
+    values = {"zero_stage": "3", "lr_scheduler": "constant", "input_key": "x"}
+    for name, row in Table("openrlhf_rows", "all", program).rows.items():
+        flag = (row.new or name).replace("*", "lr")
+        value = values.get(name, "1")
+        done = translated("openrlhf", f"deepspeed --module {program} --{flag} {value}")
+        told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
+        assert any(flag in line for line in told) or name in ("input_key", "output_key"), flag

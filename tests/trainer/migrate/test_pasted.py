@@ -1,0 +1,76 @@
+"""Every command that `migrate` prints is valid in bash, and gives the program its very words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.migrate.words import migrated
+from trainer.migrate.systems import migrate
+from trainer.migrate.translation import Translation, shell_word
+
+VERL = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y"
+TRL = "trl grpo --model_name_or_path m --dataset_name a/b"
+RAY = "python -m openrlhf.cli.train_ppo_ray --pretrain m --remote_rm_url http://a:1"
+COMMANDS = [
+    ("verl", f"""{VERL} data.val_files="['/a b/x.parquet', '/c/$y.parquet']" """),
+    ("verl", f"{VERL} trainer.experiment_name='\"a {{b}} `c` \\\\$d !e\"' data.shuffle=False"),
+    ("verl", f'{VERL} trainer.logger=\'["console","wandb"]\' trainer.default_local_dir=$OUT/a'),
+    ("verl", f'{VERL} trainer.project_name="\'it is \\"$WHO\\" & co; rm -rf ~\'"'),
+    ("verl", f'{VERL} +actor_rollout_ref.rollout.engine_kwargs.vllm.stop=\'["}}", "\\\\n"]\''),
+    ("trl", f"{TRL} --run_name 'two words, {{x}} and $HOME' --lora_target_modules q v --use_peft"),
+    ("trl", f'{TRL} --output_dir "$SCRATCH/it\'s here" --min_p 0.1'),
+    ("trl", "trl sft --model_name_or_path m --dataset_name a/b --packing --max_length 2048"),
+    ("openrlhf", f"{RAY} --prompt_data x.jsonl --wandb_run_name 'a: b, [c] {{d}} #e'"),
+    ("openrlhf", f"{RAY},http://b:2 --prompt_data '/data sets/$x.jsonl'"),
+    ("coati", "python train_prompts.py --pretrain '/my models/a' --rm_pretrain rm --prompt_path p"),
+]
+
+
+def pasted(done: Translation, folder: Path, environment: dict[str, str]) -> list[str]:
+    """The words that `verl-like` gets of the command."""
+    program = folder / "verl-like"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    program.chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    subprocess.run(["bash", "-n"], input=done.command(), text=True, check=True)
+    ran = subprocess.run(
+        ["bash", "-c", done.command()], env=environment, stdout=subprocess.PIPE, check=True
+    )
+    return ran.stdout.decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize(("system", "text"), COMMANDS)
+def test_pasted_into_bash_it_is_what_it_says(system: str, text: str, tmp_path: Path) -> None:
+    done = migrated(system, text)
+    values = {"OUT": "/out", "WHO": "me", "SCRATCH": "/s", "ROW_TOKENS": "100", "y": "z"}
+    expected = done.overrides()
+    for name in done.variables:
+        expected = [word.replace(f"${name}", values[name]) for word in expected]
+    expected = [word.replace("$((16384 / 100))", "163") for word in expected]
+    assert pasted(done, tmp_path, values) == [done.program, *expected]
+
+
+def test_texts_are_quoted_for_the_settings_too() -> None:
+    done = migrated("openrlhf", COMMANDS[8][1])
+    assert done.settings["trainer.experiment_name"] == "'a: b, [c] {d} #e'"
+
+
+def test_variables_are_filled_in_and_other_dollars_are_not() -> None:
+    assert shell_word("a=$X/$Y", ["X"]) == '"a=$X/\\$Y"'
+    assert shell_word("a=$XY", ["X"]) == "'a=$XY'"
+    assert shell_word("a=b", ["X"]) == "a=b"
+
+
+def test_a_script_of_several_trainings_gives_each(tmp_path: Path) -> None:
+    text = f"for n in 2 4; do {VERL} actor_rollout_ref.rollout.n=$n; done\n{VERL}\n{VERL}\n"
+    text += "torchrun --nproc_per_node 2 -m verl.trainer.fsdp_sft_trainer data.train_files=x "
+    text += "model.partial_pretrain=y\npip install x; python prepare.py a.b=1"
+    found = migrate("verl", text)
+    assert [done.program for done in found] == ["ppo", "ppo", "ppo", "sft"]
+    assert [done.settings.get("actor_rollout_ref.rollout.n") for done in found[:2]] == ["2", "4"]
+    for done in found:
+        assert pasted(done, tmp_path, {}) == [done.program, *done.overrides()]

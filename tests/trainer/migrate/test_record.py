@@ -1,0 +1,167 @@
+"""A script runs in a sandbox, and what it would have started is recorded."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.migrate import recorder
+from trainer.migrate.record import record, unset_variables
+from trainer.migrate.systems import migrate
+from verl_like.errors import ConfigError
+from verl_like.process.supervisor import ENDED_WELL
+
+SHELL = """
+set -xeuo pipefail
+source nowhere.sh
+module load cuda
+FLAGS=(a.b=1 'c.d=two words')
+N=$((3 * 4))
+until nvidia-smi > /dev/null 2>&1; do sleep 100; done
+rm -rf / && git clone somewhere
+python3 -m first "${FLAGS[@]}" n=$N q=${Q:-5} home=$HOME/y here=$PWD root=$ROOT/data | tee log.txt
+for lr in 1e-5 1e-6; do SEED=3 torchrun -m second --lr $lr; done
+"""
+
+
+def recorded(text: str, *arguments: str) -> list[list[str]]:
+    recording = record(text, arguments)
+    assert recording.ending == ENDED_WELL, recording.printed
+    return [command.words for command in recording.commands]
+
+
+def test_variables_arrays_arithmetic_and_loops_are_the_shell_s() -> None:
+    recording = record(SHELL)
+    assert recording.ending == ENDED_WELL, recording.printed
+    runs = [
+        command for command in recording.commands if command.words[0] in ("python3", "torchrun")
+    ]
+    assert [command.words for command in runs] == [
+        [
+            *("python3", "-m", "first", "a.b=1", "c.d=two words", "n=12", "q=5"),
+            *(f"home={os.environ['HOME']}/y", f"here={os.getcwd()}", "root=$ROOT/data"),
+        ],
+        ["torchrun", "-m", "second", "--lr", "1e-5"],
+        ["torchrun", "-m", "second", "--lr", "1e-6"],
+    ]
+    assert runs[1].environment == {"SEED": "3"}
+    assert recording.variables == ["ROOT"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "read -r -d '' words <<EOF || true\n-m train \\\n  --x 1\nEOF\npython $words",
+        "cat > run.sh <<'EOF'\npython -m train --x 1\nEOF\nbash run.sh",
+        "printf 'exec python -m train --x 1' > run.sh; sh run.sh",
+        "bash -c 'exec /opt/x/python -m train --x 1' || python -m train --x 1",
+        "ray job submit --address=a --runtime-env-json='{\"a\": 1}' -- python -m train --x 1",
+        'srun -N 1 bash -c "cd /; python -m train --x 1"',
+        "sbatch <<EOF\n#!/bin/bash\npython -m train --x 1\nEOF",
+        "nohup python -m train --x 1 > out.log 2>&1 &",
+        'run() { python -m train "$@"; }; run --x 1',
+        "env A=1 timeout 5 python -m train --x 1",
+        'eval "python -m train --x 1"',
+        "python -m train \\ # what it does\n  --x 1 \\ # how",
+    ],
+)
+def test_it_is_recorded_through_whatever_starts_it(line: str) -> None:
+    assert ["python", "-m", "train", "--x", "1"] in recorded(line)
+
+
+def test_a_file_runs_in_its_folder_with_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tmp_path / "project" / "scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "env.sh").write_text("MODEL=tiny\n")
+    lines = 'here=$(cd "$(dirname "$0")" && pwd); source "$here/env.sh"; mkdir -p logs\n'
+    lines += 'echo started > logs/a.txt; python -m train $MODEL "$here" "$1" > "$here/log.txt"\n'
+    (scripts / "run.sh").write_text(lines)
+    monkeypatch.chdir(tmp_path / "project")
+    words = ["python", "-m", "train", "tiny", str(scripts), "eight"]
+    assert recorded("scripts/run.sh", "eight") == [words]
+    assert sorted(path.name for path in scripts.iterdir()) == ["env.sh", "run.sh"]
+    assert not (tmp_path / "project" / "logs").exists()
+    monkeypatch.chdir(tmp_path)
+    (scripts / "run.sh").write_text(lines.replace(' > "$here/log.txt"', ""))
+    assert recorded(str(scripts / "run.sh"), "eight") == [words]
+
+
+def test_it_writes_nowhere_else_and_reaches_nothing(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    text = f"""
+    echo bad > {victim}; /bin/rm -f {victim}; /usr/bin/touch {tmp_path}/new
+    builtin kill -9 {os.getpid()}
+    exec 3<> /dev/tcp/127.0.0.1/22 || echo no network
+    python -m train
+    """
+    recording = record(text)
+    assert victim.read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
+    assert recording.printed.count("Permission denied") + recording.printed.count("denied") >= 3
+
+
+def test_a_script_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "DEADLINE_S", 1.0)
+    script = recorder.Script("python -m train; while :; do :; done", "a.sh", (), os.getcwd(), {})
+    begin = time.monotonic()
+    recording = recorder.run(script)
+    assert time.monotonic() - begin < 10
+    assert recording.ending == "passed its deadline"
+    assert [command.words for command in recording.commands] == [["python", "-m", "train"]]
+
+
+def test_variables_that_nobody_sets_stay_where_they_are_read_alone() -> None:
+    script = """
+    # $COMMENT
+    A=1; B=$A; C=${C:-2}
+    [ -z "$D" ] && exit
+    for i in 1 2; do echo $i $E ${F}; done
+    echo $((G + 1)) ${G} $HOME $PWD $TOKEN
+    """
+    environment = {"HOME": "/h", "TOKEN": "secret"}
+    assert unset_variables(script, environment) == (["E", "F", "TOKEN"], ["D", "G"])
+
+
+def test_keys_of_the_user_stay_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    recording = record("export OTHER_TOKEN=abc; python -m train --key $WANDB_API_KEY")
+    assert recording.commands[0].words[-1] == "$WANDB_API_KEY"
+    text = "export A_TOKEN=abc B=c; python -m verl.trainer.main_ppo data.train_files=x "
+    text += "actor_rollout_ref.model.path=y"
+    assert migrate("verl", text)[0].environment == ["A_TOKEN=...", "B=c"]
+
+
+def test_without_a_sandbox_a_script_is_refused_and_words_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.migrate.record.start_child", lambda _: (Done(), Refuses()))
+    with pytest.raises(ConfigError, match="no sandbox for it here: no Landlock.*verl-like migrate"):
+        record("python -m train")
+    words = ["main_ppo", "data.train_files=x", "actor_rollout_ref.model.path=y"]
+    assert migrate("verl", words)[0].program == "ppo"
+
+
+class Done:
+    """A process that has ended."""
+
+    def wait(self) -> int:
+        return 0
+
+
+class Refuses:
+    """The pipe of a recorder without a sandbox."""
+
+    def send(self, script: recorder.Script) -> None:
+        pass
+
+    def recv(self) -> str:
+        return "no Landlock."
+
+    def close(self) -> None:
+        pass

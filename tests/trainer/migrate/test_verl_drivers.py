@@ -1,0 +1,216 @@
+"""verl's drivers: each becomes the command that is the same experiment, or is refused by a key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.migrate.words import migrated, translated_whole
+from trainer.config.compose import load_config
+from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.translation import Translation
+from verl_like.errors import ConfigError
+
+MAIN = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y"
+ACTOR, TURNS = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.multi_turn"
+ASYNC = """
+python -m verl.experimental.{driver} data.train_files=x data.val_files=v \\
+    actor_rollout_ref.model.path=y algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    actor_rollout_ref.hybrid_engine=False trainer.nnodes=1 trainer.n_gpus_per_node=4 \\
+    rollout.nnodes=1 rollout.n_gpus_per_node=4 {more}
+"""
+
+
+def composed(done: Translation) -> Any:
+    return load_config(done.overrides(), RECIPES[done.program])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (f"{TURNS}.enable=True", "multi_turn.enable=True: tools are typed functions"),
+        (f"{TURNS}.tool_config_path=t.yaml", "environment.tools=[FILE.py:FUNCTION]"),
+        ("data.image_key=images", "models with images are not trained here"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "column images unasked"),
+        ("reward_model.sandbox_fusion.url=http://a", "programs run in a sandbox of their own"),
+        (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.1", "loss of routers"),
+        ("actor_rollout_ref.model.mtp.enable=True", "heads for several tokens"),
+        ("data.no_such_key=1", "no such key is known here"),
+        ("trainer.project_name=${trainer.experiment_name}", "give what it stands for"),
+        ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script has its value from"),
+        ("reward_model.enable=True custom_reward_function.path=f.py", "asks the reward model's"),
+    ],
+)
+def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="would be another experiment") as refused:
+        translated_whole("verl", f"{MAIN} {words}")
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.megatron.param_offload=True",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.model.trust_remote_code=True",
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
+    ],
+)
+def test_what_lays_out_the_work_is_dropped_with_a_word(words: str) -> None:
+    done = translated_whole("verl", f"{MAIN} {words}")
+    assert [line.partition(":")[0] for line in done.absent] == words.split()
+
+
+def test_a_yaml_of_keys_is_read_with_those_that_it_is_made_of(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 7}"
+    )
+    own = "hydra: {searchpath: [a]}\ndefaults: [base, _self_]\ndata:\n  train_batch_size: 512\n"
+    own += "algorithm: {kl_ctrl: {kl_coef: 0.5}, use_kl_in_reward: true}\n"
+    own += "actor_rollout_ref: {rollout: {n: 3}}\n"
+    (tmp_path / "own.yaml").write_text(own)
+    text = f'CONFIG="{tmp_path}"\n{MAIN} --config-path="$CONFIG" --config-name own '
+    text += "actor_rollout_ref.rollout.n=5"
+    config = composed(migrated("verl", text))
+    assert (config.data.train_batch_size, config.data.max_prompt_length) == (512, 7)
+    assert (config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.rollout.n) == (0.5, 5)
+    with pytest.raises(ConfigError, match="there is no .*missing.yaml; call this where"):
+        translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=missing")
+    (tmp_path / "own.yaml").write_text("defaults: [{actor: mine}, _self_]")
+    with pytest.raises(ConfigError, match="is composed of .*mine"):
+        translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=own")
+
+
+def test_tools_named_beside_the_script_take_the_place_of_theirs() -> None:
+    words = f"{TURNS}.enable=True {TURNS}.tool_config_path=t.yaml "
+    words += f"{TURNS}.max_assistant_turns=5 environment.tools=[tools.py:calculate]"
+    done = translated_whole("verl", f"{MAIN} {words}")
+    environment = composed(done).environment
+    assert (environment.tools, environment.max_turns) == (["tools.py:calculate"], 5)
+    assert [line.partition("=")[0] for line in done.absent] == [
+        f"{TURNS}.enable",
+        f"{TURNS}.tool_config_path",
+    ]
+
+
+def test_dapo_draws_its_batches_as_ours_or_is_refused() -> None:
+    drawn = MAIN.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+    drawn += " data.gen_batch_size=96 data.train_batch_size=32"
+    drawn += " actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=2"
+    filtered = f"{drawn} algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc"
+    assert composed(translated_whole("verl", filtered)).algorithm.filter_groups.enable
+    with pytest.raises(ConfigError, match="gen_batch_size=96: a step has data.train_batch_size"):
+        translated_whole("verl", drawn)
+
+
+def test_older_micro_batches_are_divided_by_the_processes() -> None:
+    words = f"{ACTOR}.ppo_micro_batch_size=64 critic.ppo_micro_batch_size=32 trainer.nnodes=2"
+    config = composed(translated_whole("verl", f"{MAIN} {words} critic.model.path=y"))
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    assert config.critic.ppo_micro_batch_size_per_gpu == 2
+    words += f" {ACTOR}.ulysses_sequence_parallel_size=2"
+    config = composed(translated_whole("verl", f"{MAIN} {words} critic.model.path=y"))
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 8
+
+
+def test_a_reward_model_s_score_stands_alone() -> None:
+    words = "reward_model.enable=True reward_model.model.path=rm reward_model.rollout.name=vllm"
+    config = composed(translated_whole("verl", f"{MAIN} {words}"))
+    assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
+
+
+def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
+    section = "reward_model.reward_kwargs"
+    words = f"reward_model.reward_manager=dapo {section}.overlong_buffer_cfg.enable=True "
+    words += f"{section}.overlong_buffer_cfg.len=128 {section}.max_resp_len=512 "
+    words += f"{section}.overlong_buffer_cfg.log=False"
+    buffer = composed(translated_whole("verl", f"{MAIN} {words}")).reward_model.overlong_buffer
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 128, 1.0)
+    with pytest.raises(ConfigError, match="max_resp_len=512: the punishment of length ends at"):
+        translated_whole("verl", f"{MAIN} {words} data.max_response_length=1024")
+
+
+def test_one_step_off_policy_is_a_detached_run_one_version_behind() -> None:
+    done = migrated("verl", ASYNC.format(driver="one_step_off_policy.main_ppo", more=""))
+    config = composed(done)
+    assert (done.program, config.detached.max_staleness, config.detached.makers) == (
+        "detached",
+        1,
+        1,
+    )
+    assert config.resource_pool_spec == {"trainer_pool": [4], "maker_0_pool": [4]}
+    assert config.algorithm.rollout_correction.bypass_mode
+    assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (1024, 8)
+
+
+def test_fully_asynchronous_counts_become_ours() -> None:
+    more = "data.train_batch_size=0 data.gen_batch_size=1 rollout.total_rollout_steps=51200 "
+    more += "rollout.test_freq=10 async_training.require_batches=4 rollout.total_epochs=2 "
+    more += "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=2"
+    done = migrated("verl", ASYNC.format(driver="fully_async_policy.fully_async_main", more=more))
+    config = composed(done)
+    detached, trainer = config.detached, config.trainer
+    # 4 x 32 prompts a step, a version every 2 steps; half a version's samples may be older
+    assert (config.data.train_batch_size, detached.update_steps) == (128, 2)
+    assert (detached.max_staleness, detached.limit) == (1, int(128 * 16 * 2 * 1.5))
+    assert (trainer.total_training_steps, trainer.test_freq, trainer.total_epochs) == (400, 20, 2)
+    assert detached.new_weights == "at_once"  # partial rollouts, by default there
+
+
+SFT = """
+torchrun --standalone --nnodes=1 --nproc_per_node=$1 -m verl.trainer.{driver} \\
+    data.train_files=x data.val_files=v {words}
+"""
+
+
+def test_sft_has_their_defaults_and_torchrun_s_processes(tmp_path: Path) -> None:
+    words = "data.prompt_key=extra_info data.prompt_dict_keys=['question'] "
+    words += "+data.response_dict_keys=['answer'] data.response_key=extra_info "
+    words += "data.micro_batch_size=16 model.partial_pretrain=y ulysses_sequence_parallel_size=2"
+    (tmp_path / "sft.sh").write_text(SFT.format(driver="fsdp_sft_trainer", words=words))
+    (done,) = migrate("verl", str(tmp_path / "sft.sh"), ["4"])
+    config = composed(done)
+    assert (config.optim.lr, list(config.optim.betas)) == (1e-5, [0.9, 0.95])
+    assert (config.optim.lr_scheduler_type, config.optim.lr_warmup_steps_ratio) == ("cosine", 0.1)
+    assert (config.data.train_batch_size, config.data.max_length) == (256, 1024)
+    assert (config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu) == (False, 4)
+    assert (config.trainer.total_epochs, config.trainer.n_gpus_per_node) == (4, 4)
+    assert any("columns prompt and response" in line for line in done.absent)
+
+
+def test_sft_by_engines() -> None:
+    words = "model.path=y optim.lr=2e-5 optim.warmup_style=cosine optim.min_lr_ratio=0.1 "
+    words += "engine=fsdp2 optim=fsdp2 engine.ulysses_sequence_parallel_size=2 "
+    words += "data.max_token_len_per_gpu=4096 checkpoint.save_contents=[model]"
+    line = SFT.format(driver="sft_trainer", words=words).replace("$1", "2").replace("\\\n", "")
+    config = composed(translated_whole("verl", line))
+    assert (config.optim.lr, config.optim.lr_scheduler_type) == (2e-5, "cosine")
+    assert (config.data.use_dynamic_bsz, config.data.max_token_len_per_gpu) == (True, 4096)
+    with pytest.raises(ConfigError, match="models with images"):
+        translated_whole("verl", line.replace("model.path=y", "model.path=Qwen3-VL-2B"))
+
+
+def test_drivers_with_code_of_their_own_are_refused() -> None:
+    for driver in ("recipe.spin.main_spin", "verl.trainer.main_generation"):
+        with pytest.raises(ConfigError, match=f"{driver} is a driver with code of its own"):
+            translated_whole("verl", f"python -m {driver} data.train_files=x")
+
+
+def test_a_lost_backslash_is_told() -> None:
+    text = f"{MAIN} \\\n  trainer.nnodes=1\n  # more\n  trainer.total_epochs=3 data.shuffle=False"
+    done = migrated("verl", text)
+    assert done.settings["trainer.total_epochs"] == "30"
+    assert done.notices == [
+        "the script runs trainer.total_epochs=3 ... as a command of its own: no backslash before it"
+    ]
+
+
+def test_what_the_run_does_not_read_there_is_not_read_here() -> None:
+    done = translated_whole("verl", f"{MAIN} trainer.resume_from_path=checkpoints")
+    assert "trainer.resume_from_path" not in done.settings
+    done = translated_whole("verl", f"{MAIN} trainer.logger=['console','swanlab']")
+    assert done.settings["trainer.logger"] == "[console]"
+    assert any("swanlab" in line for line in done.absent)

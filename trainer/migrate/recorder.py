@@ -1,0 +1,196 @@
+"""The program of a process that runs a shell script whose trainings are recorded, not started.
+
+    python -m verl_like.process.child trainer.migrate.recorder FD
+
+`trainer.migrate.record` starts it and sends a `Script`. The script is run by bash as it is, where
+`recorder.sh` has functions in the place of `python`, `torchrun`, `ray` and what else trains, moves
+or waits. It writes into a scratch folder alone, which holds a folder of links in the place of the
+user's, reaches no network, and has limits.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from verl_like.errors import ConfigError
+from verl_like.process.sandbox import MARK, Sandbox, isolate_network, keep_writes_in
+from verl_like.process.supervisor import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    fork_confined,
+    prctl,
+    remove_folder,
+    watch,
+)
+
+BASH = shutil.which("bash") or "/bin/bash"
+DEADLINE_S = 20.0
+LIMITS = Sandbox(memory_gb=1.0, cpu_s=20.0, file_gb=0.1, processes=64, network=False)
+MOST_OUTPUT = 2**16
+"""Bytes of what the script prints that are kept."""
+TOOLS = """
+awk basename bash bc cat comm cut date dirname egrep env expand expr false find fold getopt grep
+head hostname id join jq ls mkdir mktemp nl nproc nvidia-smi od paste printf pwd readlink realpath
+rev sed seq sort stat tail tee test touch tr true uname uniq wc which whoami xargs
+""".split()
+"""Programs that run as they are."""
+PROGRAMS = """
+python python3 torchrun deepspeed accelerate trl vllm colossalai pip huggingface-cli hf openrlhf
+""".split()
+"""Programs that are recorded even where no function of bash stands for them, after `exec`."""
+LAUNCHERS = """
+apptainer conda docker enroot mpirun ncu nice nohup nsys numactl parallel pdm poetry ray salloc
+sbatch setsid singularity srun stdbuf sudo timeout uv
+""".split()
+"""Programs that start another, which is run in their place."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is run, and where."""
+
+    text: str
+    name: str
+    """Its path from `folder`; one from the root is run in its own place."""
+    arguments: Sequence[str]
+    folder: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that the script has run."""
+
+    words: list[str]
+    folder: str = "."
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables that the script has set for it."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the script has run, how it ended, and what it said."""
+
+    commands: list[Command]
+    ending: str
+    printed: str
+    variables: Sequence[str] = ()
+    """Variables that stay variables."""
+    unset: Sequence[str] = ()
+    """Others that the script reads and nobody sets."""
+
+
+def main(pipe: Connection) -> None:
+    """Answer one `Script` with a `Recording`, or with a text that says why there is none."""
+    script = pipe.recv()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        isolate_network()
+        pipe.send(run(script))
+    except (ConfigError, OSError) as err:
+        pipe.send(str(err))
+
+
+def run(script: Script) -> Recording:
+    """Run the script in a scratch folder, and read what was recorded."""
+    scratch = Path(os.path.realpath(tempfile.mkdtemp(prefix="verl_like_recorder_")))
+    own, home, recorder = scratch / "folder", scratch / "home", scratch / "recorder"
+    printed = bytearray()
+    refusal = secrets.token_hex()
+    ours, theirs = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+
+    def keep(chunk: bytes) -> None:
+        printed.extend(chunk[: MOST_OUTPUT - len(printed)])
+
+    def act() -> None:
+        try:
+            keep_writes_in(str(scratch), os.devnull)
+        except ConfigError as err:
+            os.write(2, f"{refusal}{err}".encode())
+            return
+        LIMITS.allow_cpu()
+        os.chdir(own)
+        os.execve(BASH, ["bash", script.name, *script.arguments], environment)
+
+    try:
+        _link(own, Path(script.folder), Path(script.name).parent.parts)
+        if not os.path.isabs(script.name):
+            (own / script.name).unlink(missing_ok=True)
+            (own / script.name).write_text(script.text, encoding="utf-8")
+        home.mkdir()
+        _equip(recorder)
+        environment = {
+            **script.environment,
+            **{MARK: "1", "PATH": f"{recorder}/programs:{recorder}/tools", "HOME": str(home)},
+            **{"PWD": str(own), "TMPDIR": str(scratch), "BASH_ENV": f"{recorder}/recorder.sh"},
+            **{"VERL_LIKE_RECORDER": str(recorder), "VERL_LIKE_LAUNCHERS": " ".join(LAUNCHERS)},
+        }
+        child = fork_confined(str(scratch), LIMITS, {0: null, 1: theirs, 2: theirs}, act)
+        os.close(theirs)
+        ending = watch(child, str(scratch), LIMITS, {ours: keep}, time.monotonic() + DEADLINE_S)
+
+        places = {str(own): script.folder, str(home): script.environment.get("HOME", str(home))}
+        said = _with_places(printed.decode("utf-8", "replace"), places)
+        if refusal in said:
+            raise ConfigError(said.partition(refusal)[2])
+        files = sorted((recorder / "commands").iterdir())
+        return Recording([_read(file, places, environment) for file in files], str(ending), said)
+    finally:
+        os.close(ours)
+        os.close(null)
+        remove_folder(str(scratch))
+
+
+def _link(there: Path, here: Path, way: Sequence[str]) -> None:
+    """Links to all that is in a folder; what is on the way can be written, too."""
+    there.mkdir()
+    for entry in os.scandir(here):
+        if way[:1] == (entry.name,) and entry.is_dir():
+            _link(there / entry.name, Path(entry.path), way[1:])
+        else:
+            (there / entry.name).symlink_to(entry.path)
+
+
+def _equip(recorder: Path) -> None:
+    """What the script finds in its PATH, and what its bash reads first."""
+    for folder in ("tools", "programs", "commands"):
+        (recorder / folder).mkdir(parents=True)
+    for name in TOOLS:
+        if found := shutil.which(name):
+            (recorder / "tools" / name).symlink_to(found)
+    stand_ins = dict.fromkeys(PROGRAMS, 'record "${0##*/}" "$@"')
+    stand_ins |= dict.fromkeys(LAUNCHERS, 'run_inner "${0##*/}" "$@"')
+    for name, line in stand_ins.items():
+        (recorder / "programs" / name).write_text(f"#!{BASH}\n{line}\n", encoding="utf-8")
+        (recorder / "programs" / name).chmod(0o755)
+    (recorder / "tools" / "sh").write_text(f'#!{BASH}\nbash "$@"\n', encoding="utf-8")
+    (recorder / "tools" / "sh").chmod(0o755)
+    shutil.copy(Path(__file__).with_suffix(".sh"), recorder / "recorder.sh")
+
+
+def _read(file: Path, places: Mapping[str, str], given: Mapping[str, str]) -> Command:
+    """The record that `recorder.sh` has written: folder, words, variables, NULs between them."""
+    text = _with_places(file.read_bytes().decode("utf-8", "replace"), places)
+    folder, count, *rest = text.removesuffix("\0").split("\0")
+    variables = dict(each.partition("=")[::2] for each in rest[int(count) :])
+    own = {name for name, value in variables.items() if given.get(name) == value}
+    own |= {"_", "HOME", "OLDPWD", "PWD", "SHLVL", "TMPDIR"}
+    return Command(rest[: int(count)], folder, {k: v for k, v in variables.items() if k not in own})
+
+
+def _with_places(text: str, places: Mapping[str, str]) -> str:
+    """With the user's folders in the place of those in the scratch folder."""
+    for there, here in places.items():
+        text = text.replace(there, here.rstrip("/"))
+    return text
