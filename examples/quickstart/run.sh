@@ -29,6 +29,7 @@ code=0 # a signal ends the run, which ends its workers and writes its report; th
 stoppable "$py" examples/quickstart/watch.py "$py" -P -m trainer.main_ppo \
     placement=split trainer.n_gpus_per_node=2 \
     actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
+    custom_reward_function.path="$PWD/examples/quickstart/reward.py" custom_reward_function.name=letters \
     data.train_batch_size=64 data.max_prompt_length=16 data.max_response_length=8 \
     actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.optim.lr=2e-3 critic.optim.lr=2e-3 \
