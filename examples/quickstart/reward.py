@@ -1,4 +1,4 @@
-"""The quickstart's reward: the letter that the prompt asks for, in an answer that ends by itself."""
+"""The quickstart's reward: the letter that a prompt asks for, in an answer that ends by itself."""
 
 from __future__ import annotations
 

@@ -30,6 +30,11 @@ METHOD_COLOURS = {
 STATE_COLOURS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
 OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
+ABOVE: Mapping[str, Any] = {
+    "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "handlelength": 1.4,
+    "columnspacing": 1.2,
+}  # fmt: skip
+"""Where a legend stands: above the axes, so that it covers no curve."""
 SMOOTHED_FROM, WINDOWS = 300, 50
 """Points from which a curve has its running mean on top, over a part in so many of them."""
 STYLE = Path(__file__).with_name("figures.mplstyle")
@@ -72,7 +77,8 @@ def panels_of(metrics: Metrics) -> list[Panel]:
 
     validated = [name for name in known if name.startswith("val-core/")]
     own = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
-    return own + [panel for panel in known_panels() if panel.title == "Overlap"]
+    overlap = next(panel for panel in known_panels() if panel.title == "Overlap")
+    return [*own, overlap] if _has_any(known, overlap) else own
 
 
 def _has_any(names: Iterable[str], panel: Panel) -> bool:
@@ -102,8 +108,9 @@ def curves(metrics: Metrics, panel: Panel) -> str:
     if not names:
         return ""
 
-    figure = new_figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
-    axes = figure.add_subplot()
+    # two names of more characters are wider than the figure
+    columns = 1 if max(map(len, names)) > 24 else 2
+    figure, axes = _panel_axes(-(-min(len(names), len(COLOURS)) // columns))
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*series(metrics, f"{panel.band}/{end}")) for end in ("min", "max"))
         axes.fill_between(low[0], low[1], high[1], color=COLOURS[0], alpha=0.12, linewidth=0)
@@ -128,8 +135,17 @@ def curves(metrics: Metrics, panel: Panel) -> str:
 
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="best")
+    # beside the exponent of the numbers, which stands at the axes' corner
+    axes.legend(**{**ABOVE, "bbox_to_anchor": (0.1, 1)}, ncols=columns)
     return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
+
+
+def _panel_axes(lines: int) -> tuple[Figure, Any]:
+    """Axes of one size in every panel, with room above them for a legend of so many lines."""
+    height = 2.3 + 0.17 * lines
+    edges = {"bottom": 0.42 / height, "top": 1 - (0.1 + 0.17 * lines) / height}
+    figure = new_figure(4.4, height, {"left": 0.16, "right": 0.98, **edges})
+    return figure, figure.add_subplot()
 
 
 class Bar(NamedTuple):
@@ -193,7 +209,7 @@ def bars(
 def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
     """The calls as a Gantt chart, a lane for each pool, role and rank; dotted where time was cut.
 
-    Under it stands when pools worked at the same time.
+    Under several pools stands when they worked at the same time.
     """
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
@@ -205,17 +221,18 @@ def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
             seconds, colour = call.end - call.start, METHOD_COLOURS.get(call.method, OTHER_COLOUR)
             title = f"{call.lane}: {call.method}, {1000 * seconds:.1f} ms"
             drawn.append(Bar(row, call.start - origin, seconds, colour, title, height=0.74))
-    for start, end, number in pools_at_work(calls):
-        if number > 1:
-            drawn.append(Bar(under, start - origin, end - start, OVERLAP_COLOUR, height=0.5))
-
     pools = [pool for pool, _ in shown]
     ends = [row + 0.5 for row, pool in enumerate(pools) if pools[row + 1 : row + 2] != [pool]]
     rows: dict[float, str] = {row: f"{pool}  {lane}" for row, (pool, lane) in enumerate(shown)}
+    if len({call.pool for call in calls}) > 1:
+        rows[under] = "2 pools or more at work"
+        for start, end, number in pools_at_work(calls):
+            if number > 1:
+                drawn.append(Bar(under, start - origin, end - start, OVERLAP_COLOUR, height=0.5))
     return bars(
         drawn,
-        rows | {under: "2 pools or more at work"},
-        1.6 + 0.3 * len(shown),
+        rows,
+        1.3 + 0.3 * len(rows),
         "seconds",
         {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls},
         "Timeline of the last steps, a lane for each pool, role and rank",
@@ -266,9 +283,7 @@ def colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
-    axes.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.3
-    )
+    axes.legend(handles=patches, **ABOVE, ncols=4)
 
 
 def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:

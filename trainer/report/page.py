@@ -104,6 +104,7 @@ def _content(data: RunData) -> dict[str, Any]:
         "gantt": Markup(report_figures.timeline(calls, cuts)) if calls else "",
         "gantt_steps": len({call.step for call in calls}),
         "has_cuts": bool(cuts),
+        "has_pools": len({call.pool for call in calls}) > 1,
         "overlap": overlap_share(calls),
         "activity": Markup(report_figures.activity(makers.seconds)) if makers else "",
         "ledger": makers.ledger if makers else (),

@@ -1,5 +1,5 @@
 """The report in headless Chromium: no error in the console, every figure drawn, nothing wider than
-the window.
+the window, and dark where the reader's system is.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ window.addEventListener("load", () => {
   const drawn = figures.filter(svg => svg.getBoundingClientRect().height > 40);
   document.body.dataset.seen = JSON.stringify({
     width: window.innerWidth, page: document.documentElement.scrollWidth, figures: drawn.length,
+    table: document.querySelector("#samples").parentElement.getBoundingClientRect().height,
+    dark: [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color],
     rows: document.querySelectorAll("#samples tbody tr:not([hidden])").length,
     shares: [...document.querySelectorAll("#phases td:last-child")].map(
       cell => parseFloat(cell.textContent)
@@ -69,7 +71,7 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu",
             "--allow-file-access-from-files",
             f"--user-data-dir={tmp_path}/profile", f"--window-size={max(WIDTHS)},1000",
-            "--enable-logging=stderr",
+            "--enable-logging=stderr", "--blink-settings=preferredColorScheme=0",
             "--v=0", "--virtual-time-budget=10000", "--dump-dom", probed.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=True,
@@ -82,4 +84,6 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
         panels = [panel for panel in known_panels() if not panel.only_if_there]
         assert seen["figures"] == len(panels) + 2
         assert seen["rows"] == 5 * 4
+        assert seen["table"] < 600, "it scrolls in a box of its own, however many samples it has"
+        assert seen["dark"] == ["rgb(22, 22, 22)", "rgb(232, 232, 232)"]
         assert sum(seen["shares"]) == pytest.approx(100)

@@ -12,8 +12,17 @@ import pytest
 
 from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import make_run
+from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
-from trainer.report.figures import WINDOWS, curves, known_panels, panels_of, running_mean
+from trainer.report.figures import (
+    WINDOWS,
+    Panel,
+    as_svg,
+    curves,
+    known_panels,
+    panels_of,
+    running_mean,
+)
 from trainer.report.page import close_run, write_report
 from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
@@ -115,7 +124,7 @@ def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
     lines = [step, {"step": 1, "val-core/rm/accuracy": 0.6, "val-aux/rm/margin": 0.1}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     titles = [panel.title for panel in panels_of(read_run(tmp_path).metrics)]
-    assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy", "Overlap"]
+    assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy"]
 
 
 @pytest.mark.usefixtures("figures")
@@ -222,3 +231,34 @@ def test_a_long_curve_has_its_running_mean() -> None:
     for place in (0, 7, 500, 640, 999):
         window = [v for v in values[max(place - half, 0) : place + half + 1] if v == v]
         assert means[place] == pytest.approx(sum(window) / len(window))
+
+
+def test_legends_stand_above_the_curves(figures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn: list[Any] = []
+
+    def keep(figure: Any, description: str, titles: Any = None) -> str:
+        drawn.append(figure)
+        return as_svg(figure, description, titles)
+
+    monkeypatch.setattr(report_figures, "as_svg", keep)
+    metrics = [{"step": step, **{f"a/{n}": float(n * step) for n in range(8)}} for step in (1, 2)]
+    for number in (1, 2, 5, 8):
+        curves(metrics, Panel("A", "", tuple(f"a/{n}" for n in range(number))))
+        (axes,) = drawn[-1].axes
+        renderer = FigureCanvasAgg(drawn[-1]).get_renderer()
+        legend = axes.get_legend().get_window_extent(renderer)
+        assert legend.y0 >= axes.get_window_extent(renderer).y1
+        assert legend.y1 <= drawn[-1].bbox.y1
+        assert legend.x1 <= drawn[-1].bbox.x1
+
+
+def test_a_timeline_of_one_pool_says_nothing_of_several(figures: None, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 2)
+    assert "2 pools or more at work" in write_report(folder).read_text()
+    timeline = (folder / "timeline.json").read_text()
+    (folder / "timeline.json").write_text(timeline.replace("critic_pool", "actor_rollout_ref_pool"))
+    page = write_report(folder).read_text()
+    assert "update_critic" in page
+    assert "pools" not in page.partition("<h2>Timeline</h2>")[2].partition("<h2>")[0]

@@ -72,7 +72,9 @@ def test_failed_trajectories_are_left_out_and_counted(tiny_dir: Path, tmp_path: 
 
 def test_too_many_failures_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:
     more = (*POLICY_ALONE, "environment.retries=0")
-    words = r"(?s)'environment' failed for 16 of 16 samples.*environment\.max_failed=0\.5.*has ended"
+    words = (
+        r"(?s)'environment' failed for 16 of 16 samples.*environment\.max_failed=0\.5.*has ended"
+    )
     with pytest.raises(RewardError, match=words):
         play(tiny_dir, tmp_path / "run", *more, f"environment={GAMES}:Dies")
 

@@ -246,7 +246,11 @@ def test_of_coroutines_the_one_that_blocks_is_named(stranger: Any) -> None:
 
 def test_of_coroutines_the_one_that_ends_the_process_is_named(stranger: Any) -> None:
     outcomes = stranger(*["fine"] * 5, "_exit", *["fine"] * 2, "exit", name="act_async")
-    failed = {row: outcome[2].partition("\n")[0] for row, outcome in enumerate(outcomes) if outcome[0] is None}
+    failed = {
+        row: outcome[2].partition("\n")[0]
+        for row, outcome in enumerate(outcomes)
+        if outcome[0] is None
+    }
     assert failed == {
         5: "the reward process ended with exit code 4",
         8: "SystemExit: it called sys.exit(3)",
