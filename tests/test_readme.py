@@ -28,3 +28,18 @@ def test_links_and_images_lead_somewhere() -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_the_first_screen_has_a_picture_two_commands_and_few_lines_of_python() -> None:
+    screen = "\n".join(README.splitlines()[:32])
+    assert "![" in screen
+    assert len(re.findall("^    bash ", screen, re.M)) == 2
+    (code,) = re.findall(r"^```python\n(.*?)^```", screen, re.M | re.S)
+    assert len(code.replace("\n\n", "\n").splitlines()) <= 6
+
+
+def test_what_python_reads_is_made_by_a_command_above_it() -> None:
+    """The blocks themselves are run by tests/test_docs.py, beside what `make-tiny` makes."""
+    for page in (ROOT / "README.md", ROOT / "docs" / "python.md"):
+        text = page.read_text(encoding="utf-8")
+        assert 0 <= text.find("verl-like make-tiny tiny") < text.index('"tiny/model"'), page.name
