@@ -9,7 +9,7 @@ command sets. A command that would be another experiment here is refused.
   verl-like migrate verl run_qwen2-7b.sh                   main_ppo, SFT, fully async, one step off
   NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, train_sft, _rm, _dpo
-  verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+  verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo, kto; or a YAML
   verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
   verl-like migrate chatgpt listing.py                     Python, line by line; verl, coati, too
   verl-like migrate verl python3 -m verl.trainer.main_ppo data.train_files=x ...

@@ -45,7 +45,7 @@ class System:
 SYSTEMS: Mapping[str, System] = {
     "verl": System("main_ppo", verl.translate, lambda text: listing.read("verl", text)),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
-    "trl": System("grpo, sft, reward, dpo", trl.translate, trl.read_yaml),
+    "trl": System("grpo, sft, reward, dpo, kto", trl.translate, trl.read_yaml),
     "coati": System("train_prompts", coati.translate, lambda text: listing.read("chatgpt", text)),
     "chatgpt": System("train_prompts", coati.translate, lambda text: listing.read("chatgpt", text)),
 }

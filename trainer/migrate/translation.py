@@ -55,7 +55,8 @@ class Translation:
         for key, value in ours.items():
             self.settings[key] = value
             self.defaults.pop(key, None)
-        self.renamed.append(f"{told} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
+        if told != " ".join(f"{k} {v}" for k, v in ours.items()):
+            self.renamed.append(f"{told} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
 
     def default(self, flag: str, value: Any, settings: Mapping[str, Any]) -> None:
         """A default of theirs that is another one here; what the user gave stays."""
@@ -117,9 +118,11 @@ class Translation:
 def shell_word(word: str, variables: Collection[str]) -> str:
     """The word as bash reads it, with these variables filled in by the shell it is pasted into."""
     names = "|".join(map(re.escape, variables))
-    pieces = re.split(rf"(\$(?:{names})(?!\w)|\$\(\([\w*+ -]*\)\))", word) if names else [word]
+    of_the_shell = rf"(\$(?:{names})(?!\w)|\$\(\([\w*/+ -]*\)\))"
+    pieces = re.split(of_the_shell, word) if names else [word]
     if len(pieces) == 1:
-        return shlex.quote(word)
+        is_plain = "'" in word and not re.search(r'["$`!\\]', word)
+        return f'"{word}"' if is_plain else shlex.quote(word)
     pieces[::2] = [re.sub(r'([\\"`$])', r"\\\1", each) for each in pieces[::2]]
     return f'"{"".join(pieces)}"'
 

@@ -1,4 +1,4 @@
-"""A command of TRL's, or its YAML, in our settings: `grpo`, `sft`, `reward`, `dpo`.
+"""A command of TRL's, or its YAML, in our settings: `grpo`, `sft`, `reward`, `dpo`, `kto`.
 
 `trl.yaml` says what one field becomes; the rules here take several fields together. Scripts of
 TRL's examples go by these fields, too, where they add nothing of their own.
@@ -21,7 +21,7 @@ from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation, as_text
 from verl_like.errors import ConfigError
 
-PROGRAMS = {"grpo": "ppo", "sft": "sft", "reward": "reward-model", "dpo": "dpo"}
+PROGRAMS = {"grpo": "ppo", "sft": "sft", "reward": "reward-model", "dpo": "dpo", "kto": "dpo"}
 """TRL's command -> ours."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PLACES = {
@@ -38,6 +38,7 @@ FIELD = re.compile(r"\w+:(\s|$)")
 MARKS = {
     "grpo": ("num_generations", "max_completion_length", "reward_funcs", "epsilon", "use_vllm"),
     "reward": ("center_rewards_coefficient",),
+    "kto": ("desirable_weight", "undesirable_weight"),
     "dpo": ("beta", "precompute_ref_log_probs", "ld_alpha", "sync_ref_model"),
     "sft": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"),
 }
@@ -87,9 +88,16 @@ def translate(command: Command) -> Translation | None:
         if not file.is_file():
             raise ConfigError(f"--config {path}: there is no such file; give its own path.")
         fields = _of_yaml(file.read_text(encoding="utf-8")) | fields
-    if processes := _processes(launcher, command.folder):
+    processes = _processes(launcher, command)
+    if processes:
         fields = {"num_processes": [processes]} | fields
-    return _translated(SCRIPTS.get(last_name(name), "") or _known_by_its_fields(fields), fields)
+    done = _translated(SCRIPTS.get(last_name(name), "") or _known_by_its_fields(fields), fields)
+    if not processes and {"trl", "accelerate"} & {word.rpartition("/")[2] for word in launcher}:
+        done.absent.append(
+            "how many processes there are, by which a step's rows are multiplied: one is taken; "
+            "accelerate takes every GPU unless --num_processes says how many"
+        )
+    return done
 
 
 def read_yaml(text: str) -> Translation | None:
@@ -109,13 +117,15 @@ def _is_program(name: str, words: Sequence[str]) -> bool:
     return name.startswith(PLACES_OF_SCRIPTS) or (last_name(name) in SCRIPTS and is_file)
 
 
-def _processes(launcher: Sequence[str], folder: str) -> str:
-    """Processes that the launcher starts, by its flags or those of accelerate's YAML."""
+def _processes(launcher: Sequence[str], command: Command) -> str:
+    """Processes that the launcher starts, by its flags, accelerate's YAML or the GPUs it sees."""
     if given := num_processes(launcher):
         return given
     path = "".join(as_flags(launcher).get("config_file", [])[:1])
-    if path and Path(folder, path).is_file():
-        return "".join(_of_yaml(Path(folder, path).read_text()).get("num_processes", []))
+    if path and (file := Path(command.folder, path)).is_file():
+        return "".join(_of_yaml(file.read_text(encoding="utf-8")).get("num_processes", []))
+    if launcher and (gpus := command.environment.get("CUDA_VISIBLE_DEVICES")):
+        return str(len(gpus.split(",")))
     return ""
 
 
@@ -144,6 +154,8 @@ def _translated(program: str, given: Flags) -> Translation:
         _texts(fields)
     if program == "dpo":
         _preferences(fields)
+    if program == "kto":
+        done.always.append("the KL of mismatched answers is of the whole batch, not of a pass")
     if program == "reward":
         done.always.append("a head of one number: the recipe says it")
     return fields.finish()
@@ -179,7 +191,9 @@ def _of_yaml(text: str) -> Flags:
         raise ConfigError(f"the YAML could not be read: {error}") from error
     if not isinstance(tree, Mapping):
         raise ConfigError("the YAML has no `field: value` lines.")
-    return {str(name): [as_text(value)] for name, value in tree.items() if value is not None}
+    given = {name: value for name, value in tree.items() if value is not None}
+    given |= {"max_length": "null"} if tree.get("max_length", 0) is None else {}
+    return {str(name): [as_text(value)] for name, value in given.items()}
 
 
 def _known_by_its_fields(fields: Flags) -> str:

@@ -50,7 +50,8 @@ def test_pasted_into_bash_it_is_what_it_says(system: str, text: str, tmp_path: P
     expected = done.overrides()
     for name in done.variables:
         expected = [word.replace(f"${name}", values[name]) for word in expected]
-    expected = [word.replace("$((16384 / 100))", "163") for word in expected]
+    expected = [word.replace("$((16384 / ROW_TOKENS))", "163") for word in expected]
+    assert not any("$((" in word for word in expected)
     assert pasted(done, tmp_path, values) == [done.program, *expected]
 
 
@@ -63,6 +64,7 @@ def test_variables_are_filled_in_and_other_dollars_are_not() -> None:
     assert shell_word("a=$X/$Y", ["X"]) == '"a=$X/\\$Y"'
     assert shell_word("a=$XY", ["X"]) == "'a=$XY'"
     assert shell_word("a=b", ["X"]) == "a=b"
+    assert shell_word("a=['b', 'c']", []) == "\"a=['b', 'c']\""
 
 
 def test_a_script_of_several_trainings_gives_each(tmp_path: Path) -> None:

@@ -166,10 +166,29 @@ def test_the_processes_of_accelerate_s_yaml_count(tmp_path: Path) -> None:
     assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (16, 2)
 
 
+def test_the_gpus_that_a_command_sees_count_and_unsaid_ones_are_told() -> None:
+    command = "accelerate launch trl/scripts/dpo.py --model_name_or_path m --dataset_name a/b"
+    done = migrated("trl", f"CUDA_VISIBLE_DEVICES=0,1,2 {command}")
+    assert composed(done).data.train_batch_size == 24
+    assert any("how many processes" in line for line in migrated("trl", command).absent)
+    alone = migrated("trl", command.replace("accelerate launch", "python"))
+    assert not any("how many processes" in line for line in alone.absent)
+
+
+def test_kto_has_its_weights_and_its_lengths(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: a/b\ndesirable_weight: 1.5\nmax_length: null\n"
+    done = migrated("trl", text)
+    config = composed(done)
+    assert (done.program, config.loss, config.desirable_weight) == ("dpo", "kto", 1.5)
+    assert config.data.max_length is None
+    config = composed(migrated("trl", "trl kto --model_name_or_path m --dataset_name a/b"))
+    assert (config.data.max_length, config.optim.lr, config.beta) == (1024, 1e-6, 0.1)
+
+
 def test_scripts_with_code_of_their_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="examples.scripts.grpo_vlm.py is a script of its own"):
         migrated("trl", "python examples/scripts/grpo_vlm.py --model_name_or_path m")
-    with pytest.raises(ConfigError, match="no command runs grpo, sft, reward, dpo"):
+    with pytest.raises(ConfigError, match="no command runs grpo, sft, reward, dpo, kto"):
         migrated("trl", "python prepare.py --sft 1")
 
 
