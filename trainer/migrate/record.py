@@ -26,6 +26,8 @@ LINE_NUMBER = re.compile(r"^[ \t]*(\d+)[ \t]+(?=--)", re.M)
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 KEPT = re.compile("\2[$](\\w+)\3")
 """What the script reads of a variable that stays one: no other `$` looks so."""
+QUOTED = re.compile(r"\$'\\002(\$\w+)\\003([^']*)'")
+"""The same, as bash prints it."""
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 OF_BASH = frozenset(
     """
@@ -72,7 +74,10 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         replace(each, words=[KEPT.sub(r"$\1", word) for word in each.words])
         for each in answer.commands
     ]
-    return replace(answer, commands=commands, variables=sorted(set(found)), unset=others)
+    unset = sorted({*others, *kept} - {*found, *os.environ})
+    printed = QUOTED.sub(r"\1\2", KEPT.sub(r"$\1", answer.printed))
+    variables = sorted(set(found))
+    return Recording(commands, answer.ending, printed, variables, unset)
 
 
 def source_text(source: str) -> str:

@@ -145,7 +145,8 @@ def run(script: Script) -> Recording:
         if refusal in said:
             raise ConfigError(said.partition(refusal)[2])
         files = sorted((recorder / "commands").iterdir())
-        return Recording([_read(file, places, environment) for file in files], str(ending), said)
+        read = [_read(file, places, environment) for file in files]
+        return Recording([command for command in read if command], str(ending), said)
     finally:
         os.close(ours)
         os.close(null)
@@ -179,14 +180,23 @@ def _equip(recorder: Path) -> None:
     shutil.copy(Path(__file__).with_suffix(".sh"), recorder / "recorder.sh")
 
 
-def _read(file: Path, places: Mapping[str, str], given: Mapping[str, str]) -> Command:
-    """The record that `recorder.sh` has written: folder, words, variables, NULs between them."""
+def _read(file: Path, places: Mapping[str, str], given: Mapping[str, str]) -> Command | None:
+    """The record that `recorder.sh` has written: folder, words, variables, NULs between them.
+
+    None of one that was cut when the script was stopped.
+    """
     text = _with_places(file.read_bytes().decode("utf-8", "replace"), places)
-    folder, count, *rest = text.removesuffix("\0").split("\0")
-    variables = dict(each.partition("=")[::2] for each in rest[int(count) :])
+    folder, _, rest = text.partition("\0")
+    count, _, rest = rest.partition("\0")
+    parts = rest.split("\0")
+    if not count.isdigit() or len(parts) <= int(count):
+        return None
+    variables = dict(each.partition("=")[::2] for each in parts[int(count) :])
     own = {name for name, value in variables.items() if given.get(name) == value}
-    own |= {"_", "HOME", "OLDPWD", "PWD", "SHLVL", "TMPDIR"}
-    return Command(rest[: int(count)], folder, {k: v for k, v in variables.items() if k not in own})
+    own |= {name for name in variables if not name.isidentifier()}
+    own |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
+    kept = {name: value for name, value in variables.items() if name not in own}
+    return Command(parts[: int(count)], folder, kept)
 
 
 def _with_places(text: str, places: Mapping[str, str]) -> str:

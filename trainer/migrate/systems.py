@@ -92,9 +92,7 @@ def migrate(
             if done is not None:
                 found.setdefault(done.command(), done)
     if refusals:
-        unset = ", ".join(recording.unset)
-        ask = f"\n\nThe script reads variables that nobody sets: {unset}." if unset else ""
-        raise ConfigError("\n\n".join(dict.fromkeys(refusals)) + ask)
+        raise ConfigError("\n\n".join(dict.fromkeys(refusals)) + _unset(recording))
     if not found:
         raise ConfigError(_nothing_trains(SYSTEMS[system].trains, recording))
     return list(found.values())
@@ -134,7 +132,14 @@ def _nothing_trains(programs: str, recording: Recording) -> str:
     said = [line for line in recording.printed.splitlines() if line.strip()]
     if said:
         words += " It said: " + " / ".join(said[-5:])
-    return f"{words} Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
+    words += " Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
+    return words + _unset(recording)
+
+
+def _unset(recording: Recording) -> str:
+    if not recording.unset:
+        return ""
+    return f"\n\nThe script reads variables that nobody sets: {', '.join(recording.unset)}."
 
 
 def _finished(done: Translation) -> Translation:

@@ -47,7 +47,6 @@ DEFAULTS = {
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
 }
-"""Their defaults that are others here."""
 SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 """With variables of the shell in it, as no parser of settings reads it."""
 WITH_IMAGES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vision|llava|omni|internvl)(?![a-z])")
@@ -121,6 +120,12 @@ def translate(command: Command) -> Translation | None:
         _take(key, value, given, done)
     _rewards(given, done)
     _objective(given, done)
+    _defaults(given, done)
+    return done
+
+
+def _defaults(given: Mapping[str, str], done: Translation) -> None:
+    """Their defaults that are others here."""
     for key, theirs in DEFAULTS.items():
         done.default(key, theirs, {key: theirs})
     if done.settings.get(ENGINE) == "vllm":
@@ -134,7 +139,6 @@ def translate(command: Command) -> Translation | None:
             key = f"{section}.ppo_max_token_len_per_gpu"
             if longest <= tokens:
                 done.default(key, tokens, {key: tokens})
-    return done
 
 
 def is_setting(word: str) -> bool:

@@ -165,3 +165,16 @@ class Refuses:
 
     def close(self) -> None:
         pass
+
+
+def test_a_record_that_was_cut_is_none(tmp_path: Path) -> None:
+    for number, content in enumerate((b"", b"/a", b"/a\x003\x00x\x00y", b"/a\x00z\x00")):
+        (tmp_path / str(number)).write_bytes(content)
+        assert recorder._read(tmp_path / str(number), {}, {}) is None
+
+
+def test_what_a_script_without_a_training_lacks_is_said() -> None:
+    with pytest.raises(ConfigError) as refused:
+        migrate("verl", "set -e\ncd $CHECKOUT/x\npython -m verl.trainer.main_ppo a.b=1")
+    assert "cd: $CHECKOUT/x: No such file" in str(refused.value)
+    assert "variables that nobody sets: CHECKOUT." in str(refused.value)
