@@ -43,6 +43,7 @@ OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_
 DEFAULTS = {
     f"{ACTOR}.ppo_mini_batch_size": 256,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "critic.model.enable_gradient_checkpointing": True,
     "trainer.logger": ["console", "wandb"],
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
@@ -56,6 +57,15 @@ OF_ALL_PROCESSES = (
     *(f"{ACTOR}.ppo_", "critic.ppo_", "reward_model."),
     *(f"{ROLLOUT}.log_prob_", "actor_rollout_ref.ref.log_prob_"),
 )
+OLDER = {
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model": "reward_model",
+    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
+}
+"""Newer names, or beginnings of them -> older ones, which the tables have."""
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
 MODULES = {
     "linear_qkv": "q_proj,k_proj,v_proj",
@@ -159,8 +169,14 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
         if match is None:
             raise ConfigError(f"{word!r} is no setting `key=value`.")
         if not match["key"].startswith("hydra."):
-            given[match["key"]] = match["value"]
+            given[older(match["key"])] = match["value"]
     return given
+
+
+def older(key: str) -> str:
+    """The name that verl had for a key of rewards before it had a section of them."""
+    theirs = next((start for start in OLDER if key == start or key.startswith(f"{start}.")), "")
+    return OLDER[theirs] + key.removeprefix(theirs) if theirs else key
 
 
 def _of_its_configuration(
@@ -206,7 +222,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             given |= _flat(value, f"{key}.")
         else:
-            given[key] = as_text(value, key)
+            given[older(key)] = as_text(value, key)
     return given
 
 

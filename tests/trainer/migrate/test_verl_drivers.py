@@ -122,6 +122,16 @@ def test_a_reward_model_s_score_stands_alone() -> None:
     assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
 
 
+def test_newer_names_of_rewards_are_the_older_ones() -> None:
+    words = "reward.reward_model.enable=True reward.reward_model.model_path=rm "
+    words += "reward.reward_model.rollout.name=vllm reward.num_workers=8 "
+    words += "reward.reward_manager.name=dapo reward.custom_reward_function.name=score"
+    config = composed(translated_whole("verl", f"{MAIN} {words}"))
+    assert (config.reward_model.model.path, config.reward_model.rule_weight) == ("rm", 0)
+    with pytest.raises(ConfigError, match="reward_model.sandbox_fusion.url=http"):
+        translated_whole("verl", f"{MAIN} reward.sandbox_fusion.url=http://a")
+
+
 def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
     section = "reward_model.reward_kwargs"
     words = f"reward_model.reward_manager=dapo {section}.overlong_buffer_cfg.enable=True "
