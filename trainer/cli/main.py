@@ -6,9 +6,9 @@
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
-                                (of these --cfg all shows all keys)
   explain [key=value ...]       say in words what a step of ppo will do
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
+  check-environment FILE:CLASS  play an environment without a model
   doctor                        what a run needs, and whether it works
   make-tiny DIR                 a model and data for trying things
   serve-reward [...]            answer reward requests over HTTP
@@ -21,7 +21,7 @@
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion, for eval "$(...)"
   --version                     print the version
-More about each: verl-like COMMAND --help
+More: verl-like COMMAND --help; of those down to best-of-n --cfg all, all keys
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ COMMANDS = {
     **RECIPES,
     "explain": "trainer.cli.explain.main",
     "bench": "trainer.cli.bench.main",
+    "check-environment": "trainer.cli.check_environment.main",
     "doctor": "trainer.cli.doctor.main",
     "make-tiny": "trainer.cli.make_tiny.main",
     "serve-reward": "trainer.cli.serve_reward.main",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.chat import TurnRenderer
+from workers.agents.environment import in_full
 from workers.agents.host import EnvironmentHost
 from workers.agents.players import spec_of
 from workers.config import plays
@@ -27,14 +27,7 @@ def check_environment(config: Any, tokenizer: Any) -> None:
             "detached makers out: `verl-like ppo` plays them."
         )
     if own.path:
-        own.path = _in_full(own.path)
-    own.tools = [_in_full(path) for path in own.tools]
+        own.path = in_full(own.path)
+    own.tools = [in_full(path) for path in own.tools]
     with closing(EnvironmentHost(spec_of(own), own.step_s)) as host:
         TurnRenderer(tokenizer, host.tools, [tokenizer.eos_token_id])
-
-
-def _in_full(path: str) -> str:
-    file, colon, name = path.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        return path
-    return f"{Path(file).expanduser().absolute()}:{name}"

@@ -24,9 +24,11 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.random  # loaded before trajectories are forked: numpy itself loads it when it is used
 
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
@@ -121,6 +123,14 @@ class Loaded:
             for name, method in inspect.getmembers(self.cls, inspect.isfunction)
             if not name.startswith("_") and name not in hidden
         ]
+
+
+def in_full(path: str) -> str:
+    """A path whose file is named in full: processes work in folders of their own."""
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return path
+    return f"{Path(file).expanduser().absolute()}:{name}"
 
 
 def _object_at(path: str, key: str) -> Any:

@@ -78,6 +78,7 @@ class EnvironmentHost:
         if problem is not None:
             self._end()
             raise ConfigError(problem)
+        self._orders.setblocking(True)  # the channel, a copy of it, has deadlines of its own
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Start a process, and its environment with this row."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -50,6 +51,8 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         end.send([f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", []])
         return
     end.send([None, [tool.schema for tool in loaded.tools]])
+    gc.collect()
+    gc.freeze()  # what is loaded is then not copied page by page where a fork collects
 
     orders = socket.socket(fileno=descriptor)
     running: dict[int, int] = {}

@@ -186,3 +186,20 @@ class Flaky(Count):
         if self.rng.random() < 0.3:
             raise RuntimeError("out of order")
         return super().step(text)
+
+
+class Clock(Environment):
+    """Says the time."""
+
+    def step(self, text):
+        return Turn(str(time.perf_counter()))
+
+
+class Own(Environment):
+    """Begins every sample in a way of its own."""
+
+    def reset(self, row, rng):
+        return str(self.rng.integers(10**9))
+
+    def step(self, text):
+        return End()
