@@ -1,6 +1,7 @@
 # Sourced by the scripts of examples that have something to do after a run.
-#   stoppable COMMAND ...   runs it, hands SIGTERM and SIGUSR1 on to it, so that a run stops with a
-#                           checkpoint, and gives its exit code. Ctrl-C reaches it from the terminal.
+#   stoppable COMMAND ...   runs it, hands SIGTERM, SIGHUP and SIGUSR1 on to it, so that a run stops
+#                           with a checkpoint, and gives its exit code. Ctrl-C reaches it from the
+#                           terminal.
 stoppable() {
     local child code=0 of_child=0 interrupted=
     (
@@ -9,6 +10,7 @@ stoppable() {
     ) <&0 &
     child=$!
     trap 'interrupted=1; kill -TERM "$child"' TERM
+    trap 'interrupted=1; kill -HUP "$child"' HUP
     trap 'interrupted=1; kill -USR1 "$child"' USR1
     trap 'interrupted=1' INT
     wait "$child" || code=$?
@@ -18,6 +20,6 @@ stoppable() {
         wait "$child" 2>/dev/null || of_child=$?
         [ "$of_child" -eq 127 ] || code=$of_child # 127: its end is known already
     done
-    trap - TERM USR1 INT
+    trap - TERM HUP USR1 INT
     return "$code"
 }

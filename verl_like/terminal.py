@@ -12,7 +12,8 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def outlive_the_reader() -> None:
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
         if stream is None:  # closed: the next file that is opened would get what is printed
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
@@ -44,6 +47,17 @@ def outlive_the_reader() -> None:
             encoding = stream.encoding if stream else "utf-8"
             text = io.TextIOWrapper(console, encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, text)
+
+
+@contextmanager
+def outliving_the_reader() -> Iterator[None]:
+    """`outlive_the_reader` within; the streams of a program of the user's come back after it."""
+    before = sys.stdin, sys.stdout, sys.stderr
+    outlive_the_reader()
+    try:
+        yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
 
 
 class _Console(io.FileIO):

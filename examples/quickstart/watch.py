@@ -51,7 +51,7 @@ def watch(command: list[str]) -> int:
     child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     )
-    for each in (signal.SIGTERM, signal.SIGUSR1):
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, lambda number, _: child.send_signal(number))
     peak, most = 0, 0
     while True:

@@ -20,7 +20,7 @@ def stop(number, _):
     print("stopped by", number, flush=True)
     time.sleep(0.1)
     sys.exit(128 + number)
-for each in (signal.SIGTERM, signal.SIGUSR1):
+for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(each, stop)
 print("runs", signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
 time.sleep(60)
@@ -36,7 +36,7 @@ stoppable false || echo "then with $?"
 WATCH = ("examples/quickstart/watch.py", sys.executable)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("watched", [(), WATCH], ids=["alone", "watched"])
 def test_a_script_hands_a_signal_on_and_goes_on(watched: tuple[str, ...], number: int) -> None:
     with subprocess.Popen(

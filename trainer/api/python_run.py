@@ -32,6 +32,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import make_private
 from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
+from verl_like.terminal import outliving_the_reader
 
 FOLDER_KEY = "trainer.default_local_dir"
 LAST_STEP_ONLY = 10**9
@@ -168,7 +169,8 @@ class PythonRun:
 
     def run_with(self, length: dict[str, int]) -> RunResult:
         """Run to the end that this setting says."""
-        return run(self._config(length), callbacks=self.callbacks)
+        with outliving_the_reader():
+            return run(self._config(length), callbacks=self.callbacks)
 
     def _config(self, length: Mapping[str, int]) -> RunConfig:
         defaults = overrides_of(self._defaults)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.errors import CheckpointError
+from verl_like.errors import DamagedCheckpointError
 from verl_like.files import read_json_object, write_whole
 
 OF_TORCH = ("torch", "cuda")
@@ -57,7 +57,7 @@ def load_random_state(path: Path) -> None:
         set_random_state(_read(path))
     except (ValueError, LookupError, TypeError, RuntimeError) as error:
         set_random_state(before)
-        raise CheckpointError(f"{path} holds no random state: {error}") from error
+        raise DamagedCheckpointError(f"{path} holds no random state: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Worker processes run no script again either: `tests/verl_like/process/test_child
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -42,9 +43,24 @@ asyncio.run(in_an_event_loop())
 """
 
 
+PRINTS_NOTHING = """
+from pathlib import Path
+from trainer import SFT
+
+run = SFT(MODEL, ["a b c"] * 4, data={"train_batch_size": 4, "max_length": 16}, save_to="run")
+Path("steps").write_text(str(len(run.fit(steps=2).metrics)))
+"""
+
+
 def run_script() -> None:
     """`python SCRIPT`."""
     runpy.run_path(sys.argv[1], run_name="__main__")
+
+
+def run_on_a_full_disk() -> None:
+    """`python SCRIPT > /dev/full`."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    run_script()
 
 
 @pytest.mark.parametrize(
@@ -60,3 +76,11 @@ def test_the_script_runs_once_and_its_function_is_found(
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the session begins") == 1
     assert "failed: 0.0" in done.stdout
+
+
+def test_a_run_outlives_a_console_that_cannot_print(tiny_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "session.py"
+    script.write_text(PRINTS_NOTHING.replace("MODEL", f'"{tiny_dir}/model"'))
+    done = run_program(run_on_a_full_disk, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "steps").read_text() == "2"

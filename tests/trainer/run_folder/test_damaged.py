@@ -167,6 +167,18 @@ def test_a_state_that_is_none_gives_words_where_its_checksum_is_right(
         checkpoints(tmp_path).load(roles())
 
 
+@pytest.mark.parametrize("state", ANY_STATE)
+def test_a_random_state_that_is_none_makes_room_for_the_checkpoint_before(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 2, 4)
+    replace_whole(tmp_path / "global_step_4", "random.json", ANY_STATE[state])
+    run = checkpoints(tmp_path)
+    run.cut_back()
+    assert run.load(roles()) == {"global_step": 2}
+    assert "random.json holds no random state" in caplog.text
+
+
 def replace_whole(folder: Path, name: str, content: bytes) -> None:
     """Other contents of a file, with the checksum that they have."""
     (folder / name).write_bytes(content)
