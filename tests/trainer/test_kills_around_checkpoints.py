@@ -63,7 +63,25 @@ CELLS: list[Cell] = [
     (REGRESSION, SPLIT, ("student", "teacher")),
     (DETACHED, MAKER, ("actor", "rollout")),
 ]
-OF_TWO_RANKS: list[Cell] = [
+CLASSIFIER = "CLASSIFIER"
+"""In settings: the folder of a reward model."""
+SCORED = f"rewards=[{{name: judge, kind: model, path: {CLASSIFIER}}}]"
+WIDE: list[Cell] = [
+    (
+        PPO,
+        (
+            "placement=standalone",
+            "trainer.n_gpus_per_node=5",
+            SCORED,
+            "actor_rollout_ref.ref.update_every=2",
+        ),
+        ("reward_model", "critic", "ref"),
+    ),
+    (
+        DETACHED,
+        (*MAKER[:2], "detached.score_on=maker", SCORED),
+        ("actor", "critic", "rollout"),
+    ),
     (PPO, ("placement=split", "trainer.n_gpus_per_node=4"), ("actor/1", "critic/1", REWARDS)),
     (PPO, ("placement=colocate", *TWO), ("actor/1",)),
     (
@@ -160,9 +178,9 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
 def all_runs() -> list[Any]:
     """Of every cell on each backend; what takes over 10 s is slow."""
     found = []
-    for cell, backend in product([*CELLS, *OF_TWO_RANKS], BACKENDS):
+    for cell, backend in product([*CELLS, *WIDE], BACKENDS):
         marks = [pytest.mark.ray] if backend == "ray" else []
-        if cell in OF_TWO_RANKS or (backend == "ray" and APART[0] in cell[1]):
+        if cell in WIDE or (backend == "ray" and APART[0] in cell[1]):
             marks.append(pytest.mark.slow)
         found.append(pytest.param(cell, backend, marks=marks, id=f"{in_words(cell)}-{backend}"))
     return found
@@ -170,10 +188,15 @@ def all_runs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_dir: Path,
+    classifier: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Cell, Path]:
     """A cell, and the folder of its run that nothing disturbs."""
-    cell, folder = request.param, tmp_path_factory.mktemp("whole")
+    recipe, more, roles = request.param
+    cell = recipe, tuple(key.replace(CLASSIFIER, str(classifier)) for key in more), roles
+    folder = tmp_path_factory.mktemp("whole")
     run(load_config(settings_of(cell, tiny_dir, folder, *BACKENDS["local"]), cell[0]))
     return cell, folder
 
@@ -203,3 +226,25 @@ def test_a_run_goes_on_to_the_same_numbers(
     run(load_config(here, recipe), callbacks=[killer])
     assert not killer.kills, "all came about"
     assert of_training(tmp_path / "killed") == of_training(whole)
+
+
+def test_a_model_whose_writer_is_killed_is_left_all_the_same(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell: Cell = (SFT, (), ("sft",))
+    own, left = Checkpoints.write_model, ["one kill"]
+
+    def write_model(checkpoints: Checkpoints, step: int, group: Any) -> Path:
+        if left:
+            left.clear()
+            group.export_model.remote(str(tmp_path / "elsewhere"))
+            os.kill(group.transport.started[0].pid, signal.SIGKILL)
+        return own(checkpoints, step, group)
+
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(Checkpoints, "write_model", write_model)
+    pools = property(lambda self: frozenset(self.resource_pool_spec))
+    monkeypatch.setattr(RunConfig, "child_pools", pools)
+    run(load_config(settings_of(cell, tiny_dir, tmp_path / "run", *BACKENDS["local"]), SFT))
+    assert not left
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
