@@ -77,6 +77,7 @@ def test_a_run_goes_on_to_the_same_numbers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     recipe, own, roles = cell
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -98,3 +99,4 @@ def test_a_run_goes_on_to_the_same_numbers(
     assert not (killed / ORDER).exists(), "all came about"
     assert not orders.left
     assert of_training(killed) == of_training(whole)
+    assert "its result was never read" not in caplog.text

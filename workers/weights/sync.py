@@ -149,7 +149,7 @@ class _Side:
     """
 
     def __init__(
-        self, name: str, call: Callable[[], Any], version: int, give_up: Callable[[], object]
+        self, name: str, call: Callable[[], Any], version: int, give_up: Callable[[], Any]
     ) -> None:
         self._name, self._call, self._version, self._give_up = name, call, version, give_up
         self.reports: list[SyncReport] | None = None
@@ -165,7 +165,7 @@ class _Side:
                 _raise_errors(reports, self._version)
         except Exception:
             with suppress(VerlLikeError):  # the sender may be the one that is gone
-                self._give_up()
+                self._give_up().get(timeout=ALONE_S)
             raise
         return reports
 
