@@ -10,6 +10,7 @@ user's, reaches no network, and has limits.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
@@ -34,7 +35,10 @@ from verl_like.process.supervisor import (
 
 BASH = shutil.which("bash") or "/bin/bash"
 DEADLINE_S = 20.0
-LIMITS = Sandbox(memory_gb=1.0, cpu_s=20.0, file_gb=0.1, processes=64, network=False)
+LIMITS = Sandbox(memory_gb=1.0, cpu_s=20.0, file_gb=1.0, processes=64, network=False)
+FEW = 200
+"""Entries of a folder that can be written for all that it links to."""
+LOGS = (".log", ".out", ".err")
 MOST_OUTPUT = 2**16
 """Bytes of what the script prints that are kept."""
 TOOLS = """
@@ -153,14 +157,28 @@ def run(script: Script) -> Recording:
         remove_folder(str(scratch))
 
 
-def _link(there: Path, here: Path, way: Sequence[str]) -> None:
-    """Links to all that is in a folder; what is on the way can be written, too."""
+def _link(there: Path, here: Path, way: Sequence[str], *, deep: bool = True) -> None:
+    """Links to all that is in a folder but logs, which a script writes.
+
+    What is on the way, and folders of few files, are folders of links: they can be written, too.
+    """
     there.mkdir()
     for entry in os.scandir(here):
-        if way[:1] == (entry.name,) and entry.is_dir():
-            _link(there / entry.name, Path(entry.path), way[1:])
-        else:
-            (there / entry.name).symlink_to(entry.path)
+        is_way, path = way[:1] == (entry.name,), there / entry.name
+        if entry.is_dir() and (is_way or (deep and _is_small(entry))):
+            _link(path, Path(entry.path), way[1:] if is_way else (), deep=is_way)
+        elif not entry.name.endswith(LOGS):
+            path.symlink_to(entry.path)
+
+
+def _is_small(folder: os.DirEntry[str]) -> bool:
+    if folder.name.startswith("."):
+        return False
+    try:
+        with os.scandir(folder.path) as entries:
+            return len(list(itertools.islice(entries, FEW + 1))) <= FEW
+    except PermissionError:
+        return False
 
 
 def _equip(recorder: Path) -> None:

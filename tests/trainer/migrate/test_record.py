@@ -91,6 +91,19 @@ def test_a_file_runs_in_its_folder_with_its_arguments(
     assert recorded(str(scripts / "run.sh"), "eight") == [words]
 
 
+def test_logs_that_are_there_already_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "old.log").write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "set -eo pipefail\npython -m one > logs/old.log\npython -m two | tee logs/old.log nowhere/b"
+    )
+    assert [words[-1] for words in recorded(text + "\npython -m three")] == ["one", "two", "three"]
+    assert (tmp_path / "logs" / "old.log").read_text() == "kept"
+
+
 def test_it_writes_nowhere_else_and_reaches_nothing(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("kept")
