@@ -89,6 +89,7 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("token_versions", "[rows, R]", "int32", "", *_GENERATED),
         Column("policy_version", "[rows]", "int64", ": that of the oldest token", *_GENERATED),
+        Column("draw_hash", "[rows]", "int64", "", *_GENERATED),
         Column("finish_reason", "[rows]", "object", "", *_GENERATED),
         Column("turn", "[rows, R]", "int64", ", of trajectories", *_GENERATED),
         Column("environment_rewards", "[rows, R]", "float32", ", of trajectories", *_GENERATED),

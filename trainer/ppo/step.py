@@ -53,8 +53,9 @@ from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result
-from workers.columns import has_column, read_columns
+from workers.columns import count_ones, has_column, read_columns
 from workers.rewards.weighted import Rewards
+from workers.rollout.draws import check_draws
 
 
 class PPOTrainer(SamplingTrainer):
@@ -202,11 +203,14 @@ class PPOTrainer(SamplingTrainer):
 
         What they learn from is not always the whole batch: `samples_of_update` says.
         """
+        proven = check_draws(batch)
         became: Counter[str] | None = Counter() if self.keeps_ledger else None
         batch, metrics = samples_of_update(
             batch, self.config, self.global_step, self.balance, became
         )
         self.count_samples(became or {})
+        if proven:
+            proven["training/num_trained_tokens"] = float(count_ones(batch, "response_mask").sum())
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
@@ -218,6 +222,7 @@ class PPOTrainer(SamplingTrainer):
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
 
         self.deferred.run()
+        metrics |= proven
         for result in gather(*calls):
             metrics |= reduce_metrics(Result.of(result).metrics)
         return metrics | self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))

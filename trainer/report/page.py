@@ -144,6 +144,9 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
             ("time of all steps", f"{sum(seconds):.1f} s"),
             ("a step", f"{sum(seconds) / len(seconds):.3g} s"),
         ]
+    _, proven = data.series("training/num_proven_samples")
+    if proven:
+        facts.append(("trained = drawn", f"{sum(proven):,.0f} of {sum(proven):,.0f} samples"))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         facts.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

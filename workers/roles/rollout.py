@@ -33,6 +33,7 @@ from workers.models.folder import generation_eos
 from workers.rollout.base import SamplingParams
 from workers.rollout.batches import REQUEST, oldest_versions, sample_columns, samples_of
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine, tokenizer_of
+from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
@@ -154,6 +155,7 @@ class RolloutWorker(WeightReceiver, Worker):
         truncated = self.sampling_of(data).truncated_log_probs
         columns = sample_columns(data, samples, self.response_width, int(pad), truncated)
         columns["policy_version"] = oldest_versions(samples, len(data), self.engine.version or 0)
+        columns["draw_hash"] = draw_hashes(samples, len(data))
         reasons = [sample.finish_reason for sample in samples]
         return DataProto.from_dict(
             columns, {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))}

@@ -1,0 +1,103 @@
+"""What is trained is what was drawn: hashes of rows, found again before an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import BatchError
+from workers.columns import write_columns
+from workers.rollout.draws import check_draws, draw_hashes
+from workers.rollout.sample import Sample
+
+P, R = 4, 6
+SAMPLES = [
+    Sample([5, 6], tokens=torch.tensor([1, 2, 9, 3]), versions=torch.tensor([4, 4, -1, 5])),
+    Sample([5, 6, 7], tokens=torch.tensor([8]), versions=torch.tensor([4])),
+]
+"""Two turns with an observed token between, and one of one token."""
+
+
+def ragged_batch() -> DataProto:
+    prompts = [torch.tensor(one.prompt) for one in SAMPLES]
+    responses = Ragged.of_rows([one.tokens for one in SAMPLES], R, fill=0)
+    versions = torch.cat([one.versions for one in SAMPLES])
+    whole = [torch.ones(len(one.prompt) + len(one.tokens)).long() for one in SAMPLES]
+    starts = P - torch.tensor([len(one.prompt) for one in SAMPLES])
+    lengths = torch.tensor([len(row) for row in whole])
+    columns = {
+        "prompts": Ragged.of_rows(prompts, P, at_end=True, fill=0),
+        "responses": responses,
+        "attention_mask": Ragged(torch.cat(whole), lengths, P + R, starts, 0),
+        "response_mask": responses.with_values((versions >= 0).long()),
+        "token_versions": responses.with_values(versions),
+        "draw_hash": draw_hashes(SAMPLES, 2),
+        "sample_index": torch.tensor([0, 1]),
+    }
+    return DataProto.from_dict(columns, {"uid": np.array(["a", "a"], dtype=object)})
+
+
+def padded_batch() -> DataProto:
+    batch = ragged_batch()
+    return batch.set_columns({name: batch.padded(name) for name in batch.columns})
+
+
+@pytest.mark.parametrize("make", [ragged_batch, padded_batch])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1]])
+def test_rows_that_were_drawn_pass_in_any_order(
+    make: Callable[[], DataProto], order: list[int]
+) -> None:
+    batch = make().select_idxs(order)
+    drawn = sum(int((SAMPLES[row].versions >= 0).sum()) for row in order)
+    assert check_draws(batch) == {
+        "training/num_proven_samples": 2.0,
+        "training/num_drawn_tokens": float(drawn),
+    }
+
+
+@pytest.mark.parametrize("make", [ragged_batch, padded_batch])
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("responses", (0, 1), 7),
+        ("responses", (0, 2), 7),
+        ("prompts", (0, 3), 7),
+        ("token_versions", (0, 0), 3),
+        ("token_versions", (0, 2), 4),
+        ("response_mask", (0, 2), 1),
+    ],
+)
+def test_whatever_is_changed_is_refused_by_name(
+    make: Callable[[], DataProto], name: str, place: tuple[int, int], value: int
+) -> None:
+    batch = make()
+    changed = batch.padded(name).clone()
+    changed[place] = value
+    column = batch.column(name)
+    held = column.like(changed) if isinstance(column, Ragged) else changed
+    batch.set_columns({name: held})
+    with pytest.raises(BatchError, match=r"1 of 2 samples are not what the .* \(uid/index: a/0\)"):
+        check_draws(batch)
+
+
+def test_what_is_left_out_of_the_loss_is_no_change() -> None:
+    batch = ragged_batch()
+    mask = batch.padded("response_mask").clone()
+    mask[0] = 0
+    assert check_draws(write_columns(batch, response_mask=mask))["training/num_proven_samples"] == 2
+
+
+def test_samples_of_another_maker_are_not_asked() -> None:
+    batch = ragged_batch()
+    batch.pop(["draw_hash"])
+    assert check_draws(batch) == {}
+
+
+def test_a_row_is_not_another_one_with_the_same_tokens() -> None:
+    moved = Sample([5, 6, 1], tokens=torch.tensor([2, 9, 3]), versions=torch.tensor([4, -1, 5]))
+    assert len(set(draw_hashes([*SAMPLES, moved], 4).tolist())) == 4

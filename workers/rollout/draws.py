@@ -1,0 +1,87 @@
+"""Proof of draw: a hash of what an engine read and drew, which the trainer finds in what it trains.
+
+    columns["draw_hash"] = draw_hashes(samples)      # beside the engine
+    check_draws(batch)                               # before the update
+
+A row is hashed by its prompt, its response and the weights' version of each token, which marks
+those that were observed. So no tokenizer, stage or hook can change what was drawn unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import BatchError
+from workers.columns import has_column, read_columns, require, token_counts
+from workers.rollout.sample import Sample
+
+COLUMN = "draw_hash"
+NAMED = 3
+"""Samples that an error names."""
+
+
+def draw_hashes(samples: Iterable[Sample], rows: int) -> Tensor:
+    """[rows]: a number for each sample, 0 for pad rows behind them."""
+    found = [
+        _hash(np.asarray(one.prompt), one.tokens.numpy(), one.versions.numpy()) for one in samples
+    ]
+    return torch.tensor(found + [0] * (rows - len(found)), dtype=torch.int64)
+
+
+def check_draws(batch: DataProto) -> dict[str, float]:
+    """Refuse rows that are not what was drawn, or train what was observed; counts as metrics.
+
+    A batch of samples that no engine of ours made has nothing to be compared with.
+    """
+    if not has_column(batch, COLUMN):
+        return {}
+    require(batch, "prompts", "responses", "token_versions")
+    mask = read_columns(batch, "response_mask")["response_mask"]
+    is_observed = batch.padded("token_versions") < 0
+    prompts = _rows(batch, "prompts", of_response=False)
+    named = prompts, _rows(batch, "responses"), _rows(batch, "token_versions")
+    expected = read_columns(batch, COLUMN)[COLUMN].tolist()
+    wrong = [
+        row
+        for row, (*parts, number) in enumerate(zip(*named, expected, strict=True))
+        if _hash(*parts) != number
+    ]
+    observed = (mask.bool() & is_observed).any(dim=-1).nonzero().flatten().tolist()
+    if wrong := sorted({*wrong, *observed}):
+        uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
+        names = ", ".join(f"{uids[row]}/{indices[row]}" for row in wrong[:NAMED])
+        raise BatchError(
+            f"{len(wrong)} of {len(batch)} samples are not what the rollout drew, by their hashes "
+            f"(uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, responses, "
+            "token_versions or response_mask were changed since. A stage or hook that means to "
+            f"train other tokens drops the column {COLUMN!r}."
+        )
+    return {
+        "training/num_proven_samples": float(len(batch)),
+        "training/num_drawn_tokens": float(sum((row >= 0).sum() for row in named[2])),
+    }
+
+
+def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.ndarray]:
+    """The rows of a column without padding."""
+    column = batch.column(name)
+    if isinstance(column, Ragged):
+        return [row.numpy() for row in column.rows()]
+    counts = token_counts(batch)[of_response].tolist()
+    width = column.shape[1]
+    spans = [slice(0, n) if of_response else slice(width - n, width) for n in counts]
+    return [row[span].numpy() for row, span in zip(column, spans, strict=True)]
+
+
+def _hash(prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray) -> int:
+    digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=8)
+    for part in (prompt, tokens, versions):
+        digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
