@@ -57,8 +57,9 @@ def memory_table(
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
         cells = [_gib(number) for number in (*numbers, role.kv_cache, role.host)]
         lines.append((role.role, role.pool, role.types, *cells))
+    at_most = "" if brief else " on each device at most"
     sums = [
-        f"{pool}: {_gib(total)} GiB on each device at most" + _beside(total, devices.bytes)
+        f"{pool}: {_gib(total)} GiB{at_most}" + _beside(total, devices.bytes)
         for pool, total in pool_bytes(roles).items()
     ]
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
@@ -68,7 +69,7 @@ def memory_table(
             "(trainer.async_save)"
         )
     if brief:
-        return "Memory at most: " + "; ".join(sums).replace(" on each device at most", "")
+        return f"Memory at most: {'; '.join(sums)}"
     device = devices.card or devices.type
     title = f"Memory (GiB on each device, {device}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])

@@ -27,6 +27,16 @@ from workers.config import (
 PROMPT, RESPONSE, VOCAB = 6, 5, 50
 
 
+def with_doubled_head(tiny_dir: Path, folder: Path) -> None:
+    """Write another model than the tiny one: the same but for its head."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(folder)
+
+
 def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
     """Actor, reference and critic on the tiny model; `actor` sets fields of the actor's section."""
     model = ModelConfig(path=str(Path(tiny_dir) / "model"))

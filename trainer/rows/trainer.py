@@ -98,7 +98,7 @@ class RowTrainer(Trainer, Generic[R]):
     def total_steps(self) -> int:
         """Steps of the whole run, by the number of rows or as configured."""
         size = self.config.data.train_batch_size
-        return self.config.trainer.num_steps(lambda epochs: -(-epochs * len(self.loader) // size))
+        return self.config.trainer.num_steps(lambda _: -(-self.num_rows_of_run // size))
 
     # ----------------------------------------------------------------------- what the loop asks for
 

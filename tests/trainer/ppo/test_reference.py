@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import lines, numbers, overrides
+from tests.workers.samples import with_doubled_head
 from trainer import PPO, load_config, run
 from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import role_memories
@@ -61,10 +61,7 @@ def test_a_resumed_run_goes_on_with_its_reference_bit_for_bit(
 def test_a_reference_of_its_own_folder_is_counted_scores_and_does_not_follow(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    other = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
-    with torch.no_grad():
-        other.lm_head.weight.mul_(2)
-    other.save_pretrained(tmp_path / "other")
+    with_doubled_head(tiny_dir, tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_dir / "model").save_pretrained(tmp_path / "other")
     kl = {}
     for name, ref in (("same", tiny_dir / "model"), ("other", tmp_path / "other")):

@@ -3,9 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.samples import make_batch, started, tiny_config, with_doubled_head
 from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker
 
@@ -32,10 +31,7 @@ def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir: Path) -> Non
 def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_adapters(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    own = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
-    with torch.no_grad():
-        own.lm_head.weight.mul_(2)
-    own.save_pretrained(tmp_path)
+    with_doubled_head(tiny_dir, tmp_path)
     as_actor = tiny_config(tiny_dir)
     as_actor.actor_rollout_ref.model.path = str(tmp_path)
     config = tiny_config(tiny_dir)
