@@ -5,17 +5,14 @@ A ValueError says what is wrong with a prompt; which prompt it is, the reader of
 
 from __future__ import annotations
 
-import ctypes
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_like.errors import VerlLikeError
+from verl_like.errors import ConfigError
+from workers.models.chat_templates import TooMuchError
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: JSON can write it, UTF-8 and tokenizers cannot hold it."""
@@ -26,8 +23,6 @@ OF_A_TEMPLATE = (
 """What a template's own code may raise over messages that it did not expect."""
 LONGEST_TEXT = 4 * 2**20
 """Characters that are tokenized: some seconds' work, and a million tokens or more."""
-TEMPLATE_S = 10.0
-"""Seconds in which a template has written one short message."""
 
 
 def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
@@ -55,10 +50,6 @@ def chat_text(messages: Any, tokenizer: Any) -> str:
     return written(messages, tokenizer, add_generation_prompt=True)
 
 
-class NoEndError(VerlLikeError):
-    """A chat template that has no end."""
-
-
 def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
     """Messages as the tokenizer's template writes them, which may be a stranger's."""
     from jinja2 import TemplateError
@@ -82,38 +73,17 @@ def check_length(text: str) -> None:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raise `NoEndError` for a template that does not write a short message in `TEMPLATE_S`."""
-    if tokenizer.chat_template is not None:
-        late = (
-            f"The chat template of {tokenizer.name_or_path} takes more than {TEMPLATE_S:g} s for a "
-            "short message. Give the model folder another."
-        )
-        with suppress(ValueError), time_limit(TEMPLATE_S, late):
-            written([{"role": "user", "content": "a"}], tokenizer, add_generation_prompt=True)
-
-
-@contextmanager
-def time_limit(seconds: float, late: str) -> Iterator[None]:
-    """End this thread's Python code by a `NoEndError` of these words after so many seconds."""
-    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
-
-    def stop() -> None:
-        with lock:
-            if not is_over:
-                raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-                raise_in(ctypes.c_ulong(thread), ctypes.py_object(NoEndError))
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
+    """Refuse a template that passes its bounds (`workers.models.chat_templates`) at once."""
+    if tokenizer.chat_template is None:
+        return
     try:
-        yield
-    except NoEndError:
-        raise NoEndError(late) from None
-    finally:
-        with lock:
-            is_over = True
-        timer.cancel()
+        written([{"role": "user", "content": "a"}], tokenizer, add_generation_prompt=True)
+    except ValueError as error:
+        if isinstance(error.__cause__, TooMuchError):
+            raise ConfigError(
+                f"{tokenizer.name_or_path}: {error}, for a message of one letter. Give the model "
+                "folder another."
+            ) from error
 
 
 def check_messages(column: str, messages: Any) -> None:

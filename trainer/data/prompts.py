@@ -28,6 +28,7 @@ from trainer.data.prompt_tokens import check_template
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
+from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
 
     folder = model_folder(path, weights=False)
     try:
+        bound_templates()
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"

@@ -22,6 +22,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import Call, check_call, check_methods
 from workers.config.rollout import ENGINES
+from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import set_buffer_dtype
@@ -140,6 +141,7 @@ def tokenizer_of(path: str) -> Any:
     """The tokenizer of a model's folder."""
     from transformers import AutoTokenizer
 
+    bound_templates()
     folder = model_folder(path, weights=False)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 

@@ -44,13 +44,13 @@ def user(text: str) -> dict[str, str]:
         ("{{ messages[0].no.such }}", "the chat template refuses it: .*no attribute"),
         ("{{ 1 // 0 }}", "the chat template refuses it: "),
         ("{{ 'x' * 20000000 }}", "it has 20,000,000 characters, of which"),
-        (ENDLESS, "takes more than 1 s for a short message"),
+        (ENDLESS, "has not written a chat in 1 s, for a message of one letter"),
     ],
 )
 def test_a_strangers_template_is_refused_in_words(
     template: str, words: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.prompt_tokens.TEMPLATE_S", 1.0)
+    monkeypatch.setattr("workers.models.chat_templates.SECONDS", 1.0)
     folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(VerlLikeError, match=words):
