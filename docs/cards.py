@@ -119,16 +119,3 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def preset_sources(group: str, preset: str) -> dict[str, str]:
-    """The dotted keys that a preset sets -> the comment beside each: where its paper says so.
-
-    A line of its file sets one key, or opens a section.
-    """
-    comments = []
-    for line in preset_text(group, preset).splitlines():
-        setting, _, comment = line.partition("  # ")
-        if setting and not setting.startswith("#") and not setting.endswith(":"):
-            comments.append(comment)
-    return dict(zip(preset_leaves(group, preset), comments, strict=True))

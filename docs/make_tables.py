@@ -25,7 +25,6 @@ from cards import (
     names_by_entry,
     policy_loss_cards,
     preset_leaves,
-    preset_sources,
     preset_text,
 )
 
@@ -120,7 +119,7 @@ def preference_key_table() -> str:
 def _key_row(name: str, key: Key, default: Any, docs: Mapping[str, str]) -> str:
     resume = "↻" if key.rules.may_change_on_resume else ""
     value = read(default, key.name)
-    meaning = f"{_cell(docs[key.name])}{_read_when(key)}{_name_in_verl(key)}"
+    meaning = f"{_cell(docs[key.name])}{_read_when(key)}"
     cells = [f"`{name}`{resume}", _show(value), _values(key, value), meaning]
     return f"| {' | '.join(cells)} |"
 
@@ -155,10 +154,6 @@ def _values(key: Key, default: Any) -> str:
 def _read_when(key: Key) -> str:
     conditions = " and ".join(condition.says for condition in key.rules.read_when)
     return f" *When {_cell(conditions)}.*" if conditions else ""
-
-
-def _name_in_verl(key: Key) -> str:
-    return f" In verl: `{key.rules.verl}`." if key.rules.verl else ""
 
 
 def column_table() -> str:
@@ -250,28 +245,22 @@ def preset_table() -> str:
     rows = []
     for preset in PPO.preset_names("algorithm"):
         link = _link_to_card("algorithm", preset)
-        rows.append(
-            [link, _about_preset("algorithm", preset), _score_in_short("algorithm", preset)]
-        )
+        rows.append([link, _about_preset(preset), _score_in_short("algorithm", preset)])
     return _table(["preset", "what", "score"], rows)
 
 
-def _about_preset(group: str, preset: str) -> str:
+def _about_preset(preset: str) -> str:
     """The comment at the head of its file."""
-    lines = preset_text(group, preset).splitlines()[1:]
+    lines = preset_text("algorithm", preset).splitlines()[1:]
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
 
 
 def preset_card_list() -> str:
-    """A card for each preset: every key that it sets, and where its paper says so."""
+    """A card for each preset: its file, which says what it is and where its paper sets a key."""
     parts = []
     for preset in PPO.preset_names("algorithm"):
-        sources = preset_sources("algorithm", preset)
-        rows = []
-        for key, value in preset_leaves("algorithm", preset).items():
-            rows.append([_code([key]), _show(value), sources[key]])
-        table = _table(["key", "value", "where"], rows)
-        parts.append(_card("algorithm", preset, [_about_preset("algorithm", preset), table]))
+        text = preset_text("algorithm", preset).partition("\n")[2].rstrip()
+        parts.append(_card("algorithm", preset, [f"```yaml\n{text}\n```"]))
     return "\n\n".join(parts)
 
 

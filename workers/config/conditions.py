@@ -95,7 +95,7 @@ NO_REWARD_LIST = When(
     "`rewards` is empty", lambda _, run: not run.rewards, "the list `rewards` says what scores"
 )
 SAVES = When(
-    "`trainer.save_freq` > 0, or `trainer.save_every_minutes` set",
+    "`trainer.save_freq` or `trainer.save_every_minutes` is set",
     lambda _, run: (
         run.trainer.save_freq > 0
         or run.trainer.save_every_minutes not in (None, SAVE_EVERY_MINUTES)
