@@ -71,7 +71,7 @@ def key_table() -> str:
 
     parts, seen = [], dict[str, str]()
     for section, lines in rows.items():
-        intro = _section_intro(keys[section], docs[section]) if section else "## Top level\n"
+        intro = _section_intro(keys[section], docs[section]) if section else "### Top level\n"
         first = seen.setdefault("\n".join(lines), section)
         table = "\n".join([*HEAD_OF_KEYS, *lines])
         parts.append(f"{intro}\n{table if first == section else f'Keys of `{first}`.'}")
@@ -127,7 +127,7 @@ def _key_row(name: str, key: Key, default: Any, docs: Mapping[str, str]) -> str:
 def _section_intro(section: Key, doc: str) -> str:
     """Heading, docstring, and the rules that hold for all of its keys."""
     resume = "↻" if section.rules.may_change_on_resume else ""
-    return f"## `{section.name}`{resume}\n\n{doc}{_read_when(section)}\n"
+    return f"### `{section.name}`{resume}\n\n{doc}{_read_when(section)}\n"
 
 
 SIGNS = (

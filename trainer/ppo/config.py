@@ -77,7 +77,7 @@ class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
-    """Advantage estimator; only gae needs a critic."""
+    """Advantage estimator; gae and coati need a critic."""
     gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
     """Discount per token."""
     lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))

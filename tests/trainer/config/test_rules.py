@@ -190,7 +190,7 @@ def test_names_of_verl_are_no_keys_here() -> None:
 
 def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:
     table = load_file("docs/make_tables.py").key_table()
-    sections = dict(re.findall(r"^## `?([\w .]+)`?↻?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
+    sections = dict(re.findall(r"^### `?([\w .]+)`?↻?\n(.*?)(?=^### |\Z)", table, re.M | re.S))
     same = {name: re.findall(r"^Keys of `(.+)`\.$", text, re.M) for name, text in sections.items()}
 
     for name, key in KEYS.items():

@@ -15,7 +15,7 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The score minus its group's mean, weighted by the samples' lengths.
+    """The score minus its group's mean, in which samples are weighted by length.
 
     This baseline has the least variance if gradients grow with length. A group of one keeps its raw
     score.
