@@ -34,8 +34,8 @@ WITHOUT_METRICS = {
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-LONGEST_PATH = 40
-"""Of the session folders' parent: a Unix socket's path holds 107 characters."""
+LONGEST_PATH = 22
+"""Of the session folders' parent: a Unix socket's path holds 107 characters, 85 of them Ray's."""
 
 
 @contextlib.contextmanager

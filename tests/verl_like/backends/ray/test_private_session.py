@@ -47,6 +47,11 @@ def test_the_session_is_in_a_private_folder_and_goes_with_the_process(
     assert not folder.exists()
 
 
+def test_with_the_longest_path_and_number_of_a_process_a_socket_has_a_path() -> None:
+    of_ray = "session_2026-11-24_14-54-19_381012_4194304/sockets/plasma_store"
+    assert len(f"{'x' * session.LONGEST_PATH}/ray-4194304-qabpbtls/{of_ray}") <= 107
+
+
 def test_a_cluster_that_does_not_start_is_not_shut_down(ended: list[tuple]) -> None:
     starting = session.private_session(with_metrics=True)
     starting.__enter__()
