@@ -7,12 +7,15 @@
         ...
     host.end(7); host.close()
 
-Global state, such as Python's and numpy's random numbers, belongs to one trajectory. All of it runs
-under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, a line each.
+Global state, such as Python's and numpy's random numbers, belongs to the one trajectory that runs
+in a process; once that has ended well, another one begins there, with seeds of its own. All of it
+runs under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, a line
+each.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -44,7 +47,8 @@ END_S = 10.0
 
 
 @dataclass
-class _Open:
+class _Process:
+    number: int
     socket: socket.socket
     rest: bytes = b""
     until: float = 0.0
@@ -58,7 +62,11 @@ class EnvironmentHost:
         """Starts the process that loads the code; an answer takes at most `step_s` seconds."""
         _raise_file_limit()
         self._step_s = step_s
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _Process] = {}
+        """By the trajectory's number."""
+        self._idle: list[_Process] = []
+        """Whose trajectories have ended well: the next ones begin there."""
+        self._numbers = itertools.count()
         self._failed: list[tuple[int, dict[str, Any]]] = []
         self._selector = selectors.DefaultSelector()
         visible = visible_environment(spec.sandbox.env)
@@ -81,18 +89,19 @@ class EnvironmentHost:
         self._orders.setblocking(True)  # the channel, a copy of it, has deadlines of its own
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Start a process, and its environment with this row."""
+        """Begin an environment with this row, in a process that has it alone."""
+        one = self._idle.pop() if self._idle else self._start()
+        self._open[number] = one
+        self._selector.register(one.socket, selectors.EVENT_READ, number)
+        self._send(number, {"seeds": seeds, "row": row})
+
+    def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._open[number] = _Open(ours)
-        self._selector.register(ours, selectors.EVENT_READ, number)
-        try:
-            socket.send_fds(self._orders, [ORDER.pack(OPEN, number)], [theirs.fileno()])
-        except OSError as error:
-            self._fail(number, f"the environments' process is gone: {error}")
-        finally:
-            theirs.close()
-        self._send(number, {"seeds": seeds, "row": row})
+        one = _Process(next(self._numbers), ours)
+        with suppress(OSError), theirs:  # without it, what is sent next fails
+            socket.send_fds(self._orders, [ORDER.pack(OPEN, one.number)], [theirs.fileno()])
+        return one
 
     def say(self, number: int, text: str) -> None:
         """Tell an environment what the policy said."""
@@ -119,19 +128,28 @@ class EnvironmentHost:
         yield from failed
 
     def end(self, number: int) -> None:
-        """End a trajectory's process."""
+        """End a trajectory; its process goes to another one, unless it owes an answer."""
         one = self._open.pop(number, None)
         if one is None:
             return
         self._selector.unregister(one.socket)
+        if one.is_asked or one.rest:
+            self._kill(one)
+        else:
+            self._idle.append(one)
+
+    def _kill(self, one: _Process) -> None:
         one.socket.close()
         with suppress(OSError):
-            self._orders.send(ORDER.pack(KILL, number))
+            self._orders.send(ORDER.pack(KILL, one.number))
 
     def close(self) -> None:
         """End all of them; nothing is left."""
         for number in list(self._open):
             self.end(number)
+        for one in self._idle:
+            one.socket.close()
+        self._idle = []
         self._selector.close()
         self._end()
 
@@ -181,6 +199,7 @@ class EnvironmentHost:
 
     def _fail(self, number: int, why: str, reason: str = "environment") -> None:
         if number in self._open:
+            self._open[number].is_asked = True  # so that the process is not used again
             self.end(number)
             self._failed.append((number, {"failed": why, "reason": reason}))
 

@@ -103,7 +103,7 @@ def _play(asks: socket.socket, loaded: Loaded, spec: EnvironmentSpec) -> NoRetur
             asked = json.loads(line)
             spec.sandbox.allow_cpu()
             try:
-                if episode is None:
+                if episode is None or "seeds" in asked:
                     episode = Episode(loaded, tuple(asked["seeds"]))
                     answer = episode.reset(asked["row"])
                 else:

@@ -33,6 +33,7 @@ def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
     ("name", "more", "words"),
     [
         ("Clock", (), "the same seed plays another game, first in answer 1"),
+        ("Remembers", (), "the same seed plays another game, first in answer 0"),
         ("Own", (), "two samples of a prompt begin with different observations"),
         ("Dies", (), "its process has ended"),
         ("Strange", ("--kwargs", '{"answer": "number"}'), "step returned int 3, not a Turn or"),

@@ -203,3 +203,16 @@ class Own(Environment):
 
     def step(self, text):
         return End()
+
+
+class Remembers(Environment):
+    """Keeps what was played in its class."""
+
+    games = 0
+
+    def reset(self, row, rng):
+        Remembers.games += 1
+        return str(Remembers.games)
+
+    def step(self, text):
+        return End()
