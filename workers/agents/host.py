@@ -76,7 +76,9 @@ class EnvironmentHost:
         finally:
             self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
             channel = DriverEnd(pipe)
-        self._end = weakref.finalize(self, _end, supervisor, self._orders, channel)
+        self._end = weakref.finalize(
+            self, _end, supervisor, self._orders, channel, self._selector, self._idle
+        )
         until = time.monotonic() + START_S
         try:
             channel.receive(until)  # process and folder of the code, which the supervisor ends
@@ -147,10 +149,6 @@ class EnvironmentHost:
         """End all of them; nothing is left."""
         for number in list(self._open):
             self.end(number)
-        for one in self._idle:
-            one.socket.close()
-        self._idle = []
-        self._selector.close()
         self._end()
 
     def _send(self, number: int, message: Mapping[str, Any]) -> None:
@@ -204,8 +202,17 @@ class EnvironmentHost:
             self._failed.append((number, {"failed": why, "reason": reason}))
 
 
-def _end(supervisor: subprocess.Popen[bytes], orders: socket.socket, channel: DriverEnd) -> None:
+def _end(
+    supervisor: subprocess.Popen[bytes],
+    orders: socket.socket,
+    channel: DriverEnd,
+    selector: selectors.BaseSelector,
+    idle: list[_Process],
+) -> None:
     """Close what the supervisor watches: it kills all of them."""
+    for one in idle:
+        one.socket.close()
+    selector.close()
     orders.close()
     channel.close()
     try:
