@@ -20,6 +20,8 @@ from typing import Any
 MASK = "***"
 SHORTEST = 8
 """Characters of a secret that is looked for in text: shorter ones may be any word."""
+SHORTEST_NAMED = 4
+"""Characters of a variable's value whose name is shown in messages."""
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$"
     r"|(^|_)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!mask_)token$",
@@ -60,8 +62,21 @@ def _masked_value(name: str, value: Any) -> Any:
     return MASK
 
 
+def show_by_name(value: str, name: str) -> None:
+    """Have `mask_text` write the name in the place of this value: a configuration read it."""
+    if len(value) >= SHORTEST_NAMED:
+        _by_name()[value] = name
+
+
+@cache
+def _by_name() -> dict[str, str]:
+    return {}
+
+
 def mask_text(text: str) -> str:
     """The text without the secrets that are known in this process."""
+    for value, name in _by_name().items():
+        text = text.replace(value, name)
     for secret in sorted(_known(), key=len, reverse=True):
         if len(secret) >= SHORTEST and secret in text:
             text = text.replace(secret, MASK)

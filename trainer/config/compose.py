@@ -26,6 +26,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
 from trainer.config.devices import settle_pretended
@@ -51,6 +52,7 @@ from trainer.config.settings import (
 )
 from trainer.config.unused_keys import check_unused, keys_left_out
 from verl_like.errors import ConfigError, nearest
+from verl_like.masking import show_by_name
 from verl_like.process.environment import is_under_torchrun
 
 C = TypeVar("C", bound=RunConfig)
@@ -66,6 +68,15 @@ def _required(key: str, what: str) -> str:
     raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {what}.")
 
 
+def _environment(name: str, *default: str | None) -> str | None:
+    """OmegaConf's `oc.env`; messages show the name in the value's place."""
+    if name in os.environ:
+        show_by_name(os.environ[name], f"${{oc.env:{name}}}")
+    value: str | None = oc.env(name, *default)
+    return value
+
+
+OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
 OmegaConf.register_new_resolver("divide", _divide, replace=True)
 OmegaConf.register_new_resolver("required", _required, replace=True)
 

@@ -133,3 +133,14 @@ def test_words_that_are_no_settings_are_refused_in_words(
 ) -> None:
     text = said(monkeypatch, tmp_path, {}, *arguments)
     assert f"{arguments[0]} is no setting. Settings are written key=value" in text
+
+
+@pytest.mark.parametrize("key", ["trainer: {total_epochs: ", "algorithm: {adv_estimator: "])
+def test_what_a_variable_holds_is_in_no_message(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_ACCOUNT", "hunter2")
+    files = {"mine.yaml": GOOD + key + "'${oc.env:MY_ACCOUNT}'}\n"}
+    words = said(monkeypatch, tmp_path, files, "--config-dir", str(tmp_path), "--config-name=mine")
+    assert "hunter2" not in words
+    assert "${oc.env:MY_ACCOUNT}" in words
