@@ -244,6 +244,11 @@ class TurnLoop:
     def _end(self, number: int, ended: str, problem: str = "") -> None:
         one = self._played[number]
         one.ended, one.problem = ended, problem
+        is_cut = ended in (CUT_BY_LENGTH, MAX_TURNS)
+        one.sample = replace(one.sample, finish_reason=CUT_BY_LENGTH if is_cut else "stop")
+        if not one.sample.prompt:  # it failed before it had said anything
+            prompt = self._chat.prompt(with_observation(one.start.prompt, None))
+            one.sample = replace(one.sample, prompt=prompt)
         self._open.discard(number)
         self._host.end(number)
 

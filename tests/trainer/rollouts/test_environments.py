@@ -70,6 +70,14 @@ def test_failed_trajectories_are_left_out_and_counted(tiny_dir: Path, tmp_path: 
     assert len(skipped) == line["reward/num_failed"]
 
 
+def test_trajectories_that_never_began_are_left_out(tiny_dir: Path, tmp_path: Path) -> None:
+    more = (*POLICY_ALONE, "environment.retries=0", "environment.max_failed=1")
+    play(tiny_dir, tmp_path / "run", *more, f"environment={GAMES}:NeverBegins")
+    for line in lines(tmp_path / "run"):
+        assert line["reward/num_skipped"] == 16
+        assert line["actor/pg_loss"] == 0
+
+
 def test_too_many_failures_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:
     more = (*POLICY_ALONE, "environment.retries=0")
     words = (

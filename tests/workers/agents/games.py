@@ -216,3 +216,8 @@ class Remembers(Environment):
 
     def step(self, text):
         return End()
+
+
+class NeverBegins(Environment):
+    def reset(self, row, rng):
+        raise RuntimeError("no game today")

@@ -89,7 +89,7 @@ def drawn_of(one: Trajectory) -> torch.Tensor:
 
 def test_a_row_is_what_was_drawn_and_what_was_observed(play: Play, tokenizer: Any) -> None:
     for one in play("Count"):
-        assert one.ended == "terminated"
+        assert (one.ended, one.sample.finish_reason) == ("terminated", "stop")
         assert one.num_turns == 3
         assert len(one.turns) == len(one.sample.tokens)
         assert one.turns == sorted(one.turns)
@@ -159,7 +159,7 @@ def test_a_trajectory_that_is_cut_says_so(
     play: Play, settings: dict[str, Any], ended: str, num_turns: int | None
 ) -> None:
     for one in play("Count", **settings):
-        assert one.ended == ended
+        assert (one.ended, one.sample.finish_reason) == (ended, "length")
         assert not one.problem
         assert num_turns in (None, one.num_turns)
         assert drawn_of(one)[-1]
