@@ -42,6 +42,7 @@ def test_a_script_hands_a_signal_on_and_goes_on(watched: tuple[str, ...], number
     with subprocess.Popen(
         ["bash", "-c", SCRIPT, "script", sys.executable, *watched, "-c", RUN],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup's children ignore SIGHUP
     ) as script:  # fmt: skip
         assert script.stdout is not None
         assert script.stdout.readline() == "runs True\n", "Ctrl-C would reach it"

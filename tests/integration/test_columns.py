@@ -106,7 +106,14 @@ def recorders(
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
         "algorithm.use_kl_in_reward=false",
     ]
-    runs = {"all": every_role, "own": own_columns, "remax": ["algorithm.adv_estimator=remax"]}
+    turns = [
+        "algorithm=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "environment=tests.workers.agents.games:Count",
+        "environment.max_tokens_per_turn=2",
+    ]
+    remax = ["algorithm.adv_estimator=remax"]
+    runs = {"all": every_role, "own": own_columns, "remax": remax, "turns": turns}
     made = []
     for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -136,7 +143,8 @@ def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Rec
         for columns in (recorder.given["update_actor"], *recorder.written.values()):
             found |= {name: as_table_row(values) for name, values in columns.items()}
     of_the_user = [name for name in found if name.startswith(EXTRA)]
-    assert of_the_user == ["reward_extra/rule_score", "reward_extra/model_score"]
+    names = ("rule_score", "model_score", "environment_score", "skipped")
+    assert of_the_user == [f"reward_extra/{name}" for name in names]
     for name in of_the_user:
         del found[name]
     assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
