@@ -55,5 +55,6 @@ def test_the_notebook_learns_and_refreshes_one_display(tmp_path: Path) -> None:
     steps = lines(tmp_path / "runs" / "verl_like" / "ppo-1")
     scores = [step["critic/score/mean"] for step in steps]
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.4
-    said = outputs["chat"][-1].text
+    printed = [output for output in outputs["chat"] if output.get("name") == "stdout"]
+    said = "".join(output.text for output in printed)
     assert said.count("c", said.index("<assistant>") + 11) >= 6

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
@@ -164,6 +164,10 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
         )
 
     class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
+        @classmethod
+        def leaves_model(cls, config: Any) -> bool:
+            return False
+
         def step(self) -> Metrics:
             if self.global_step != asked.step:
                 return super().step()  # type: ignore[no-any-return]
