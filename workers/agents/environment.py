@@ -21,9 +21,9 @@ import asyncio
 import inspect
 import math
 import random
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class Loaded:
     kwargs: Mapping[str, Any]
     functions: Sequence[Tool]
 
-    @property
+    @cached_property
     def tools(self) -> list[Tool]:
         """All that the policy may call: functions, and the environment's methods."""
         return [*self.functions, *[Tool.of(method, "") for method in self._methods()]]
@@ -236,14 +236,3 @@ def _finite(reward: Any) -> float:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}"
-
-
-def seeds_of(seed: int, uid: str, sample: int, attempt: int, stream: str) -> tuple[int, int]:
-    """The seeds of a prompt's samples, and of one of them."""
-    prompt = f"{seed} {stream} {attempt} {uid}"
-    return _seed(prompt), _seed(f"{prompt} {sample}")
-
-
-def _seed(text: str) -> int:
-    data = text.encode()
-    return zlib.crc32(data) << 32 | zlib.crc32(b"environment" + data)

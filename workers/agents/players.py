@@ -13,12 +13,13 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import EnvironmentSpec, seeds_of
+from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import Start, Trajectory, TurnLoop
 from workers.columns import require
 from workers.rewards.decoding import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
+from workers.rollout.batches import NoiseOf
 
 if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
@@ -27,6 +28,8 @@ ROW_COLUMNS = ("raw_prompt", "data_source", "reward_model", "extra_info", "row_c
 """Columns that a trajectory begins with, beside those of any sample."""
 MOST_OPEN = 1024
 """Environments that one rollout process has at the same time."""
+OF_ALL = -1
+"""In the place of a sample's index: what the samples of a prompt have in common."""
 PROCESSES = 4
 """Processes that a sandbox of environments may have for each of them."""
 
@@ -50,14 +53,14 @@ class Players:
         return EnvironmentHost(spec_of(self._config), self._config.step_s)
 
     def play(
-        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, keys: list[int]
+        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
     ) -> list[Trajectory]:
-        """A trajectory for every real row; `keys` are those of their noise."""
+        """A trajectory for every real row."""
         require(data, "raw_prompt", "sample_index", "uid")
         tools = self._host.tools
         chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
         loop = TurnLoop(engine, self._host, chat, self._config, self._decode(bool(tools)))
-        return loop.play(_starts(data, keys), sampling, MOST_OPEN)
+        return loop.play(_starts(data, noise_of), sampling, MOST_OPEN)
 
     def _decode(self, has_tools: bool) -> Any:
         """Ids to text; calls of tools may stand between special tokens."""
@@ -66,11 +69,9 @@ class Players:
         return lambda ids: decode_rows(self._tokenizer, [ids])[0]
 
 
-def _starts(data: DataProto, keys: list[int]) -> list[Start]:
-    columns, meta = data.non_tensor_batch, data.meta_info
+def _starts(data: DataProto, noise_of: NoiseOf) -> list[Start]:
+    columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
-    stream = "validate" if meta.get("validate") else "train"
-    seed, attempt = meta.get("seed", 0), meta.get("attempt", 0)
     starts = []
     for number in range(data.num_real_rows):
         uid = str(columns["uid"][number])
@@ -83,9 +84,9 @@ def _starts(data: DataProto, keys: list[int]) -> list[Start]:
             "data_source": str(columns["data_source"][number]),
             "extra_info": columns["extra_info"][number],
         }
-        seeds = seeds_of(seed, uid, indices[number], attempt, stream)
+        key = noise_of(uid, indices[number])
         name = f"uid {uid} sample {indices[number]}"
-        starts.append(Start(row["prompt"], row, seeds, keys[number], name))
+        starts.append(Start(row["prompt"], row, (noise_of(uid, OF_ALL), key), key, name))
     return starts
 
 

@@ -31,7 +31,13 @@ from workers.columns import NAMED, batch_columns, require
 from workers.config import plays
 from workers.models.folder import generation_eos
 from workers.rollout.base import SamplingParams
-from workers.rollout.batches import REQUEST, oldest_versions, sample_columns, samples_of
+from workers.rollout.batches import (
+    REQUEST,
+    NoiseOf,
+    oldest_versions,
+    sample_columns,
+    samples_of,
+)
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine, tokenizer_of
 from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample
@@ -104,9 +110,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     def _play(self, data: DataProto, players: Players, sampling: SamplingParams) -> DataProto:
         """A trajectory for every row."""
-        keys = [sample.key for sample in self.requests_of(data)]
-        data.meta_info.setdefault("seed", self.seed)
-        played = players.play(data, self.engine, sampling, keys)
+        played = players.play(data, self.engine, sampling, self._noise_of(data))
         asked = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
         batch = self._batch_of(asked, [one.sample for one in played])
         return batch.union(trajectory_columns(batch, played))
@@ -190,13 +194,16 @@ class RolloutWorker(WeightReceiver, Worker):
 
     def requests_of(self, data: DataProto) -> list[Sample]:
         """The real rows as samples that are to be drawn, or drawn on."""
+        return samples_of(data, self.prompt_width, self._noise_of(data))
+
+    def _noise_of(self, data: DataProto) -> NoiseOf:
         attempt = data.meta_info.get("attempt", 0)
         stream = "validate" if data.meta_info.get("validate") else "train"
 
         def noise_of(uid: str, index: int) -> int:
             return noise_key(self.seed, uid, index, attempt, stream)
 
-        return samples_of(data, self.prompt_width, noise_of)
+        return noise_of
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

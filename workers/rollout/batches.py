@@ -18,15 +18,12 @@ REQUEST = "request"
 RESPONSE = ("responses", "response_mask", "rollout_log_probs", "token_versions")
 """Columns of a response, which a row brings along that goes on."""
 TRUNCATED = "rollout_truncated_log_probs"
+NoiseOf = Callable[[str, int], int]
+"""The key of a sample's noise, by uid and sample index."""
 
 
-def samples_of(
-    data: DataProto, prompt_width: int, noise_of: Callable[[str, int], int]
-) -> list[Sample]:
-    """The real rows: prompts, or responses of an earlier call that are to go on.
-
-    `noise_of` gives the key of a sample, by uid and sample index.
-    """
+def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sample]:
+    """The real rows: prompts, or responses of an earlier call that are to go on."""
     require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
     prompts, _, width = prompt_rows(data)
     if width != prompt_width:

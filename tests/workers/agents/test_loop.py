@@ -16,7 +16,7 @@ from tests.workers.rollout_engines import load
 from trainer.cli.make_tiny import make_model, make_tokenizer
 from verl_like.errors import ConfigError, RolloutError
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import EnvironmentSpec, seeds_of
+from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import Start, Trajectory, TurnLoop
 from workers.config import EnvironmentConfig
@@ -73,9 +73,8 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         )
         starts = []
         for number in range(num):
-            seeds = seeds_of(0, "uid", number, 0, "train")
-            row = {"number": number}
-            starts.append(Start("a", row, seeds, noise_key(0, "uid", number), f"sample {number}"))
+            row, key = {"number": number}, noise_key(0, "uid", number)
+            starts.append(Start("a", row, (noise_key(0, "uid", -1), key), key, f"sample {number}"))
         return loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), num_open)
 
     yield played
