@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.migrate.command import as_flags, find_program, last_name, num_processes
+from trainer.migrate.command import as_flags, last_name, num_processes, program_or_flags
 from trainer.migrate.given import GivenFlags
 from trainer.migrate.recorder import Command
 from trainer.migrate.table import Table
@@ -30,11 +30,9 @@ WHOLE_LENGTH = {"ppo": 128, "detached": 512}
 def translate(command: Command) -> Translation | None:
     """Settings, and a word on every flag; None of what is no training."""
     scripts = (*ONE_GROUP, *DETACHED)
-    found = find_program(command.words, lambda name: last_name(name) in scripts)
+    found = program_or_flags(command.words, lambda name: last_name(name) in scripts)
     if found is None:
-        if not command.words[0].startswith("--"):
-            return None
-        found = [], "", command.words
+        return None
     launcher, script, words = found
     script, given = last_name(script), as_flags(words)
     is_detached = script in DETACHED or (not script and any(mark in given for mark in MARKS))

@@ -25,6 +25,16 @@ def find_program(
     return None
 
 
+def program_or_flags(
+    words: Sequence[str], is_one: Callable[[str], bool], unnamed: str = ""
+) -> tuple[list[str], str, list[str]] | None:
+    """As `find_program`; flags without any program are those of `unnamed`."""
+    found = find_program(words, is_one)
+    if found is None and words[0].startswith("--"):
+        return [], unnamed, list(words)
+    return found
+
+
 def last_name(program: str) -> str:
     """`train` of `package.train`."""
     return program.rpartition(".")[2]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.migrate.command import as_flags, find_program, last_name, num_processes
+from trainer.migrate.command import as_flags, last_name, num_processes, program_or_flags
 from trainer.migrate.given import GivenFlags
 from trainer.migrate.recorder import Command
 from trainer.migrate.table import Table
@@ -29,11 +29,9 @@ OTHERS = ("train_kto", "train_kd", "train_prm", "train_ppo")
 def translate(command: Command) -> Translation | None:
     """Settings, and a word on every flag; None of what is no training."""
     names = ("train_ppo_ray", *ON_ROWS, *OTHERS)
-    found = find_program(command.words, lambda name: last_name(name) in names)
+    found = program_or_flags(command.words, lambda name: last_name(name) in names, "train_ppo_ray")
     if found is None:
-        if not command.words[0].startswith("--"):
-            return None
-        found = [], "train_ppo_ray", command.words
+        return None
     launcher, program, words = found
     name = last_name(program)
     if name in OTHERS:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.migrate.command import Flags, as_flags, find_program, last_name, num_processes
+from trainer.migrate.command import Flags, as_flags, last_name, num_processes, program_or_flags
 from trainer.migrate.given import GivenFlags
 from trainer.migrate.recorder import Command
 from trainer.migrate.table import Table
@@ -67,11 +67,9 @@ CORRECTION = (
 
 def translate(command: Command) -> Translation | None:
     """Settings, and a word on every field; None of what is no training."""
-    found = find_program(command.words, lambda name: _is_program(name, command.words))
+    found = program_or_flags(command.words, lambda name: _is_program(name, command.words))
     if found is None:
-        if not command.words[0].startswith("--"):
-            return None
-        found = [], "", command.words
+        return None
     launcher, name, words = found
     if name and last_name(name) not in SCRIPTS:
         raise ConfigError(
