@@ -17,12 +17,12 @@ import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from tests.trainer.detached.test_lost_trainer import of_training
+from tests.trainer.process_backends import BACKENDS, start_processes
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts, run
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.detached.config import DetachedConfig
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -35,10 +35,6 @@ PLACES = ("before", "within", "as it is written", "after")
 TEXTS = [{"prompt": f"say {letter}", "response": letter} for letter in "abcdefg"]
 PAIRS = [{"prompt": f"say {letter}", "chosen": letter, "rejected": "z"} for letter in "abcdefg"]
 SAVED = ("trainer.save_freq=1", "trainer.max_restarts=50")
-BACKENDS = {
-    "local": ("trainer.backend=local",),
-    "ray": ("trainer.backend=ray", "cpus_per_process=0.25"),
-}
 APART = (
     "resource_pool_spec={train_pool: [1], critic_pool: [1], rollout_pool: [1], ref_pool: [1]}",
     "role_mapping={actor: train_pool, critic: critic_pool, rollout: rollout_pool, ref: ref_pool}",
@@ -216,12 +212,7 @@ def test_a_run_goes_on_to_the_same_numbers(
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(checkpoint, "gather", killer.gather)
     monkeypatch.setattr(Checkpoints, "commit", lambda own: killer.commit(own))
-    if backend == "ray":
-        request.getfixturevalue("ray_session")
-    else:
-        pools = property(lambda self: frozenset(self.resource_pool_spec))
-        for config in (RunConfig, DetachedConfig):
-            monkeypatch.setattr(config, "child_pools", pools)
+    start_processes(backend, monkeypatch, request)
     here = settings_of(cell, tiny_dir, tmp_path / "killed", *BACKENDS[backend])
     run(load_config(here, recipe), callbacks=[killer])
     assert not killer.kills, "all came about"

@@ -14,11 +14,9 @@ import pytest
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from tests.trainer.detached.test_lost_trainer import of_training
 from tests.trainer.dying_in_sync import ORDER, PLACES, Receiver
-from tests.trainer.test_kills_around_checkpoints import BACKENDS
+from tests.trainer.process_backends import BACKENDS, start_processes
 from trainer import load_config, restarts, run
 from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
-from trainer.detached.config import DetachedConfig
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
 from trainer.rollouts import trainer as rollouts
@@ -86,12 +84,7 @@ def test_a_run_goes_on_to_the_same_numbers(
 
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(rollouts, "RolloutWorker", Receiver)  # which is replaced within a step
-    if backend == "ray":
-        request.getfixturevalue("ray_session")
-    else:
-        pools = property(lambda self: frozenset(self.resource_pool_spec))
-        for config in (RunConfig, DetachedConfig):
-            monkeypatch.setattr(config, "child_pools", pools)
+    start_processes(backend, monkeypatch, request)
     rigged = f"role_workers.actor={RIGGED}.Sender", f"role_workers.rollout={RIGGED}.Receiver"
     orders = Orders(list(product(roles, PLACES)))
     here = overrides(tiny_dir, killed, *SHARED, *own, *rigged, *BACKENDS[backend])

@@ -1,0 +1,26 @@
+"""Both backends with every pool's workers in processes of their own, which a test can kill."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config.schema import RunConfig
+from trainer.detached.config import DetachedConfig
+
+BACKENDS = {
+    "local": ("trainer.backend=local",),
+    "ray": ("trainer.backend=ray", "cpus_per_process=0.25"),
+}
+"""Settings of each."""
+
+
+def start_processes(
+    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Have the next run of this test start workers as children, or in the shared Ray session."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+        return
+    pools = property(lambda self: frozenset(self.resource_pool_spec))
+    for config in (RunConfig, DetachedConfig):
+        monkeypatch.setattr(config, "child_pools", pools)
