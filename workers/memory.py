@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from workers.config.model import FrozenFSDPConfig, ModelConfig
+from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
@@ -45,6 +45,7 @@ class HeldModel:
     fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
     strategy: str = "fsdp"
     head: Head = "token"
+    parallel: ParallelConfig | None = None
     trains: bool = False
     quantization: str | None = None
     has_average: bool = False
@@ -62,7 +63,8 @@ class HeldModel:
     def sharding(self) -> Sharding:
         """How it is laid over its ranks; int8 weights are whole on each."""
         strategy = "ddp" if self.quantization else self.strategy
-        return settle(strategy, self.fsdp, f"{self.section}.fsdp_config".lstrip("."))
+        section = f"{self.section}.fsdp_config".lstrip(".")
+        return settle(strategy, self.fsdp, self.parallel, section)
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""
@@ -72,6 +74,7 @@ class HeldModel:
             strategy=self.strategy,
             head=self.head,
             quantization=self.quantization,
+            parallel=self.parallel,
             **settings,
         )
 

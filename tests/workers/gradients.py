@@ -32,15 +32,15 @@ def gradients(
     budget: Budget = THREE_ROWS,
     of: tuple[str, ...] = ("",),
 ) -> Gradients:
-    """Full gradients of one mini-batch of all rows, by name: those whose names begin like `of`."""
+    """Full gradients of one mini-batch, by name: of what is trained and begins like `of`."""
     engine = worker.engine
-    rows = Rows.take(data, (*INPUTS, *names), engine.world_size)
-    batch = mini_batch(rows, 0, 1, engine.group)
+    rows = Rows.take(data, (*INPUTS, *names), engine.dims.data_size)
+    batch = mini_batch(rows, 0, 1, engine.groups.data)
     with engine.running(engine.optimizer):
         engine.accumulate(batch, budget, worker.loss, Wanted(entropy=True))
     full = {}
     for name, parameter in engine.module.named_parameters():
-        if name.startswith(of):
+        if parameter.requires_grad and name.startswith(of):
             full[name] = full_tensor(parameter.grad).clone()
     engine.optimizer.zero_grad()
     return full

@@ -14,7 +14,7 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import registry_of
-from workers.parallel.sharding import Sharding, data_axes
+from workers.parallel.sharding import Sharding, dims_of
 
 
 def check_fields(config: RunConfig) -> None:
@@ -100,7 +100,7 @@ def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
     if ranks == 0:
         return  # the placement says what is wrong with such a pool
     try:
-        data_axes(ranks, sharding)
+        dims_of(ranks, sharding)
     except ConfigError as error:
         raise ConfigError(f"role {role!r} on pool {pool!r}: {error}") from error
 

@@ -32,7 +32,8 @@ def check_rows_config(config: RowConfig) -> None:
     from workers.parallel.sharding import settle
     from workers.training.schedules import check_optim
 
-    settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
+    model = config.model
+    settle(model.strategy, model.fsdp_config, config.parallel, "model.fsdp_config")
     check_optim(config.optim, "optim")
     _check_pass(config, 1, "A row of {} tokens does not fit")
 

@@ -37,8 +37,8 @@ class _TokenStats(torch.autograd.Function):
         logprob = torch.empty_like(log_norm)
         entropy = torch.empty_like(log_norm) if want_entropy else None
 
-        for rows in _row_chunks(logits):
-            scaled = _scaled(logits[rows], wide, temperature)
+        for rows in row_chunks(logits):
+            scaled = scaled_rows(logits[rows], wide, temperature)
             log_norm[rows] = scaled.logsumexp(dim=-1)
             logprob[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - log_norm[rows]
             if entropy is not None:
@@ -57,33 +57,64 @@ class _TokenStats(torch.autograd.Function):
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None, None
         logits, labels, log_norm, entropy = ctx.saved_tensors
-        grad_logits = logits if ctx.inplace_backward else torch.empty_like(logits)
-
-        for rows in _row_chunks(logits):
-            scaled = _scaled(logits[rows], log_norm.dtype, ctx.temperature)
-            probs = scaled.sub(log_norm[rows, None]).exp_()
-            del scaled  # before the next buffer of its size
-            grad = torch.zeros_like(probs)
-            if grad_entropy is not None:
-                # d entropy / d logit = -p (log p + entropy), and entr(p) = -p log p
-                torch.special.entr(probs, out=grad)
-                grad.addcmul_(probs, entropy[rows, None], value=-1)
-                grad.mul_(grad_entropy[rows, None])
-            if grad_logprob is not None:
-                # d logprob / d logit = [logit is the label's] - p
-                grad.addcmul_(probs, grad_logprob[rows, None], value=-1)
-                grad.scatter_add_(-1, labels[rows, None], grad_logprob[rows, None])
-            grad_logits[rows] = grad.div_(ctx.temperature)
-        return grad_logits, None, None, None, None
+        grad = gradient_of_logits(
+            logits,
+            labels,
+            log_norm,
+            entropy,
+            grad_logprob,
+            grad_logprob,
+            grad_entropy,
+            ctx.temperature,
+            ctx.inplace_backward,
+        )
+        return grad, None, None, None, None
 
 
-def _row_chunks(logits: Tensor) -> list[slice]:
+def gradient_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    log_norm: Tensor,
+    entropy: Tensor | None,
+    grad_logprob: Tensor | None,
+    grad_label: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    inplace: bool,
+) -> Tensor:
+    """The gradient of logits [rows, words], from those of the label's log-prob and of the entropy.
+
+    `grad_label` is zero where the label is none of the words, and `grad_logprob` elsewhere.
+    """
+    grad_logits = logits if inplace else torch.empty_like(logits)
+    for rows in row_chunks(logits):
+        scaled = scaled_rows(logits[rows], log_norm.dtype, temperature)
+        probs = scaled.sub(log_norm[rows, None]).exp_()
+        del scaled  # before the next buffer of its size
+        grad = torch.zeros_like(probs)
+        if grad_entropy is not None:
+            assert entropy is not None, "a gradient of the entropy comes with the entropy"
+            # d entropy / d logit = -p (log p + entropy), and entr(p) = -p log p
+            torch.special.entr(probs, out=grad)
+            grad.addcmul_(probs, entropy[rows, None], value=-1)
+            grad.mul_(grad_entropy[rows, None])
+        if grad_logprob is not None:
+            assert grad_label is not None, "the label's log-prob is one of the words'"
+            # d logprob / d logit = [logit is the label's] - p
+            grad.addcmul_(probs, grad_logprob[rows, None], value=-1)
+            grad.scatter_add_(-1, labels[rows, None], grad_label[rows, None])
+        grad_logits[rows] = grad.div_(temperature)
+    return grad_logits
+
+
+def row_chunks(logits: Tensor) -> list[slice]:
     """Slices of rows whose logits, in fp32, take CHUNK_BYTES at most."""
     step = max(1, CHUNK_BYTES // (4 * max(1, logits.shape[-1])))
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
-def _scaled(chunk: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+def scaled_rows(chunk: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """A chunk of logits in this type, divided by the temperature."""
     wide = chunk.to(dtype)
     return wide if temperature == 1.0 else wide / temperature
 
@@ -127,7 +158,7 @@ def sum_pi_squared_from_logits(logits: Tensor, *, temperature: float = 1.0) -> T
     flat = logits.reshape(-1, logits.shape[-1])
     wide = torch.promote_types(logits.dtype, torch.float32)
     result = torch.empty(flat.shape[0], dtype=wide, device=logits.device)
-    for rows in _row_chunks(flat):
-        probs = _scaled(flat[rows], wide, temperature).softmax(dim=-1)
+    for rows in row_chunks(flat):
+        probs = scaled_rows(flat[rows], wide, temperature).softmax(dim=-1)
         result[rows] = probs.square_().sum(dim=-1)
     return result.view(logits.shape[:-1])

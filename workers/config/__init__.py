@@ -23,6 +23,7 @@ from workers.config.model import (
     FSDPConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
 )
 from workers.config.policy import (
     KL_ESTIMATORS,
@@ -64,6 +65,8 @@ class ScoringSections:
     """Reward model, and how its score combines with the rule's."""
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures and limits of reward functions."""
+    environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
+    """What answers the policy, where samples have several turns."""
 
 
 @dataclass(kw_only=True)
@@ -78,8 +81,6 @@ class WorkersConfig(ScoringSections):
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """Distillation: a teacher's log-probs as token rewards."""
-    environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
-    """What answers the policy, where samples have several turns."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any
@@ -122,8 +123,7 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
 
     Those of an environment are added.
     """
-    environment: EnvironmentConfig | None = getattr(config, "environment", None)
-    gives = environment is not None and bool(environment.path)
+    gives = bool(config.environment.path)
     own = [RewardConfig(name="environment", kind="environment", on_failure="skip")] if gives else []
     if config.rewards or has_no_reward(config):
         return [*config.rewards, *own]

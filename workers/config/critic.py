@@ -10,6 +10,7 @@ from workers.config.model import (
     CheckpointConfig,
     FSDPConfig,
     LearningRateConfig,
+    ParallelConfig,
     ShardedConfig,
 )
 from workers.config.policy import LOSS_AGG_MODES
@@ -53,6 +54,8 @@ class CriticConfig(ShardedConfig):
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model; its head comes from a reward model's folder or starts at zero."""
+    parallel: ParallelConfig = key(factory=ParallelConfig)
+    """Axes."""
     optim: CriticOptimConfig = key(factory=CriticOptimConfig)
     """Optimizer."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")

@@ -27,10 +27,11 @@ HAS_CLASS = unless("path", "")
 class EnvironmentConfig:
     """What answers the policy, turn by turn, in a process of its own for each trajectory."""
 
-    path: str = key("", allows="FILE.py:CLASS, or package.module:CLASS")
-    """Class of the environments (`workers.agents.Environment`); `environment=...` sets it, too."""
+    path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
+    """Class of the environments (`workers.agents.Environment`), or the function of an agent that
+    asks the policy by OpenAI's API; `environment=...` sets it, too."""
     kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class or function."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
     """Functions that the policy may call; `tools=[...]` sets them, too."""
     max_turns: int = key(8, above=0, read_when=PLAYS)
@@ -39,12 +40,24 @@ class EnvironmentConfig:
         None, above=0, hint="or null for what is left of the response", read_when=PLAYS
     )
     """Tokens drawn in one turn at most."""
+    history: str = key("as_drawn", choices=("as_drawn", "as_template"), read_when=PLAYS)
+    """What a turn reads of older ones: what was drawn, or what the template writes of it now."""
     step_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Seconds that an environment has for an answer."""
     episode_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Seconds that a trajectory has."""
     retries: int = key(2, at_least=0, read_when=PLAYS, may_change_on_resume=True)
     """Fresh environments for a trajectory whose own fails or is late; then it is left out."""
+    failed_reward: float | None = key(
+        None,
+        allows="a number, or null to leave them out",
+        read_when=PLAYS,
+        may_change_on_resume=True,
+    )
+    """Reward of trajectories whose environments fail, in place of leaving them out of the update.
+
+    Below every reward of the game, so that a policy that can hang its environment does not.
+    """
     max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
     """Share of a batch's trajectories above which failures end the run; 1 never ends it."""
     sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=PLAYS)

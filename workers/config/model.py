@@ -125,6 +125,23 @@ class FSDPConfig(FrozenFSDPConfig):
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """Sizes of the axes along which a role's ranks share one model."""
+
+    may_change_on_resume = True
+    shard: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all that the other axes leave")
+    """Ranks that share the weights; the same as `fsdp_size`."""
+    sp: int = key(1, above=0)
+    """Ranks that share the tokens of a row (sequence parallel)."""
+    tp: int = key(1, above=0)
+    """Ranks that share every matrix (tensor parallel)."""
+    pp: int = key(1, above=0)
+    """Stages of layers (pipeline)."""
+    ep: int = key(1, above=0)
+    """Ranks that share the experts."""
+
+
+@dataclass(kw_only=True)
 class FrozenModelConfig:
     """How a model that gives log-probs alone is held."""
 
@@ -136,6 +153,8 @@ class FrozenModelConfig:
     """Samples per pass and rank."""
     fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
     """Sharding."""
+    parallel: ParallelConfig = key(factory=ParallelConfig)
+    """Axes."""
 
 
 @dataclass(kw_only=True)

@@ -20,6 +20,7 @@ from workers.config.model import (
     FSDPConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     ShardedConfig,
 )
 from workers.config.rollout import RolloutConfig
@@ -217,6 +218,8 @@ class ActorConfig(ShardedConfig):
     """Optimizer."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""
+    parallel: ParallelConfig = key(factory=ParallelConfig)
+    """Axes."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """What is saved."""
 

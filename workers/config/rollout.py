@@ -95,7 +95,7 @@ class RolloutConfig:
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Samples decoded together on a rank."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
-    """GiB of KV cache per rank, of native and of vllm on CPUs."""
+    """GiB of KV cache per rank, of native (and as much between turns) and of vllm on CPUs."""
     keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache of unfinished samples when weights arrive; false recomputes it."""
     max_new_tokens_per_call: int | None = key(

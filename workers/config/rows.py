@@ -12,6 +12,7 @@ from workers.config.model import (
     FSDPConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     ShardedConfig,
 )
 
@@ -68,6 +69,8 @@ class RowWorkerConfig:
 
     model: TrainedModelConfig = key(factory=TrainedModelConfig)
     """Model."""
+    parallel: ParallelConfig = key(factory=ParallelConfig)
+    """Axes."""
     optim: OptimConfig = key(factory=lambda: OptimConfig(lr=1e-5))
     """Optimizer."""
     grad_clip: float = key(1.0, above=0)

@@ -64,6 +64,16 @@ def soft_cap(hf_config: Any) -> float | None:
     return cap
 
 
+def has_sinks(module: Any) -> bool:
+    """Whether heads have a sink, which takes part in every softmax, as gpt-oss's do.
+
+    What beside that chooses tokens by an index (`index_topk`, hy_v4) needs a mask to choose from.
+    """
+    if hasattr(module.config.get_text_config(), "index_topk"):
+        return False
+    return any(name.endswith(".sinks") for name, _ in module.named_parameters())
+
+
 def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
     """Why FlashAttention, whoever's, does not run here; empty where it does."""
     if device.type != "cuda":

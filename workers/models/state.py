@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -49,15 +50,16 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def own_rows(weight: Tensor, whole: Any) -> Tensor:
-    """The rows of a whole tensor, or of a file's, that this rank holds of the weight.
+    """The part of a whole tensor, or of a file's, that this rank holds of the weight.
 
-    FSDP2 cuts them so that the last ranks may have fewer or none.
+    FSDP2 cuts rows so that the last ranks may have fewer or none.
     """
     if not isinstance(weight, DTensor):
-        rows: Tensor = whole[...]
-        return rows
-    mesh, count = weight.device_mesh, len(weight)
-    per_shard = -(-count // mesh["shard"].size())
-    start = min(mesh.get_local_rank("shard") * per_shard, count)
-    rows = whole[start : start + len(own_part(weight))]
-    return rows
+        part: Tensor = whole[...]
+        return part
+    sizes, offsets = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    ranges = zip(offsets, sizes, strict=True)
+    part = whole[tuple(slice(begin, begin + size) for begin, size in ranges)]
+    return part

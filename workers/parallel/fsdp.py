@@ -1,4 +1,4 @@
-"""How a role's module lies over its ranks: mesh with named axes, FSDP2, offloading.
+"""How a role's module lies over its ranks: FSDP2, offloading, weights as one.
 
 The strategies are in `workers.parallel.sharding`.
 """
@@ -14,21 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from workers.parallel.sharding import Sharding
 
 BUCKET_BYTES = 64 * 2**20
 SMALL_ELEMENTS = 16 * 2**20
 """Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
-
-
-def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """The mesh of one role from its axes' sizes: "shard", under "replicate" if that is above 1."""
-    names = ("replicate", "shard") if axes["replicate"] > 1 else ("shard",)
-    return init_device_mesh(device.type, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 
 def shard(
@@ -90,7 +84,7 @@ def reshard(module: Any) -> None:
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of a whole module over its ranks, in buckets; none is left out.
+    """Sum the gradients that ranks hold alike over `group`, in buckets; none is left out.
 
     A weight that no token of a rank reached (an expert's) has a gradient of zeros there, at every
     strategy and number of ranks: the ranks stay in step, and the optimizer does the same to it.
@@ -99,7 +93,8 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
+        grad = parameter.grad
+        gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     if group is None:
         return
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
@@ -110,13 +105,13 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
 
 
 def gather_rows(tensor: DTensor) -> Tensor | None:
-    """A tensor sharded by rows over the last axis of its mesh, whole on rank 0, None elsewhere.
+    """A tensor sharded by rows over one axis of its mesh, whole on rank 0, None elsewhere.
 
     Each shard goes straight to its place: half the bytes of an all-gather, and no copies. Other
     replicas do nothing.
     """
     mesh, own = tensor.device_mesh, tensor.to_local().contiguous()
-    group = mesh.get_group(mesh.ndim - 1)
+    group = mesh.get_group(_row_axis(tensor))
     if dist.get_global_rank(group, 0) != 0:
         return None
     if dist.get_rank(group) != 0:
@@ -144,13 +139,13 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def all_gather_rows(tensor: DTensor) -> Tensor:
-    """A tensor sharded by rows over the last axis of its mesh, whole on every rank.
+    """A tensor sharded by rows over one axis of its mesh, whole on every rank.
 
     One collective and nothing else: torch's own way, which knows every placement, takes several
     times as long on tensors of some kilobytes.
     """
     mesh, own = tensor.device_mesh, tensor.to_local().contiguous()
-    group = mesh.get_group(mesh.ndim - 1)
+    group = mesh.get_group(_row_axis(tensor))
     num_rows, *others = tensor.shape
     most = -(-num_rows // group.size())
     if len(own) < most:  # as FSDP2 cuts rows, the last ranks have fewer or none
@@ -162,7 +157,15 @@ def all_gather_rows(tensor: DTensor) -> Tensor:
 
 
 def _is_rows_on_cpu(tensor: DTensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.placements[-1] == Shard(0)
+    return tensor.device.type == "cpu" and _row_axis(tensor) is not None
+
+
+def _row_axis(tensor: DTensor) -> int | None:
+    """The axis of the mesh that shards by rows, if no other one shards, and none by strides."""
+    cut = [(n, p) for n, p in enumerate(tensor.placements) if not isinstance(p, Replicate)]
+    if len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0:
+        return cut[0][0]
+    return None
 
 
 def tensor_on_first(parameter: Tensor) -> Tensor | None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_like.errors import ConfigError
+from workers.parallel.dims import ParallelDims
 
 if TYPE_CHECKING:
-    from workers.config import FrozenFSDPConfig, FSDPConfig
+    from workers.config import FrozenFSDPConfig, FSDPConfig, ParallelConfig
 
 STRATEGIES: dict[str, tuple[str, bool]] = {
     "single": ("single", False),
@@ -31,6 +32,18 @@ same (ZeRO-2). Between calls both hold their shards alone.
 """
 
 
+NOT_YET = {
+    "sp": "sequence parallel",
+    "tp": "tensor parallel",
+    "pp": "pipeline stages",
+    "ep": "expert parallel",
+}
+"""Axes that no run can have; whoever completes one takes it out, and nothing else refuses it.
+
+Engines have sp; it waits for calls that give the ranks of a model group the same rows.
+"""
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What a strategy and an `fsdp_config` come to."""
@@ -40,19 +53,35 @@ class Sharding:
     fsdp_size: int
     param_offload: bool
     optimizer_offload: bool
+    sp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
 
 
 def settle(
-    strategy: str, config: FSDPConfig | FrozenFSDPConfig, section: str = "fsdp_config"
+    strategy: str,
+    config: FSDPConfig | FrozenFSDPConfig,
+    parallel: ParallelConfig | None = None,
+    section: str = "fsdp_config",
 ) -> Sharding:
-    """The settings of `fsdp_config` that a strategy names; what the user set there must agree."""
+    """The settings of `fsdp_config` that a strategy names; what the user set there must agree.
+
+    `fsdp_size` and `parallel.shard` are one size.
+    """
     base, offloads = STRATEGIES[strategy]
     whole = base in ("single", "ddp")
-    if whole and config.fsdp_size not in (-1, 1):
+    size, name = config.fsdp_size, f"{section}.fsdp_size"
+    axes = {} if parallel is None else dict(vars(parallel))
+    shard = axes.pop("shard", -1)
+    if shard != -1 and size not in (-1, shard):
+        raise ConfigError(f"{name}={size} and parallel.shard={shard} are one size; drop one.")
+    if size == -1 and shard != -1:
+        size, name = shard, "parallel.shard"
+    if whole and size not in (-1, 1):
         raise ConfigError(
-            f"strategy={strategy} keeps the whole model on every rank, "
-            f"{section}.fsdp_size={config.fsdp_size} shards it; set strategy=fsdp, or leave "
-            f"{section}.fsdp_size at -1."
+            f"strategy={strategy} keeps the whole model on every rank, {name}={size} shards it; "
+            f"set strategy=fsdp, or leave {name} at -1."
         )
 
     offload = {}
@@ -63,21 +92,49 @@ def settle(
                 f"strategy={strategy} and {section}.{name}=False contradict each other; drop one."
             )
         offload[name] = offloads or bool(wanted)
-    return Sharding(base, 1 if whole else config.fsdp_size, **offload)
+    return Sharding(base, 1 if whole else size, **offload, **axes)
 
 
-def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
-    """Sizes of the mesh's axes for one role's ranks, by name."""
-    if sharding.strategy == "single" and world_size > 1:
+def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
+    """The axes of one role's ranks."""
+    if sharding.strategy == "single" and num_ranks > 1:
         raise ConfigError(
-            f"strategy=single is for a pool of one process, this one has {world_size}; take ddp "
+            f"strategy=single is for a pool of one process, this one has {num_ranks}; take ddp "
             "or fsdp."
         )
-    size = world_size if sharding.fsdp_size == -1 else sharding.fsdp_size
-    if size < 1 or world_size % size:
-        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {world_size} ranks; "
-            f"valid: -1 (all), {valid}."
+    if asked := {name: n for name in NOT_YET if (n := getattr(sharding, name)) > 1}:
+        what = ", ".join(
+            f"parallel.{name}={size} ({NOT_YET[name]})" for name, size in asked.items()
         )
-    return {"replicate": world_size // size, "shard": size}
+        raise ConfigError(
+            f"{what}: no run can have this axis yet. Leave it at 1; fsdp_config.fsdp_size shards "
+            "the model, micro-batches and model.enable_gradient_checkpointing save memory."
+        )
+
+    model_size = sharding.pp * sharding.sp * sharding.tp
+    data_size, is_left = divmod(num_ranks, model_size)
+    if is_left:
+        below = max(n for n in range(1, model_size) if num_ranks % n == 0)
+        above = [n for n in range(model_size, num_ranks + 1) if num_ranks % n == 0][:1]
+        nearest = " or ".join(map(str, [below, *above]))
+        raise ConfigError(
+            f"parallel.pp={sharding.pp}, sp={sharding.sp} and tp={sharding.tp} make models of "
+            f"{model_size} ranks, which do not divide the {num_ranks} ranks; nearest that do: "
+            f"{nearest}."
+        )
+    size = data_size if sharding.fsdp_size == -1 else sharding.fsdp_size
+    if size < 1 or data_size % size:
+        valid = ", ".join(str(n) for n in range(1, data_size + 1) if data_size % n == 0)
+        whole = f"{num_ranks} / {model_size} = " if model_size > 1 else ""
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {whole}{data_size} "
+            f"ranks; valid: -1 (all), {valid}."
+        )
+    return ParallelDims(
+        pp=sharding.pp,
+        replicate=data_size // size,
+        shard=size,
+        sp=sharding.sp,
+        tp=sharding.tp,
+        ep=sharding.ep,
+    )

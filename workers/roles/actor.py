@@ -84,6 +84,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             saved=own.checkpoint.save_contents,
             section="actor_rollout_ref.actor",
             rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
+            parallel=own.parallel,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -154,10 +155,10 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             self.average.update()
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
-            self.gauge.all_reduce(self.engine.group)
+            self.gauge.all_reduce(self.engine.groups.data)
             metrics |= self.gauge.metrics()
         if self.bypasses:
-            self.correction_gauge.all_reduce(self.engine.group)
+            self.correction_gauge.all_reduce(self.engine.groups.data)
             metrics |= self.correction_gauge.metrics()
         return metrics | mfu | memory_in_use(self.engine.device)
 

@@ -98,7 +98,13 @@ class PreferenceReferenceWorker(ModelWorker):
         path = config.ref.model.path
         assert path is not None, "the role is inactive without a folder"
         model = replace(config.model, path=path, lora_rank=0)
-        return HeldModel("ref.model.path", model, config.ref.fsdp_config, config.model.strategy)
+        return HeldModel(
+            "ref.model.path",
+            model,
+            config.ref.fsdp_config,
+            config.model.strategy,
+            parallel=config.parallel,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

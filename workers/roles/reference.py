@@ -64,6 +64,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
             saved=("model",) if follows else (),
             section="actor_rollout_ref.ref",
             rows=own.log_prob_micro_batch_size_per_gpu,
+            parallel=own.parallel,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

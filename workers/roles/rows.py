@@ -59,6 +59,7 @@ class RowWorker(Checkpointed, ModelWorker):
             cls.head,
             trains=True,
             saved=config.checkpoint.save_contents,
+            parallel=config.parallel,
         )
 
     def engine_settings(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class TeacherWorker(ModelWorker):
             quantization=own.quantization,
             section="distillation.teacher_model",
             rows=own.log_prob_micro_batch_size_per_gpu,
+            parallel=own.parallel,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)

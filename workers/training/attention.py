@@ -8,6 +8,9 @@ FlashAttention takes the rows' bounds instead (`workers.training.varlen`). Where
 leaves out the soft cap of a model's scores, rows of like length are laid as the rows of a
 rectangle, padded on the right: causal attention needs no mask then, since the padding comes after
 all that is real in its row. So time follows the real tokens, on every device.
+
+Where ranks share the tokens of a row (`workers.parallel.sequence`), the layout is that of the whole
+row and knows the ranks, and every layer attends through them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from workers.models.attention import attending_by, soft_cap
+from workers.models.attention import attending_by, has_sinks, soft_cap
+from workers.parallel.sequence import SequenceRanks
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
@@ -64,8 +68,10 @@ class Rectangle:
 class RowLayout:
     """Where the rows of a packed row are, by bounds or by rectangles; made when first asked for."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths, self.device = lengths, device
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, ranks: SequenceRanks | None = None
+    ) -> None:
+        self.lengths, self.device, self.ranks = lengths, device, ranks
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
@@ -167,13 +173,14 @@ def packed_attention(
     row_layout: RowLayout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     kernel: VarlenKernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function, each row by itself: by `kernel`, or rectangle by rectangle.
 
     [1, heads, tokens, size] -> [1, tokens, heads, size]. The layer's window is that of its mask, as
-    under sdpa: some models do not name it among the arguments.
+    under sdpa: some models do not name it among the arguments. `s_aux` are sinks of the heads.
     """
     if row_layout is None:
         raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
@@ -185,17 +192,79 @@ def packed_attention(
         raise TypeError(f"{type(module).__name__} makes a mask of its own")
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    if kernel is not None and kernel.takes(query, softcap) and local.chunk is None:
-        rows = row_layout.cu_seqlens, row_layout.max_len
-        settings: Any = {"scaling": scaling, "window": local.window, "softcap": softcap}
-        return kernel(query, key, value, *rows, **settings).unsqueeze(0), None
+    how = _Scores(scaling, local, softcap)
+    attend = partial(_attend_rows, layout=row_layout, how=how, kernel=kernel)
+    if row_layout.ranks is not None:
+        output = row_layout.ranks.attend(query, key, value, s_aux, attend)
+    else:
+        output = attend(query, key, value, s_aux, None)
+    return output.unsqueeze(0), None  # contiguous, as some models take a view of it
 
-    rectangles = row_layout.rectangles
+
+@dataclass(frozen=True)
+class _Scores:
+    """How a layer makes scores."""
+
+    scale: float | None
+    local: LocalMask
+    softcap: float | None
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    places: Tensor | None,
+    *,
+    layout: RowLayout,
+    how: _Scores,
+    kernel: VarlenKernel | None,
+) -> Tensor:
+    """[tokens, heads, size] of all rows, or of the tokens at these `places`, in rising order."""
+    if places is not None:
+        return _attend_places(query, key, value, sinks, places, layout, how)
+    is_plain = sinks is None and how.local.chunk is None
+    if kernel is not None and kernel.takes(query, how.softcap) and is_plain:
+        rows = layout.cu_seqlens, layout.max_len
+        settings: Any = {"scaling": how.scale, "window": how.local.window, "softcap": how.softcap}
+        return kernel(query, key, value, *rows, **settings)
+
+    rectangles = layout.rectangles
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    pieces = [_attend(*part, scaling, local, softcap) for part in parts]
-    output = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
-    return output.unsqueeze(0), None  # contiguous, as some models take a view of it
+    pieces = [_attend(*part, sinks, how) for part in parts]
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _attend_places(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    places: Tensor,
+    layout: RowLayout,
+    how: _Scores,
+) -> Tensor:
+    """[places, heads, size]: a row's queries that are here beside its keys up to the last of them.
+
+    There are keys of every place. Of a row that has two pieces here, each is by itself.
+    """
+    ends = torch.tensor(layout.lengths).cumsum(0)
+    rows = torch.bucketize(places, ends, right=True)
+    borders = ((places.diff() != 1) | (rows.diff() != 0)).nonzero()[:, 0] + 1
+    pieces, done = [], 0
+    for places_here, row in zip(
+        places.tensor_split(borders), rows.tensor_split(borders), strict=True
+    ):
+        begin = int(ends[row[0]]) - layout.lengths[int(row[0])]
+        end, here = int(places_here[-1]) + 1, slice(done, done + len(places_here))
+        own = (
+            part.transpose(0, 1)[None] for part in (query[here], key[begin:end], value[begin:end])
+        )
+        pieces.append(_attention(*own, sinks, how).squeeze(0).transpose(0, 1))
+        done += len(places_here)
+    return torch.cat(pieces)
 
 
 def _attend(
@@ -203,46 +272,69 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
-    local: LocalMask,
-    softcap: float | None,
+    sinks: Tensor | None,
+    how: _Scores,
 ) -> Tensor:
     """[tokens, heads, size] of the rectangle's rows."""
-    width = rectangle.width
-    is_local = min(local.window or width, local.chunk or width) < width
-    q, k, v = (_to_rectangle(states, rectangle) for states in (query, key, value))
-    if query.device.type == "cpu" and value.dtype == torch.bfloat16:
-        q, k, v = q.float(), k.float(), v.float()  # bfloat16 kernels are the slower ones there
-    if softcap is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = capped_attention(q, k, v, _causal_mask(width, local, query.device), scale, softcap)
-    else:
-        output = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_causal_mask(width, local, query.device) if is_local else None,
-            is_causal=not is_local,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-
-    flat = output.transpose(1, 2).to(value.dtype).reshape(-1, *output.shape[1::2])
+    own = (_to_rectangle(states, rectangle) for states in (query, key, value))
+    output = _attention(*own, sinks, how)
+    flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
 
-def capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: _Scores
 ) -> Tensor:
-    """Attention whose scores are bounded by tanh, as matrix products; scores are float32.
+    """Causal attention of [rows, heads, tokens, size], the queries being those of the last keys."""
+    (num_queries, width), local = (query.shape[2], key.shape[2]), how.local
+    is_local = min(local.window or width, local.chunk or width) < width
+    dtype = value.dtype
+    if query.device.type == "cpu" and dtype == torch.bfloat16:
+        # bfloat16 kernels are the slower ones there
+        query, key, value = query.float(), key.float(), value.float()
+    if how.softcap is not None or sinks is not None:
+        mask = _causal_mask(num_queries, width, local, query.device)
+        return written_out_attention(query, key, value, mask, how.scale, how.softcap, sinks).to(
+            dtype
+        )
+    needs_mask = is_local or num_queries < width
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_causal_mask(num_queries, width, local, query.device) if needs_mask else None,
+        is_causal=not needs_mask,
+        scale=how.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    ).to(dtype)
 
-    States are [rows, heads, tokens, size]. torch's fused attention has no such bound.
+
+def written_out_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention as matrix products, for what torch's fused attention has not; float32 scores.
+
+    Scores are bounded by tanh, or each head has a sink, which takes its share of every softmax and
+    gives nothing. States are [rows, heads, tokens, size].
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    scores = (query @ key.transpose(2, 3)).float() * scale
-    capped = softcap * torch.tanh(scores / softcap)
-    probs = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    scores = (query @ key.transpose(2, 3)).float()
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(len(scores), -1, scores.shape[2], 1)
+        probs = torch.cat([scores, column], dim=3).softmax(dim=-1)[..., :-1]
+    else:
+        probs = scores.softmax(dim=-1)
     return probs.to(value.dtype) @ value
 
 
@@ -252,13 +344,14 @@ def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
     return own.reshape(rectangle.num_rows, rectangle.width, *own.shape[1:]).transpose(1, 2)
 
 
-def _causal_mask(width: int, local: LocalMask, device: torch.device) -> Tensor:
-    """Each token sees itself and those before it in its window or chunk."""
+def _causal_mask(num_queries: int, width: int, local: LocalMask, device: torch.device) -> Tensor:
+    """Each of a row's last tokens sees itself and those before it in its window or chunk."""
     places = torch.arange(width, device=device)
-    distance = places[:, None] - places
+    queries = places[width - num_queries :, None]
+    distance = queries - places
     mask = (distance >= 0) & (distance < (local.window or width))
     if local.chunk is not None:
-        mask &= (places // local.chunk)[:, None] == places // local.chunk
+        mask &= queries // local.chunk == places // local.chunk
     return mask
 
 
@@ -278,9 +371,16 @@ def _local_mask(
 
 
 def takes_layout(module: Any) -> bool:
-    """Whether its packed rows go to `packed_attention`: under sdpa, or eager for its soft cap."""
+    """Whether packed rows go to `packed_attention`: under sdpa, or eager for what sdpa lacks."""
     built_with = module.config.get_text_config()._attn_implementation
-    return built_with == "sdpa" or (built_with == "eager" and soft_cap(module.config) is not None)
+    return built_with == "sdpa" or (built_with == "eager" and bool(_beyond_sdpa(module)))
+
+
+def _beyond_sdpa(module: Any) -> str:
+    """What `packed_attention` writes out as matrix products for this model."""
+    if soft_cap(module.config) is not None:
+        return "soft-capping"
+    return "sinks" if has_sinks(module) else ""
 
 
 def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> AbstractContextManager[None]:
@@ -297,14 +397,14 @@ def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> AbstractCont
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:
     """A line on what computes the attention of a training engine's rows."""
     config = module.config.get_text_config()
-    built_with, has_cap = config._attn_implementation, soft_cap(module.config) is not None
+    built_with, beyond = config._attn_implementation, _beyond_sdpa(module)
     if not packs:
         how = f"{built_with} on padded rows"
     elif not takes_layout(module):
         how = f"packed rows by {built_with}, whose memory and time grow with the square of a pass"
-    elif kernel is not None and (kernel.has_softcap or not has_cap):
+    elif kernel is not None and beyond != "sinks" and (kernel.has_softcap or not beyond):
         how = f"packed rows by {kernel.name}, by their bounds"
     else:
-        by = "matrix products with soft-capping" if has_cap else "sdpa"
+        by = f"matrix products with {beyond}" if beyond else "sdpa"
         how = f"packed rows by {by}, in rectangles of rows of like length"
     return f"attention of {config.model_type}: {how}{f' ({why_not})' if why_not else ''}."

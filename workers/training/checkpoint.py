@@ -66,7 +66,7 @@ class Checkpointed(SavesInBackground):
         """
         folder = Path(path)
         what = f"the checkpoint {folder} was not written (an earlier one is untouched)"
-        ranks = Ranks(self.engine.group, what)
+        ranks = Ranks(self.engine.groups.world, what)
         part = folder if self.copies is not None else folder.with_name(folder.name + ".part")
         try:
             self._write_part(ranks, part, step)
@@ -112,7 +112,7 @@ class Checkpointed(SavesInBackground):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, path: str) -> None:
         """Write the model into the folder `path`, as `from_pretrained` loads it."""
-        ranks = Ranks(self.engine.group, f"the model {path} was not written")
+        ranks = Ranks(self.engine.groups.world, f"the model {path} was not written")
         is_first = ranks.mine == 0
         ranks.all_do(lambda: export_huggingface(self.engine, Path(path), is_first))
 
@@ -123,7 +123,7 @@ class Checkpointed(SavesInBackground):
         One that is damaged, or of another model, is refused.
         """
         folder, engine, average = Path(path), self.engine, self.average
-        ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
+        ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
         manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
         files = {folder / name: facts for name, facts in manifest["files"].items()}
         faults = ranks.share_files(

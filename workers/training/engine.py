@@ -12,8 +12,8 @@ what is its own: a loss.
 
 The loss function gets what the model says about a micro-batch, its columns, and the counts of the
 whole mini-batch. It returns its share of the loss and of every metric: shares are added over
-micro-batches and ranks. So neither the cut nor the number of ranks changes a result beyond float
-rounding.
+micro-batches and the ranks with unlike rows (`workers.parallel.groups`). So neither the cut nor the
+number of ranks changes a result beyond float rounding.
 
 Rows run without their padding where that is proven right (`workers.training.row_proof`). The
 strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the
@@ -31,7 +31,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
@@ -45,14 +44,14 @@ from workers.models.state import named_state, persistent_buffers
 from workers.parallel.fsdp import (
     add_up_gradients,
     begin_pass,
-    build_mesh,
     full_tensor,
     reshard,
     resident,
     shard,
     tensor_on_first,
 )
-from workers.parallel.sharding import data_axes, settle
+from workers.parallel.groups import Groups
+from workers.parallel.sharding import dims_of, settle
 from workers.training.attention import describe, packed_rows
 from workers.training.lm_head import DEFAULT, Wanted, token_columns
 from workers.training.microbatch import (
@@ -78,7 +77,7 @@ from workers.weights.checksum import checksum_of
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from verl_like.process.worker import Worker
-    from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig
+    from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig, ParallelConfig
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
@@ -105,11 +104,12 @@ class TrainEngine:
         optim_config: OptimConfig | None = None,
         grad_clip: float = 1.0,
         quantization: str | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         self.model_config = model_config
         self.quantization = quantization
         # int8 weights are whole on every rank
-        self.sharding = settle("ddp" if quantization else strategy, fsdp_config)
+        self.sharding = settle("ddp" if quantization else strategy, fsdp_config, parallel)
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
@@ -122,13 +122,13 @@ class TrainEngine:
         The learning rate's schedule spans `total_steps` update calls.
         """
         worker.open_process_group()
-        self.device, self.world_size = worker.device, worker.world_size
+        self.device = worker.device
         if self.device.type == "cpu":
             prepare_cpu_process()
 
-        self.group = dist.group.WORLD if self.world_size > 1 else None
-        self.mesh = build_mesh(self.device, data_axes(self.world_size, self.sharding))
-        self.is_sharded = self.world_size > 1 and self.sharding.strategy != "ddp"
+        self.dims = dims_of(worker.world_size, self.sharding)
+        self.groups = Groups(self.dims, self.device)
+        self.is_sharded = self.groups.loss is not None and self.sharding.strategy != "ddp"
 
         trained = self.optim_config is not None
         if not trained:
@@ -142,20 +142,21 @@ class TrainEngine:
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         if self.is_sharded:
-            self.is_one_unit = shard(self.module, self.mesh, precision.cast, self.sharding.strategy)
+            mesh, strategy = self.groups.fsdp_mesh, self.sharding.strategy
+            self.is_one_unit = shard(self.module, mesh, precision.cast, strategy)
         self.cast = None if self.is_sharded else precision.cast  # FSDP casts what it gathers
         load_weights(self.module, self.model_config, self.head, self.device)
 
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
-            self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.group)
+            self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.groups)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
-        may_pack = self.model_config.use_remove_padding
+        rows = {"may_pack": self.model_config.use_remove_padding, "group": self.groups.sp}
         with self.running(), computing_in(self.module, self.cast):
-            self.row_passes = prove_rows(self.module, self.device, self.kernel, may_pack=may_pack)
+            self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
 
     @property
@@ -173,7 +174,7 @@ class TrainEngine:
         pieces: dict[str, list[Column]] = {}
         self.module.eval()
         with torch.no_grad(), self.running(), computing_in(self.module, self.cast):
-            for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
+            for columns, real, _ in passes(rows.columns, cuts, self.groups.data, self.device):
                 found = self.outputs(columns, wanted)
                 for name, column in found.items():
                     pieces.setdefault(name, []).append(column[:real])
@@ -208,14 +209,15 @@ class TrainEngine:
         steps: list[dict[str, float]] = []
         orders = passes_over(rows, epochs, shuffle_seed, self.scheduler.num_steps)
         with self.running(self.optimizer):
-            for batch, more in steps_over(orders, count, others, self.group, self.device):
+            data_ranks = self.groups.data
+            for batch, more in steps_over(orders, count, others, data_ranks, self.device):
                 try:
                     metrics = self.accumulate(batch, budget, loss_fn, wanted, more)
                 except BaseException:
                     # a part of a mini-batch must not reach the next update
                     self.optimizer.zero_grad(set_to_none=True)
                     raise
-                norm = guarded_step(self.optimizer, self.parameters(), self.grad_clip)
+                norm = guarded_step(self.optimizer, self.parameters(), self.grad_clip, self.groups)
                 self.guard.note(norm, batch.names)
                 steps.append({**metrics, "grad_norm": norm})
         self.module.eval()
@@ -223,7 +225,8 @@ class TrainEngine:
         taken = [step for step in steps if math.isfinite(step["grad_norm"])]
         result = _mean_metrics(taken or steps)
         if is_first and taken:
-            counts = all_reduce(count_moved(before, self.parameters(), self.device), self.group)
+            counts = count_moved(before, self.parameters(), self.device)
+            counts = all_reduce(counts, self.groups.world)
             result["moved_share"] = moved_share(*counts.tolist(), self.scheduler.lr)
         result["lr"] = self.scheduler.lr
         result["skipped_steps"] = float(len(steps) - len(taken))
@@ -240,14 +243,14 @@ class TrainEngine:
     ) -> dict[str, float]:
         """Add the gradients of one mini-batch, and of others with a loss of their own `beside` it.
 
-        Gives their metrics, added over micro-batches and ranks.
+        Gives their metrics, added over micro-batches and over the ranks with unlike rows.
         """
         totals = self._run_passes(batch, budget, loss_fn, wanted)
         for other, its_loss in beside:
             totals |= self._run_passes(other, budget, its_loss)
         if not self.is_sharded:
-            add_up_gradients(self.parameters(), self.group)
-        summed = all_reduce(torch.stack(list(totals.values())), self.group)
+            add_up_gradients(self.parameters(), self.groups.loss)
+        summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
         return dict(zip(totals, summed.tolist(), strict=True))
 
     def _run_passes(
@@ -256,7 +259,8 @@ class TrainEngine:
         """Forward and backward passes over a mini-batch; this rank's shares of its metrics."""
         totals: dict[str, Tensor] = {}
         cuts = self._cut(batch.columns, budget)
-        for columns, num_real, last in passes(batch.columns, cuts, self.group, self.device):
+        data_ranks = self.groups.data
+        for columns, num_real, last in passes(batch.columns, cuts, data_ranks, self.device):
             if self.is_sharded:
                 begin_pass(self.module, self.is_one_unit, last, self.sharding.strategy)
             with computing_in(self.module, self.cast):
@@ -289,12 +293,13 @@ class TrainEngine:
             found = token_columns(
                 self.module,
                 feed,
-                columns["responses"].values[inside].to(self.device),
+                feed.own(columns["responses"].values[inside]).to(self.device),
                 wanted,
                 may_chunk=self.model_config.use_fused_kernels,
             )
         else:
             found = {"values": read(self.module, feed)[:, 0].float()}
+        found = feed.gathered(found)
 
         inside = inside.to(self.device)
         zeros = next(iter(found.values())).new_zeros(len(inside))
@@ -319,7 +324,7 @@ class TrainEngine:
         return self.row_passes.feed(columns, self.reads(columns), self.device)
 
     def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
-        rows = Rows.take(data, names, self.world_size)
+        rows = Rows.take(data, names, self.dims.data_size)
         check_rows(self.module, rows.columns["input_ids"])
         return rows
 

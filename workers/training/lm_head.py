@@ -32,6 +32,8 @@ from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
 from workers.models.proof import Proof
 from workers.models.stand_in import VOCABULARY
+from workers.models.state import own_part
+from workers.parallel.vocabulary import Words, stats_of_words
 from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
 
@@ -55,19 +57,32 @@ DEFAULT = Wanted()
 
 
 def token_columns(
-    module: Any, feed: Feed, labels: Tensor, wanted: Wanted, *, may_chunk: bool = True
+    module: Any,
+    feed: Feed,
+    labels: Tensor,
+    wanted: Wanted,
+    *,
+    may_chunk: bool = True,
+    words: Words | None = None,
 ) -> Columns:
-    """`log_probs` of the labels, and what else is wanted, at the positions that `feed` reads."""
-    compute = functools.partial(columns_of_logits, wanted=wanted)
-    num_rows = positions_at_once(module.config, len(labels), may_chunk)
+    """`log_probs` of the labels, and what else is wanted, at the positions that `feed` reads.
+
+    `words` are those that the module gives logits of, where other ranks have the others.
+    """
+    compute = functools.partial(columns_of_logits, wanted=wanted, words=words)
+    num_rows = positions_at_once(module.config, len(labels), may_chunk, words)
     if num_rows < len(labels):
         return _in_chunks(module, feed, labels, compute, num_rows)
     return compute(read(module, feed), labels)
 
 
-def columns_of_logits(logits: Tensor, labels: Tensor, wanted: Wanted) -> Columns:
+def columns_of_logits(
+    logits: Tensor, labels: Tensor, wanted: Wanted, words: Words | None = None
+) -> Columns:
     """The labels' log-probs, and what else is wanted; the backward pass writes over `logits`."""
     found: Columns = {}
+    if words is not None:
+        return stats_of_words(logits, labels, words, *wanted)
     how: Any = {"temperature": wanted.temperature, "inplace_backward": True}
     if wanted.entropy:
         both = logprobs_and_entropy_from_logits(logits, labels, **how)
@@ -80,17 +95,19 @@ def columns_of_logits(logits: Tensor, labels: Tensor, wanted: Wanted) -> Columns
     return found
 
 
-def positions_at_once(config: Any, num_positions: int, may_chunk: bool = True) -> int:
+def positions_at_once(
+    config: Any, num_positions: int, may_chunk: bool = True, words: Words | None = None
+) -> int:
     """How many positions have logits at the same time, in a pass that reads so many."""
-    num_rows = rows_per_chunk(config)
+    num_rows = rows_per_chunk(config, words)
     if may_chunk and num_positions > num_rows and not why_not_chunked(config):
         return num_rows
     return num_positions
 
 
-def rows_per_chunk(config: Any) -> int:
-    """Positions whose logits take CHUNK_BYTES."""
-    vocabulary: int = config.get_text_config().vocab_size
+def rows_per_chunk(config: Any, words: Words | None = None) -> int:
+    """Positions whose logits take CHUNK_BYTES, on every rank of those that share a vocabulary."""
+    vocabulary: int = config.get_text_config().vocab_size if words is None else words.most
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -203,7 +220,7 @@ class _Chunks(torch.autograd.Function):
         for start in range(0, len(states), ctx.num_rows):
             chunk = slice(start, start + ctx.num_rows)
             some = states[chunk].detach().requires_grad_()
-            linear_sums = dict(zip(names, sums, strict=False))
+            linear_sums = dict(zip(names, map(own_part, sums), strict=False))
             with torch.enable_grad(), _adding_up(ctx.head.layer, linear_sums):
                 found = [*ctx.compute(ctx.head.logits(some), labels[chunk]).values()]
             asked = [number for number, grad in enumerate(grads) if grad is not None]
@@ -271,7 +288,7 @@ def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
         yield
         return
 
-    weight, multiply = layer.weight.detach(), layer.forward
+    weight, multiply = own_part(layer.weight), layer.forward
 
     def forward(states: Tensor) -> Tensor:
         result: Tensor = _AddingLinear.apply(states, weight, multiply, sums)

@@ -24,7 +24,7 @@ from torch import nn
 
 from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
-from workers.training.packing import needed_lengths
+from workers.training.packing import by_segment, needed_lengths
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -81,19 +81,20 @@ def utilization(
         return
 
     seconds = time.perf_counter() - began
-    own = [passes * needed_flops(engine, data, trains), peak * seconds]
+    shared = engine.dims.model_size  # ranks of a model group hold the same rows, and share the work
+    own = [passes * needed_flops(engine, data, trains) / shared, peak * seconds]
     sums = torch.tensor(own, dtype=torch.float64, device=engine.device)
-    done, possible = all_reduce(sums, engine.group).tolist()
+    done, possible = all_reduce(sums, engine.groups.world).tolist()
     if isfinite(possible):
         found[f"perf/mfu/{name}"] = done / possible
 
 
 def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
-    names = ("input_ids", "attention_mask", "response_mask")
-    taken = Rows.take(data, names, engine.world_size).columns
+    names = ("input_ids", "attention_mask", "position_ids", "response_mask")
+    taken = Rows.take(data, names, engine.dims.data_size).columns
     reads = engine.reads(taken)
-    lengths = needed_lengths(reads).double()
+    lengths = needed_lengths(by_segment(taken, reads)).double()
 
     body, head = body_of(engine.module), engine.module.get_output_embeddings()
     config = body.config.get_text_config()

@@ -8,6 +8,7 @@ import math
 import torch.distributed as dist
 
 from verl_like.errors import WorkerError
+from workers.parallel.groups import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +19,9 @@ class NonfiniteGuard:
     Both counts are kept in checkpoints.
     """
 
-    def __init__(self, limit: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, limit: int, groups: Groups) -> None:
         self.limit = limit
-        self.group = group
+        self.groups = groups
         self.total = 0
         self.in_a_row = 0
 
@@ -36,9 +37,9 @@ class NonfiniteGuard:
         self.total += 1
         self.in_a_row += 1
         names_by_rank = [names]
-        if self.group is not None:
-            names_by_rank = [[] for _ in range(self.group.size())]
-            dist.all_gather_object(names_by_rank, names, group=self.group)
+        if (group := self.groups.data) is not None:
+            names_by_rank = [[] for _ in range(group.size())]
+            dist.all_gather_object(names_by_rank, names, group=group)
         samples = ", ".join(sorted(name for own in names_by_rank for name in own))
 
         what = (
@@ -51,5 +52,5 @@ class NonfiniteGuard:
                 f"(optim.max_skipped_steps={self.limit}); the last: {what} Look at those samples' "
                 "rewards and log-probs, lower optim.lr, or go on from an earlier checkpoint."
             )
-        if self.group is None or self.group.rank() == 0:
+        if self.groups.is_first:
             logger.warning("%s %d in a row, %d in all.", what, self.in_a_row, self.total)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from workers.training.schedules import lr_factor
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
+    from workers.parallel.groups import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -102,17 +104,31 @@ class Schedule:
 
 
 def guarded_step(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], grad_clip: float
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    grad_clip: float,
+    groups: Groups | None = None,
 ) -> float:
     """Clip by the global norm, step, clear the gradients; a non-finite norm clears without a step.
 
-    Returns the norm.
+    Returns the norm. `groups` are the ranks that the module lies over, None this one alone.
     """
-    norm: Tensor = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # a DTensor, for which the driver need not import its class
-        norm = norm.full_tensor()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    clip: Callable[[], None]
+    if groups is None or groups.model is None:
+        # all on one mesh, or plain
+        norm: Tensor = nn.utils.get_total_norm(gradients)
+        if hasattr(norm, "full_tensor"):  # a DTensor, for which the driver need not import it
+            norm = norm.full_tensor()
+        clip = partial(nn.utils.clip_grads_with_norm_, parameters, grad_clip, norm)
+    else:
+        from workers.training.grad_norm import norm_by_shares, scale_to
+
+        norm = norm_by_shares(gradients, groups)
+        clip = partial(scale_to, gradients, grad_clip, norm)
+
     if torch.isfinite(norm):
-        nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+        clip()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm)

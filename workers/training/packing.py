@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
-from workers.training.microbatch import RowColumns
+from workers.training.microbatch import Columns, RowColumns
 
 
 def response_reads(columns: RowColumns) -> Ragged:
@@ -65,6 +67,22 @@ def last_token_reads(columns: RowColumns) -> Ragged:
     return ids.with_values(reads)
 
 
+def by_segment(columns: RowColumns, reads: Ragged) -> Ragged:
+    """The reads, with a row for each segment: where positions begin anew, nothing before is read.
+
+    A trajectory has several where the chat template rewrote its history.
+    """
+    lengths = reads.lengths.flatten()
+    of_rows = (lengths.cumsum(0) - lengths)[lengths > 0]
+    begins = columns["position_ids"].values == 0
+    begins[of_rows] = True
+    places = begins.nonzero().squeeze(1)
+    if len(places) == len(of_rows):
+        return reads
+    ends = torch.tensor([len(begins)])
+    return Ragged(reads.values, torch.cat([places, ends]).diff(), reads.width)
+
+
 def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
     """[rows]: each one's tokens up to the last that is read, 0 without reads.
 
@@ -93,19 +111,57 @@ class Feed:
     first: int = 0
     """Padded: the first column that any row reads."""
     packed: bool = True
+    split: Split | None = None
+    """Packed: which part of the row this is, where ranks share it."""
+    is_real: Tensor | None = None
+    """Which tokens are no padding; None is all of them."""
+
+    def own(self, column: Tensor) -> Tensor:
+        """Of a number for each position that the ranks read, those of this feed's."""
+        return column if self.split is None else self.split.own(column)
+
+    def gathered(self, columns: Columns) -> Columns:
+        """What was computed at this feed's reads, at the reads of all ranks of the row."""
+        if self.split is None:
+            return columns
+        together = self.split.gather(torch.stack(list(columns.values()), dim=-1))
+        return dict(zip(columns, together.unbind(dim=-1), strict=True))
 
 
 def packed_feed(
-    columns: RowColumns, reads: Ragged, device: torch.device, *, whole: bool = False
+    columns: RowColumns,
+    reads: Ragged,
+    device: torch.device,
+    *,
+    whole: bool = False,
+    ranks: SequenceRanks | None = None,
 ) -> Feed:
-    """All needed tokens of all rows end to end, in the order of the rows."""
+    """All needed tokens of all rows end to end, in the order of the rows.
+
+    Where `ranks` share them, this rank's part; a row of padding makes the parts equal.
+    """
     tokens, lengths = _needed(columns, reads, whole)
-    inputs = {
-        "input_ids": tokens["input_ids"][None].to(device),
-        "position_ids": tokens["position_ids"][None].to(device),
-        "row_layout": RowLayout([length for length in lengths.tolist() if length], device),
-    }
-    return Feed(inputs, tokens["reads"].nonzero().squeeze(1).to(device))
+    rows = [length for length in lengths.tolist() if length]
+    if ranks is None:
+        inputs = {name: tokens[name][None].to(device) for name in ("input_ids", "position_ids")}
+        layout = RowLayout(rows, device)
+        return Feed(
+            {**inputs, "row_layout": layout}, tokens["reads"].nonzero().squeeze(1).to(device)
+        )
+
+    num_real = sum(rows)
+    padding = ranks.padded(num_real) - num_real
+    tokens = {name: pad(values, (0, padding)) for name, values in tokens.items()}
+    split = ranks.split(tokens["reads"])
+    own = {name: tokens[name][split.places] for name in ("input_ids", "position_ids")}
+    inputs = {name: values[None].to(device) for name, values in own.items()}
+    layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
+    return Feed(
+        {**inputs, "row_layout": layout},
+        split.reads.to(device),
+        split=split,
+        is_real=(split.places < num_real).to(device),
+    )
 
 
 def padded_feed(
@@ -121,14 +177,17 @@ def padded_feed(
 
     read_columns = mask.any(dim=0).nonzero()
     first = int(read_columns[0]) if len(read_columns) else width - 1
-    return Feed(inputs, mask.to(device), first, packed=False)
+    is_real = inputs["attention_mask"].flatten() != 0
+    return Feed(inputs, mask.to(device), first, packed=False, is_real=is_real)
 
 
 def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
     """The needed tokens of all rows, their positions and reads, and how many each row has.
 
-    Rows of which nothing is read are a dummy together: one token, of which nothing is read either.
+    Segments are rows of their own. Rows of which nothing is read are a dummy together: one token,
+    of which nothing is read either.
     """
+    reads = by_segment(columns, reads)
     lengths = needed_lengths(reads, whole=whole)
     kept = _places_in_rows(reads) < lengths[reads.row_of_values()]
     tokens = {name: columns[name].values[kept] for name in ("input_ids", "position_ids")}

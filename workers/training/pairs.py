@@ -53,6 +53,7 @@ class PairedRows(TrainEngine):
         are_padded = self.row_passes.kind == "padded"
         # padded, a pair takes as much as two of its longer side
         tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
+        budget = self.row_passes.of_all_ranks(budget)
         return cut(tokens.tolist(), budget, rectangles=are_padded, single=self.row_passes.apart)
 
 

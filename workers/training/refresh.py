@@ -101,14 +101,14 @@ class FollowingEngine(TrainEngine):
 
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:
         """Write the weights into `folder`, or copy them to be written later; collective."""
-        ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
+        ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
         tensors, writer = self._saved(), copies or AT_ONCE
         ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, writer))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take over the weights that any number of ranks wrote into `folder`; collective."""
-        ranks = Ranks(self.group, f"the reference's weights were not loaded from {folder}")
+        ranks = Ranks(self.groups.world, f"the reference's weights were not loaded from {folder}")
         ranks.all_do(lambda: read_shards(self._saved(), folder))
         weights = dict(self.module.named_parameters())
         for name, average in self.averages.items():

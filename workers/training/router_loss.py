@@ -38,8 +38,8 @@ class BalancedEngine(TrainEngine):
         self.router_aux_loss_coef = router_aux_loss_coef
         self.router_logits: list[Tensor] = []
         """[tokens, experts] of every layer, of the pass that was run last."""
-        self.is_real: Tensor | None = None
-        """Which tokens of that pass are no padding; None is all of them."""
+        self.fed: Feed | None = None
+        """What went into that pass."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Load the model, and listen to its routers."""
@@ -58,15 +58,14 @@ class BalancedEngine(TrainEngine):
     def outputs(self, columns: RowColumns, *args: Any, **wanted: Any) -> RowColumns:
         """One forward pass, whose router logits are kept, those of real tokens alone."""
         found = super().outputs(columns, *args, **wanted)
-        if self.is_real is not None:
-            self.router_logits = [logits[self.is_real] for logits in self.router_logits]
+        if self.fed is not None and self.fed.is_real is not None:
+            self.router_logits = [logits[self.fed.is_real] for logits in self.router_logits]
         return found
 
     def feed(self, columns: RowColumns) -> Feed:
-        """The arguments of one pass, of which is noted which tokens are padding."""
-        feed = super().feed(columns)
-        self.is_real = None if feed.packed else feed.inputs["attention_mask"].flatten() != 0
-        return feed
+        """The arguments of one pass, which are noted."""
+        self.fed = super().feed(columns)
+        return self.fed
 
     def accumulate(
         self,
@@ -98,6 +97,8 @@ class BalancedEngine(TrainEngine):
             return loss, {**metrics, "router_aux_loss": loss.new_zeros(())}
 
         auxiliary = load_balancing_loss(self.router_logits, shares, num_tokens)
+        if self.fed is not None and self.fed.split is not None:
+            auxiliary = self.fed.split.add_up(auxiliary)
         total = loss + self.router_aux_loss_coef * auxiliary
         return total, {**metrics, "router_aux_loss": auxiliary}
 
@@ -109,7 +110,8 @@ class BalancedEngine(TrainEngine):
         """
         total: Tensor | None = None
         cuts = self._cut(batch.columns, budget)
-        for columns, num_real, _ in passes(batch.columns, cuts, self.group, self.device):
+        data_ranks = self.groups.data
+        for columns, num_real, _ in passes(batch.columns, cuts, data_ranks, self.device):
             with computing_in(self.module, self.cast):
                 self.outputs(columns)
             counted = torch.stack([self._counts(logits) for logits in self.router_logits])
@@ -117,7 +119,7 @@ class BalancedEngine(TrainEngine):
             total = counted if total is None else total + counted
 
         assert total is not None, "there is one pass at least"
-        all_reduce(total, self.group)
+        all_reduce(total, self.groups.loss)
         return total[:, :-1], int(total[0, -1])
 
     def _counts(self, logits: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ Packed rows are the fastest, and wrong for a model that counts places, carries a
 token or looks at its neighbours. So each way is tried on a tiny stand-in of the model's class, on
 rows longer than its windows, chunks and original lengths, against transformers' own pass over each
 row by itself. The model's own weights then see a short packed row, for what only they can show.
+
+Ranks that share a packed row's tokens need more: that nothing but attention looks beyond a token.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
@@ -28,9 +31,18 @@ from workers.models.proof import NO_MODEL, Proof, attention_of, relative_error
 from workers.models.quantize import is_quantized
 from workers.models.rotary import factor_border
 from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
+from workers.parallel.sequence import Rows, SequenceRanks
 from workers.training.attention import VarlenKernel, packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
-from workers.training.packing import Feed, needed_lengths, packed_feed, padded_feed, read
+from workers.training.packing import (
+    Feed,
+    by_segment,
+    model_inputs,
+    needed_lengths,
+    packed_feed,
+    padded_feed,
+    read,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +52,11 @@ LARGEST_ERROR = 3e-4
 
 Rounding in float32 makes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
+SPLITS = (
+    "environment.history=as_template: rows of this model may not share a pass (longrope, or it "
+    "looks at its neighbours), so the segments of a trajectory may not, either. Set "
+    "environment.history=as_drawn."
+)
 LARGEST_SQUARE = 2048
 """Tokens of a pass whose attention grows with their square, unless a row alone has more."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
@@ -55,6 +72,8 @@ class RowPasses:
     """Longer rows have rotary factors of their own, which a pass has one set of (longrope)."""
     is_square: bool = False
     """Packed rows attend by one mask over all tokens of a pass, which grows with their square."""
+    ranks: SequenceRanks | None = None
+    """Those that share the tokens of every pass."""
 
     @property
     def apart(self) -> bool:
@@ -68,7 +87,7 @@ class RowPasses:
 
     def cut(self, reads: Ragged, budget: Budget) -> list[list[int]]:
         """Row numbers of every micro-batch."""
-        lengths = self.lengths(reads)
+        lengths, budget = self.lengths(reads), self.of_all_ranks(budget)
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
             budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
@@ -80,18 +99,34 @@ class RowPasses:
             single=self.kind == "single",
         )
 
+    def of_all_ranks(self, budget: Budget) -> Budget:
+        """A rank's tokens of a pass, times the ranks that share it."""
+        if self.ranks is None or budget.tokens is None:
+            return budget
+        return Budget(tokens=budget.tokens * self.ranks.size)
+
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
-        """The arguments of one pass over these rows."""
-        feed = packed_feed if self.kind == "packed" else padded_feed
-        return feed(columns, reads, device, whole=self.border is not None)
+        """The arguments of one pass over these rows; segments of a row are rows of the pass."""
+        if self.apart and by_segment(columns, reads) is not reads:
+            raise ConfigError(SPLITS)
+        whole = self.border is not None
+        if self.kind == "packed":
+            return packed_feed(columns, reads, device, whole=whole, ranks=self.ranks)
+        return padded_feed(columns, reads, device, whole=whole)
 
 
 def prove_rows(
-    module: Any, device: torch.device, kernel: VarlenKernel | None = None, *, may_pack: bool
+    module: Any,
+    device: torch.device,
+    kernel: VarlenKernel | None = None,
+    *,
+    may_pack: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> RowPasses:
     """The fastest right way for this model; a warning says why it is not the next faster one.
 
-    Every rank of a sharded module calls it.
+    Where the ranks of a `group` share a pass only packed rows will do. Every rank of a sharded
+    module calls it.
     """
     config = module.config
     attention = attention_of(body_of(module).config.get_text_config()._attn_implementation)
@@ -101,10 +136,39 @@ def prove_rows(
         kind, reasons = prove_class(config, attention, ways[1:])
         reasons = {"packed": reason, **reasons}
 
+    ranks = None
+    if group is not None:
+        reason = reasons.get("packed", "" if may_pack else "model.use_remove_padding=False")
+        refuse_split(config, attention, group.size(), reason)
+        ranks = SequenceRanks(group, config.get_text_config().num_attention_heads)
     if reasons:
         _warn(config.model_type, kind, reasons)
     is_square = kind == "packed" and attention == "eager" and not takes_layout(module)
-    return RowPasses(kind, factor_border(config), is_square)
+    return RowPasses(kind, factor_border(config), is_square, ranks)
+
+
+def refuse_split(config: Any, attention: str, num_ranks: int, why_not_packed: str = "") -> None:
+    """A ConfigError if ranks cannot share the tokens of this model's packed rows."""
+    text = config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", num_ranks)  # none in a state space model
+    if num_ranks <= num_heads and num_heads % num_ranks:
+        valid = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
+        below = max(size for size in valid if size < num_ranks)
+        above = min(size for size in valid if size > num_ranks)
+        raise ConfigError(
+            f"parallel.sp={num_ranks} does not divide the {num_heads} attention heads of model "
+            f"type {config.model_type}; nearest that do: {below} or {above}."
+        )
+    reason = why_not_packed or _PROOFS["packed"].what_is_wrong(text, attention)
+    if reason:
+        reason = f"its rows do not run packed: {reason}"
+    else:
+        reason = _SPLIT.what_is_wrong(text, attention)
+    if reason:
+        raise ConfigError(
+            f"parallel.sp={num_ranks}: model type {config.model_type} cannot have a "
+            f"row on several ranks: {reason}. Set parallel.sp=1; parallel.shard divides weights."
+        )
 
 
 def _warn(model_type: str, kind: Kind, reasons: dict[str, str]) -> None:
@@ -160,6 +224,59 @@ _PROOFS: dict[Kind, Proof] = {
     "padded": Proof(functools.partial(_judge, "padded")),
     "single": Proof(functools.partial(_judge, "single")),
 }
+
+
+SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
+"""Parts of the probing rows that ranks could have: short of every limit, across rows, the rest."""
+
+
+class _OneOfRanks:
+    """Stands for ranks: notes what attention gets and gives, then gives a part of it."""
+
+    def __init__(self) -> None:
+        self.noted: list[list[Tensor]] = []
+        self.part: slice | None = None
+        self.error = 0.0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: Rows
+    ) -> Tensor:
+        states = [query, key, value]
+        if self.part is None:
+            self.noted.append([*states, attend(*states, sinks, None)])
+            return self.noted[-1][3]
+        *whole, output = self.noted[self.num_calls]
+        self.num_calls += 1
+        for own, expected in zip(states, whole, strict=True):
+            self.error = max(self.error, relative_error(own, expected[self.part]))
+        return output[self.part]
+
+    def look_at(self, part: slice) -> None:
+        self.part, self.num_calls = part, 0
+
+
+def _judge_split(model: Any) -> str:
+    """Whether a part of a packed row is computed as in the whole, given what attention says."""
+    columns, reads = probe_rows()
+    feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
+    ranks = _OneOfRanks()
+    feed.inputs["row_layout"].ranks = ranks
+    with packed_rows(model):
+        inputs = model_inputs(model, feed)
+        whole = model(**inputs).logits[0]
+        if not ranks.noted:
+            return "it attends by a function of its own"
+        for part in SLICES:
+            ranks.look_at(part)
+            own = {name: inputs[name][:, part] for name in ("input_ids", "position_ids")}
+            found = model(**{**inputs, **own}).logits[0]
+            error = max(ranks.error, relative_error(found, whole[part]))
+            if error > LARGEST_ERROR:
+                return f"a part of a row in a small model of its class is off by {error:.0e}"
+    return ""
+
+
+_SPLIT = Proof(_judge_split)
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:

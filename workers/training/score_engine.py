@@ -68,7 +68,7 @@ class ScoreEngine(TrainEngine):
         """One forward pass: `scores` [rows]."""
         reads = self.reads(columns)
         feed = self.row_passes.feed(columns, reads, self.device)
-        numbers = read(self.module, feed)[:, 0].float()
+        numbers = feed.gathered({"": read(self.module, feed)[:, 0].float()})[""]
         rows = reads.row_of_values()[reads.values].to(self.device)
         sums = torch.zeros(len(reads), device=self.device).index_add(0, rows, numbers)
         return {"scores": sums / reads.sums().clamp(min=1).to(self.device)}

@@ -17,8 +17,10 @@ from tests.workers.samples import make_batch, own_piece, started, tiny_config, w
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model
-from workers.parallel.fsdp import build_mesh, full_tensor, move_states, pinned
-from workers.parallel.sharding import Sharding, data_axes, settle
+from workers.parallel.dims import ParallelDims
+from workers.parallel.fsdp import full_tensor, move_states, pinned
+from workers.parallel.groups import Groups
+from workers.parallel.sharding import Sharding, dims_of, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 
@@ -86,7 +88,7 @@ def wholes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bo
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    mesh = build_mesh(torch.device("cpu"), {"replicate": 1, "shard": 3})
+    mesh = Groups(ParallelDims(shard=3), torch.device("cpu")).fsdp_mesh
     found = []
     for shape in shapes:
         for dtype in dtypes:
@@ -177,13 +179,13 @@ def test_a_strategy_that_its_fsdp_config_contradicts_is_refused(
 
 def test_axes_of_the_mesh_follow_from_the_ranks() -> None:
     sharding = Sharding("fsdp", 2, False, False)
-    assert data_axes(4, sharding) == {"replicate": 2, "shard": 2}
+    assert dims_of(4, sharding) == ParallelDims(replicate=2, shard=2)
     with pytest.raises(
         ConfigError, match="fsdp_size=2 does not divide the 3 ranks; valid: -1 \\(all\\), 1, 3"
     ):
-        data_axes(3, sharding)
+        dims_of(3, sharding)
     with pytest.raises(ConfigError, match="single is for a pool of one process"):
-        data_axes(2, Sharding("single", 1, False, False))
+        dims_of(2, Sharding("single", 1, False, False))
 
 
 OPTIMIZERS = [

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
-from workers.parallel.fsdp import add_up_gradients, begin_pass, build_mesh, shard
+from workers.parallel.dims import ParallelDims
+from workers.parallel.fsdp import add_up_gradients, begin_pass, shard
+from workers.parallel.groups import Groups
 from workers.training.engine import full_tensor
 
 
@@ -37,7 +39,7 @@ def gradients(strategy: str) -> dict[str, Tensor]:
     module = Experts()
     is_sharded = strategy == "fsdp"
     if is_sharded:
-        mesh = build_mesh(worker.device, {"replicate": 1, "shard": worker.world_size})
+        mesh = Groups(ParallelDims(shard=worker.world_size), worker.device).fsdp_mesh
         is_one_unit = shard(module, mesh, None)
     for last in (False, True):
         if is_sharded:

@@ -29,7 +29,7 @@ def actor_of(one_layer_dir: Path, **actor: Any) -> ActorWorker:
 
 def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
     rows = Rows.take(data, (*INPUTS, *names), actor.world_size)
-    return mini_batch(rows, 0, 1, actor.engine.group)
+    return mini_batch(rows, 0, 1, actor.engine.groups.data)
 
 
 def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:

@@ -49,6 +49,7 @@ def test_the_count_is_that_of_the_products_that_run(cls: type, method: str, tiny
     batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = (
         1  # rows of one length: none has padding
     )
+    batch.batch["position_ids"][:] = torch.arange(batch.batch["position_ids"].shape[1])
     with FlopCounterMode(display=False) as counter:
         getattr(own, method)(batch)
     done = (

@@ -96,7 +96,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("packed", {"sliding_window": 16, "head_dim": 8, "num_hidden_layers": 6}),
     "mistral": ("packed", {"sliding_window": 16}),
     "mixtral": ("packed", {"router_jitter_noise": 0.1, **MOE}),
-    "gpt_oss": ("padded", {"sliding_window": 16, "head_dim": 8, **MOE}),
+    "gpt_oss": ("packed", {"sliding_window": 16, "head_dim": 8, **MOE}),
     "rwkv": ("padded", {"attention_hidden_size": 32, "context_length": 128}),
     "recurrent_gemma": (
         "padded",

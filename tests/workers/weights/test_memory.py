@@ -66,7 +66,7 @@ def memory_of_a_sync() -> float:
 
 def test_a_delivery_takes_two_buckets_beside_two_copies_at_the_sender() -> None:
     sender, receiver = run(2, memory_of_a_sync)
-    slack = 4  # what gloo, sockets and headers take
+    slack = 4  # what gloo, sockets and headers take, or pages that were there before
     assert receiver < 2 * 2 + slack
     assert sender < 2 * 2 + slack + 2 * NUM_TENSORS
-    assert sender > 2 * NUM_TENSORS
+    assert sender > 2 * NUM_TENSORS - slack

@@ -1,0 +1,90 @@
+"""One model on two ranks along an axis of `parallel`, beside one process.
+
+    python benchmarks/bench_parallel.py [--only sp] [--rounds 3]
+
+Updates of the 1M-parameter Qwen2: seconds on rows of 4,096 tokens, peak memory of a rank on one of
+16,384. Sides run in turn, with one thread a process; a figure is the median over rounds, of ratios
+of neighbours. Prints JSON, with the limits that are missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sides import ENV, HERE
+from train_side import MODEL
+
+SIDE = HERE / "parallel_side.py"
+AXES = {"sp": "sp=2"}
+LIMITS = {"seconds, 4,096 tokens": 0.75, "peak memory, 16,384 tokens": 0.65}
+RUNS = {
+    "seconds, 4,096 tokens": ("seconds", ("4096", "2", "3")),
+    "peak memory, 16,384 tokens": ("peak_mib", ("16384", "1", "0")),
+}
+
+
+def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, float]:
+    """The largest figures of the ranks."""
+    from torch.distributed import TCPStore
+
+    num_ranks = 2 if axes else 1
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = ENV | {"PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    if num_ranks > 1:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        common |= {"WORLD_SIZE": str(num_ranks)}
+    processes = []
+    for rank in range(num_ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+        command = [sys.executable, str(SIDE), folder, axes, *arguments]
+        processes.append(
+            subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE, text=True)
+        )
+    found: dict[str, float] = {}
+    for process in processes:
+        output, _ = process.communicate(timeout=1800)
+        if process.returncode:
+            sys.exit(f"{process.args} failed with {process.returncode}")
+        for name, value in json.loads(output.strip().splitlines()[-1]).items():
+            found[name] = max(value, found.get(name, 0.0))
+    return found
+
+
+def main() -> None:
+    """Run the sides in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=AXES)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    result: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        config = Qwen2Config(**{**MODEL, "max_position_embeddings": 32768}, pad_token_id=0)
+        Qwen2ForCausalLM(config).save_pretrained(Path(folder) / "model")
+        for axis in [options.only] if options.only else AXES:
+            for run, (figure, arguments) in RUNS.items():
+                ratios, alone, ranks = [], {}, {}
+                for _ in range(options.rounds):
+                    alone = measured(folder, "", arguments)
+                    ranks = measured(folder, AXES[axis], arguments)
+                    ratios.append(ranks[figure] / alone[figure])
+                ratio = statistics.median(ratios)
+                own = {"alone": alone[figure], "two ranks": ranks[figure], "ratio": ratio}
+                result[f"{axis}: {run}"] = own
+    missed = {
+        name: found["ratio"]
+        for name, found in result.items()
+        if found["ratio"] > LIMITS[name.partition(": ")[2]]
+    }
+    print(json.dumps({"found": result, "missed": missed}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Experts over ranks: each rank's rows get what one process gives, and so do the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.workers.distributed import run
+from verl_like.errors import ConfigError
+from verl_like.process.worker import Worker
+from workers.parallel.experts import check_experts, spread_experts
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+OF_DEEPSEEK = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+
+
+def make_model(family: str) -> Any:
+    """Off its defaults: every weight, router biases too, is drawn."""
+    known = AutoConfig.for_model(family)
+    asked = SIZES | (OF_DEEPSEEK if family == "deepseek_v3" else {})
+    config = AutoConfig.for_model(
+        family, **{name: value for name, value in asked.items() if hasattr(known, name)}
+    )
+    # of all implementations, this one leaves experts without a token out of the graph
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
+    torch.manual_seed(3)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+def tokens_of(rank: int, rows: tuple[int, int]) -> torch.Tensor:
+    """Those of a rank; no rows are one token, as in a dummy pass."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (rows[rank], 7) if rows[rank] else (1, 1)
+    return torch.randint(0, SIZES["vocab_size"], shape, generator=generator)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens).logits.log_softmax(dim=-1)
+    return logits.gather(-1, tokens[..., None]).square().sum()
+
+
+def compare(
+    family: str, rows: tuple[int, int], num_passes: int, trained: str = "", one_sided: bool = False
+) -> tuple[float, dict[str, float]]:
+    """Relative error of this rank's loss, and of every gradient; `trained` is in their names."""
+    Worker().open_process_group()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model, reference = make_model(family), make_model(family)
+    for each in (model, reference):
+        for name, weight in each.named_parameters():
+            weight.requires_grad_(trained in name)
+            if one_sided and name.endswith("mlp.gate.weight"):  # all choose the experts 0 and 1
+                weight.detach().zero_()
+    spread_experts(model, mesh)
+
+    for _ in range(num_passes):
+        own = loss_of(model, tokens_of(mesh.get_local_rank(), rows))
+        own.backward()
+        losses = [loss_of(reference, tokens_of(rank, rows)) for rank in range(2)]
+        sum(losses).backward()
+
+    wanted, errors = dict(reference.named_parameters()), {}
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        if isinstance(weight, DTensor):
+            found = weight.grad.full_tensor()
+        else:
+            found = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+            dist.all_reduce(found)
+        whole = wanted[name].grad
+        errors[name] = float((found - whole).abs().max() / whole.abs().max().clamp(min=1e-9))
+    expected = losses[mesh.get_local_rank()]
+    return float((own - expected).abs() / expected.abs()), errors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_with_half_the_experts_each_are_one_process(family: str) -> None:
+    for apart, errors in run(2, compare, family, (3, 2), 3):
+        assert apart < 1e-6
+        assert len(errors) > 10
+        assert {name: error for name, error in errors.items() if error > 2e-6} == {}
+
+
+@pytest.mark.parametrize("trained", ["", ".experts."])
+def test_a_rank_whose_experts_no_token_reached_takes_part(trained: str) -> None:
+    for apart, errors in run(2, compare, "qwen3_moe", (3, 0), 1, trained, True):
+        assert apart < 1e-6
+        assert {name: error for name, error in errors.items() if error > 2e-6} == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "words"),
+    [
+        (
+            3,
+            "qwen3_moe",
+            "does not divide the 4 experts of model.layers.0.mlp.experts; valid: 1, 2, 4",
+        ),
+        (2, "llama", "LlamaForCausalLM has no routed experts"),
+        (2, "llama4_text", "Llama4TextExperts, which does not keep"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(size: int, family: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_experts(make_model(family), size)

@@ -1,0 +1,63 @@
+"""Ranks that hold the same rows give the numbers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.kept_ranks import run_kept
+from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
+from verl_like.errors import ConfigError
+from workers.config import FSDPConfig, ParallelConfig
+from workers.parallel import sharding
+from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import dims_of, settle
+from workers.roles.actor import ActorWorker
+
+
+def update_on(folder: Path, tp: int) -> Any:
+    """An update where the ranks of a model group hold whole weights, as a stand-in."""
+    sharding.NOT_YET = {}
+    config = tiny_config(folder, ppo_mini_batch_size=3)
+    config.actor_rollout_ref.actor.parallel = ParallelConfig(tp=tp)
+    actor = started(ActorWorker, config, 10)
+    dims = actor.engine.dims
+    data = own_piece(make_batch(6), dims.data_rank(actor.rank), dims.data_size)
+    metrics = actor.update_actor(data)
+    numbers = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    return numbers, weights_of(actor)
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+def test_ranks_with_the_same_rows_give_the_numbers_of_one(
+    one_layer_dir: Path, world: int, tp: int
+) -> None:
+    [(expected, weights)] = run_kept(1, update_on, one_layer_dir, 1)
+    for metrics, own in run_kept(world, update_on, one_layer_dir, tp):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_axes_fill_the_pool() -> None:
+    config = FSDPConfig()
+    with pytest.raises(ConfigError, match="parallel.tp=2 \\(tensor parallel\\): no run can have"):
+        dims_of(4, settle("fsdp", config, ParallelConfig(tp=2)))
+    with pytest.raises(ConfigError, match="fsdp_size=2 and parallel.shard=4 are one size"):
+        settle("fsdp", FSDPConfig(fsdp_size=2), ParallelConfig(shard=4))
+    assert dims_of(4, settle("fsdp", config, ParallelConfig(shard=2))) == ParallelDims(
+        replicate=2, shard=2
+    )
+
+
+def test_models_that_do_not_fill_the_pool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "NOT_YET", {})
+    axes = settle("fsdp", FSDPConfig(), ParallelConfig(sp=3, tp=2))
+    with pytest.raises(ConfigError, match="models of 6 ranks, .* the 8 ranks; nearest .* 4 or 8"):
+        dims_of(8, axes)
+    axes = settle("fsdp", FSDPConfig(fsdp_size=3), ParallelConfig(tp=2))
+    with pytest.raises(ConfigError, match="does not divide the 8 / 2 = 4 ranks; valid: .* 1, 2, 4"):
+        dims_of(8, axes)

@@ -1,0 +1,57 @@
+"""A head whose words lie over two ranks, in chunks of positions, beside a whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.workers.kept_ranks import run_kept
+from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_config
+from verl_like.batch.ragged import Ragged
+from verl_like.process.worker import Worker
+from workers.parallel import tensor
+from workers.training import lm_head
+from workers.training.lm_head import Wanted, token_columns
+from workers.training.packing import padded_feed
+
+POSITIONS = 20
+
+
+def errors(is_tied: bool) -> dict[str, float]:
+    """Relative errors of columns and gradients; the vocabulary is uneven."""
+    Worker().open_process_group()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    config = tiny_model_config("qwen2")
+    config.tie_word_embeddings, config.vocab_size = is_tied, VOCAB - 3
+    whole, own = build_tiny(config).double(), build_tiny(config).double()
+    words = tensor.apply(own, mesh).words
+    lm_head.CHUNK_BYTES = 4 * 64 * 3
+
+    positions = Ragged.of_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
+    tokens = torch.arange(2 * POSITIONS) * 7 % config.vocab_size
+    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
+    feed = padded_feed(columns, positions.with_values(positions.values > 2), torch.device("cpu"))
+    labels = tokens.view(2, -1).roll(-1, dims=1)[feed.reads]
+
+    found: list[dict[str, Any]] = []
+    for model, part, may_chunk in ((whole, None, False), (own, words, True)):
+        wanted = Wanted(0.7, entropy=True, sum_pi_squared=True)
+        said = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, words=part)
+        (said["log_probs"] * labels.sin() + said["entropys"].cos()).sum().backward()
+        numbers = {name: column.detach() for name, column in said.items()}
+        for name, weight in model.named_parameters():
+            grad = weight.grad
+            numbers[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        found.append(numbers)
+    expected, cut = found
+    return {n: float((cut[n] - value).norm() / value.norm()) for n, value in expected.items()}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_chunks_of_a_part_of_the_words_give_the_numbers_of_whole_logits(is_tied: bool) -> None:
+    for found in run_kept(2, errors, is_tied):
+        assert "sum_pi_squared" in found
+        assert max(found.values()) < 1e-6, found

@@ -1,0 +1,162 @@
+"""Experts over ranks: a rank keeps some experts of every layer, and tokens travel to theirs.
+
+    spread_experts(module, mesh)        # mesh has one axis, "ep"
+
+Every rank has rows of its own. A layer sorts the choices of its tokens by expert and sends each to
+the rank that keeps the expert (one exchange of counts, one of tokens and their weights); the class
+of the experts computes them as it would compute all; a second exchange brings the results home,
+where they are added up. A rank that no token reached takes part all the same, forward and backward.
+Gradients of experts are complete then: they come from the tokens of all ranks, and are never added
+over the axis.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.func import functional_call
+
+from verl_like.errors import ConfigError
+
+NUM_ARGUMENTS = 3
+"""Of the experts' forward pass: hidden states, the experts that tokens chose, their weights."""
+
+
+class Exchange(torch.autograd.Function):
+    """Rows of several tensors go to the ranks of a group: `sent[r]` to rank r, in rank order.
+
+    One node of the graph for all of them, so the ranks' backward passes meet in one order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        sent: list[int],
+        received: list[int],
+        *columns: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """What the ranks sent here."""
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return tuple(_exchange(column, sent, received, group) for column in columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """They go back the way the rows came."""
+        back = (_exchange(each, ctx.received, ctx.sent, ctx.group) for each in gradients)
+        return None, None, None, *back
+
+
+def _exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers' routed experts, by name: modules that keep a tensor of all experts' weights."""
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] == "experts" and getattr(child, "num_experts", 0) > 1:
+            yield name, child
+
+
+def check_experts(module: nn.Module, size: int) -> None:
+    """Refuse a model whose experts cannot be spread over `size` ranks."""
+    found = list(experts_of(module))
+    if not found:
+        raise ConfigError(
+            f"parallel.ep={size}: {type(module).__name__} has no routed experts; leave it at 1."
+        )
+    for name, experts in found:
+        kept = list(experts.parameters(recurse=False))
+        count = int(experts.num_experts)  # type: ignore[arg-type]
+        arguments = inspect.signature(type(experts).forward).parameters
+        if (
+            not kept
+            or len(list(experts.parameters())) > len(kept)
+            or any(len(weight) != count for weight in kept)
+            or len(arguments) != NUM_ARGUMENTS + 1
+        ):
+            raise ConfigError(
+                f"parallel.ep={size}: {name} is a {type(experts).__name__}, which does not keep "
+                "its experts as tensors of all of them; leave it at 1."
+            )
+        if count % size:
+            valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ConfigError(
+                f"parallel.ep={size} does not divide the {count} experts of {name}; valid: {valid}."
+            )
+
+
+def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's experts of every layer; the layers send tokens from now on."""
+    group, size = mesh.get_group(), mesh.size()
+    check_experts(module, size)
+    for _, experts in experts_of(module):
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            spread = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+        experts.num_experts = int(experts.num_experts) // size  # type: ignore[arg-type]
+        experts.forward = _Spread(experts, group)  # type: ignore[method-assign]
+
+
+class _OwnExperts(nn.Module):
+    """The forward pass that the class of some experts has, of those that are here."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        result: Tensor = type(self.experts).forward(self.experts, *arguments)
+        return result
+
+
+class _Spread:
+    """The forward pass of experts of which every rank keeps some."""
+
+    def __init__(self, experts: nn.Module, group: dist.ProcessGroup) -> None:
+        self.own = _OwnExperts(experts)
+        self.group = group
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`hidden` is [tokens, width]; `chosen` and `weights` are [tokens, choices]."""
+        num_here, num_ranks = self.own.experts.num_experts, self.group.size()
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=num_here * num_ranks)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = (
+            each.view(num_ranks, num_here).sum(dim=1).tolist() for each in (counts, arriving)
+        )
+
+        tokens = order // chosen.shape[-1]
+        rows, factors = Exchange.apply(
+            self.group, sent, received, hidden[tokens], weights.flatten()[order]
+        )
+        numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
+        numbers = numbers.repeat_interleave(arriving)
+        kept = {name: _local(weight) for name, weight in self.own.named_parameters()}
+        done = functional_call(self.own, kept, (rows, numbers[:, None], factors[:, None]))
+        if not len(rows):  # or the backward pass of this rank would leave the exchange out
+            done = done + _nothing_of((rows, factors, *kept.values()))
+        (back,) = Exchange.apply(self.group, received, sent, done)
+        return torch.zeros_like(hidden).index_add(0, tokens, back.to(hidden.dtype))
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _nothing_of(tensors: Sequence[Tensor]) -> Tensor:
+    """0, with a gradient to all of them."""
+    return torch.stack([tensor.flatten()[:0].sum() for tensor in tensors]).sum()

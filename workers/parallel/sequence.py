@@ -1,0 +1,177 @@
+"""Sequence parallelism: each rank of a group holds a part of the packed row's tokens.
+
+    ranks = SequenceRanks(group, num_heads)
+    split = ranks.split(reads)              # which tokens are whose, of a row of ranks.padded(n)
+    output = ranks.attend(query, key, value, sinks, attend)     # in each layer, of own tokens
+    numbers = split.gather(own_numbers)     # of the positions read by all ranks, on each of them
+
+A layer computes token by token, but for its attention. There one all-to-all gives each rank all
+tokens of some heads, and a second one all heads of its own tokens (Ulysses, arXiv 2309.14509).
+Where ranks outnumber the heads, keys and values are gathered, and each rank attends with its own
+tokens' queries. It holds two pieces of the row then, one as far from the begin as the other from
+the end, so that all have as many keys to look at (zigzag; Llama 3, arXiv 2407.21783, 3.3.2).
+
+What is gathered at the end is equal on all ranks, and so is the loss of it. The backward pass
+takes the own part of its gradient: gradients of weights are shares, to be added up over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Rows = Callable[..., Tensor]
+"""(query, key, value, sinks, places of the queries; None is all) -> output.
+
+States are [tokens, heads, size], `sinks` [heads] or None.
+"""
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that share packed rows of a model with so many heads of queries."""
+
+    group: dist.ProcessGroup
+    num_heads: int
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.group.size()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether they outnumber the heads, so that keys and values are gathered."""
+        return self.size > self.num_heads
+
+    def padded(self, num_tokens: int) -> int:
+        """So many tokens and the fewest more that divide among the ranks."""
+        multiple = 2 * self.size if self.gathers else self.size
+        return -(-num_tokens // multiple) * multiple
+
+    def places(self, num_tokens: int) -> Tensor:
+        """[ranks, tokens of one]: the places in the row of each rank's tokens."""
+        if not self.gathers:
+            return torch.arange(num_tokens).view(self.size, -1)
+        fronts, backs = torch.arange(num_tokens).view(2, self.size, -1)
+        return torch.cat([fronts, backs.flip(0)], dim=1)
+
+    def split(self, reads: Tensor) -> Split:
+        """Who has which tokens of a row, and reads which; `reads` has a bool for every token."""
+        places = self.places(len(reads))
+        is_read = reads[places]
+        numbers = (reads.cumsum(0) - 1)[places[is_read]]
+        own = self.group.rank()
+        counts = is_read.sum(dim=1).tolist()
+        return Split(self.group, places[own], is_read[own].nonzero()[:, 0], numbers, counts)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: Rows
+    ) -> Tensor:
+        """Attention of the own tokens, [tokens, heads, size], whose rows `attend` knows."""
+        num_own, num_heads, _ = query.shape
+        if self.gathers:
+            places = self.places(self.size * num_own)
+            order = places.flatten().argsort().to(query.device)
+            key, value = (part[order] for part in self._exchanged([key, value], is_whole=True))
+            return attend(query, key, value, sinks, places[self.group.rank()])
+
+        if num_heads % self.size:
+            raise ValueError(f"a layer's {num_heads} heads do not divide among {self.size} ranks")
+        repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
+        if repeats > 1:
+            key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+        states = self._exchanged([query, key, value])
+        if sinks is not None:
+            sinks = sinks.chunk(self.size)[self.group.rank()]
+        output = attend(*states, sinks, None)
+        back: Tensor = _AllToAll.apply(output.unflatten(0, (self.size, -1)), self.group)
+        return back.transpose(0, 1).flatten(1, 2)
+
+    def _exchanged(self, states: list[Tensor], is_whole: bool = False) -> list[Tensor]:
+        """[own tokens, heads, size] -> [all tokens, this rank's heads, size], by one collective.
+
+        Where it `is_whole`, every rank gets all heads.
+        """
+        parts = [state.unflatten(1, (1 if is_whole else self.size, -1)) for state in states]
+        flat = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1)
+        if is_whole:
+            flat = flat.expand(self.size, -1, -1)
+        arrived: Tensor = _AllToAll.apply(flat, self.group)
+        shapes = [part.shape[2:] for part in parts]
+        pieces = arrived.flatten(0, 1).split([math.prod(shape) for shape in shapes], dim=1)
+        return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One packed row over the ranks of a group."""
+
+    group: dist.ProcessGroup
+    places: Tensor
+    """Of the own tokens in the row."""
+    reads: Tensor
+    """Which of the own tokens are read."""
+    numbers: Tensor
+    """Of all positions that are read, those of the first rank first: which of the row's it is."""
+    counts: list[int]
+    """How many positions each rank reads."""
+
+    def own(self, column: Tensor) -> Tensor:
+        """Of a number for each position read, those of the own ones."""
+        rank = self.group.rank()
+        return column[self.numbers.split(self.counts)[rank].to(column.device)]
+
+    def gather(self, column: Tensor) -> Tensor:
+        """[own positions read, ...] -> [positions read, ...] in the order of the row."""
+        gathered: Tensor = _Gather.apply(column, self.counts, self.group)
+        return gathered[self.numbers.argsort().to(column.device)]
+
+    def add_up(self, share: Tensor) -> Tensor:
+        """The sum of the ranks' shares, of which the gradient is the own share's."""
+        total = share.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total + (share - share.detach())
+
+
+class _AllToAll(torch.autograd.Function):
+    """[ranks, ...] -> [ranks, ...]: part r goes to rank r, whose part comes in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=group)
+    return arrived
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' rows one after the other, on each; the gradient is that of the own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.rank = counts, group.rank()
+        padded = own.new_zeros(max(1, *counts), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.split(ctx.counts)[ctx.rank], None, None

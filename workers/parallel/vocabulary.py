@@ -1,0 +1,132 @@
+"""A vocabulary whose words lie over the ranks of a group, and what tokens' logits say of it.
+
+Logits are never gathered: a rank has those of its words, and per token four numbers are added up
+over the ranks, after one maximum. Gradients need no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.tensor_ops.logprobs import gradient_of_logits, row_chunks, scaled_rows
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of this rank, as DTensors cut rows: the last ranks may have fewer."""
+
+    first: int
+    count: int
+    most: int
+    """Words of the rank that has the most."""
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, vocabulary: int, group: dist.ProcessGroup) -> Words:
+        """Of a vocabulary of that many words."""
+        most = -(-vocabulary // group.size())
+        first = min(group.rank() * most, vocabulary)
+        return cls(first, min(most, vocabulary - first), most, group)
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's place among the rank's words, and whether it is another's (at place 0)."""
+        places = ids - self.first
+        is_other = (places < 0) | (places >= self.count)
+        return places.masked_fill(is_other, 0), is_other
+
+    def has(self, token: int) -> bool:
+        """Whether the rank has the word of this token."""
+        return self.first <= token < self.first + self.count
+
+
+class _Stats(torch.autograd.Function):
+    """Log-prob of the label, entropy and sum of squared probabilities of every row of logits.
+
+    As in `verl_like.tensor_ops.logprobs`, a chunk of rows at a time. Each rank sums relative to the
+    largest of its own logits; a factor makes that the sum relative to the largest of all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        words: Words,
+        temperature: float,
+        want_entropy: bool,
+        want_squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        places, is_other = words.places(labels)
+        own_max = logits.new_empty(len(logits), dtype=wide)
+        label, total, entropy, squares = sums = logits.new_zeros(4, len(logits), dtype=wide)
+        for rows in row_chunks(logits):
+            scaled = scaled_rows(logits[rows], wide, temperature)
+            own_max[rows] = scaled.amax(dim=-1)
+            label[rows] = scaled.gather(-1, places[rows, None]).squeeze(-1)
+            weights = (scaled - own_max[rows, None]).exp_()
+            total[rows] = weights.sum(dim=-1)
+            if want_entropy:
+                entropy[rows] = torch.special.entr(weights).sum(dim=-1)
+            if want_squares:
+                squares[rows] = weights.square_().sum(dim=-1)
+
+        most = own_max.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=words.group)
+        shift = own_max - most
+        factor = shift.exp()
+        entropy.sub_(shift * total).mul_(factor)
+        total.mul_(factor)
+        squares.mul_(factor.square())
+        label.sub_(most).masked_fill_(is_other, 0.0)
+        dist.all_reduce(sums, group=words.group)
+
+        log_total = total.log()
+        log_prob, entropy = label - log_total, entropy / total + log_total
+        ctx.save_for_backward(logits, labels, most + log_total, entropy)
+        ctx.words, ctx.temperature = words, temperature
+        ctx.set_materialize_grads(False)
+        squares = squares / total.square()
+        ctx.mark_non_differentiable(squares)
+        return log_prob, entropy, squares
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        if grad_logprob is None and grad_entropy is None:
+            return (None,) * 6
+        logits, labels, log_norm, entropy = ctx.saved_tensors
+        places, is_other = ctx.words.places(labels)
+        grad_label = None if grad_logprob is None else grad_logprob.masked_fill(is_other, 0.0)
+        grads = grad_logprob, grad_label, grad_entropy
+        grad = gradient_of_logits(
+            logits, places, log_norm, entropy, *grads, ctx.temperature, inplace=True
+        )
+        return (grad, *(None,) * 5)
+
+
+def stats_of_words(
+    logits: Tensor,
+    labels: Tensor,
+    words: Words,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> dict[str, Tensor]:
+    """`log_probs` of the labels, and what is wanted beside them, of logits [rows, own words].
+
+    The backward pass writes over the logits; sums of squared probabilities have no gradient.
+    """
+    stats = _Stats.apply(logits, labels, words, temperature, entropy, sum_pi_squared)
+    wanted = {"log_probs": True, "entropys": entropy, "sum_pi_squared": sum_pi_squared}
+    return {
+        name: column
+        for (name, is_wanted), column in zip(wanted.items(), stats, strict=True)
+        if is_wanted
+    }

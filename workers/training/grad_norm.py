@@ -1,0 +1,47 @@
+"""The norm of gradients that lie on several meshes, or on none, by shares.
+
+torch's own refuses such a mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from workers.models.state import own_part
+from workers.parallel.groups import Groups
+from workers.training.microbatch import all_reduce
+
+
+def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
+    """The norm of all gradients of the model, by one all-reduce.
+
+    Of what n ranks hold alike each counts an n-th. A stage's weights are on no other stage.
+    """
+    num_holders = groups.dims.world // groups.dims.pp
+    shares = [_num_shards(gradient) / num_holders for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(_own_parts(gradients), dtype=torch.float32))
+    total = (norms.square() * norms.new_tensor(shares)).sum()
+    return all_reduce(total, groups.world).sqrt()
+
+
+def _num_shards(tensor: Tensor) -> int:
+    """Into how many parts a tensor is cut; ranks beside these hold copies."""
+    count = 1
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Replicate):
+                count *= tensor.device_mesh.size(axis)
+    return count
+
+
+def scale_to(gradients: Sequence[Tensor], longest: float, norm: Tensor) -> None:
+    """Scale gradients of this norm, unless it is below `longest`."""
+    torch._foreach_mul_(_own_parts(gradients), (longest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [own_part(tensor) for tensor in tensors]
