@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import operator
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cards import (
+    LOSS_MODE,
     Card,
     estimator_cards,
     left_to_the_user,
@@ -37,12 +38,14 @@ from trainer.detached.recipe import DETACHED
 from trainer.migrate import verl
 from trainer.migrate.systems import migrate
 from trainer.migrate.table import doc_rows
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.preference.recipe import DPO, PreferenceConfig
+from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
+from verl_like.config_key import When
 from workers.columns import COLUMNS
 from workers.config import KL_ESTIMATORS as KL_NAMES
 from workers.config import LOSS_AGG_MODES, RewardConfig
@@ -59,35 +62,81 @@ LOSS_AGG_MODE = "actor_rollout_ref.actor.loss_agg_mode"
 
 
 def key_table() -> str:
-    """A table for every section; a section like one above it refers to that."""
+    """A list for every section; a section like one above it stands with that."""
     PPO.load_registries()
-    docs, default = field_docs(), PPOConfig()
     keys = {key.name: key for key in config_keys(PPOConfig)}
-    rows: dict[str, list[str]] = {}
+    sections: dict[str, list[Key]] = {}
     for key in keys.values():
         if not key.is_section:
-            section, _, leaf = key.name.rpartition(".")
-            rows.setdefault(section, []).append(_key_row(leaf, key, default, docs))
+            sections.setdefault(key.name.rpartition(".")[0], []).append(key)
 
-    parts, seen = [], dict[str, str]()
-    for section, lines in rows.items():
-        intro = _section_intro(keys[section], docs[section]) if section else "### Top level\n"
-        first = seen.setdefault("\n".join(lines), section)
-        table = "\n".join([*HEAD_OF_KEYS, *lines])
-        parts.append(f"{intro}\n{table if first == section else f'Keys of `{first}`.'}")
+    docs = field_docs(PPOConfig)
+    tables: dict[str, list[str]] = {}
+    for name, of_section in sections.items():
+        around = keys[name].rules.read_when if name else ()
+        rows = _rows_of_keys(PPOConfig, of_section, around, leaf_names=True)
+        tables.setdefault(rows, []).append(name)
+
+    parts = []
+    for rows, (first, *others) in tables.items():
+        intro = _section_intro(keys[first], docs[first]) if first else "### Top level"
+        same = [f"The same keys: {_code(others)}."] if others else []
+        parts += [intro, rows, *same]
     return "\n\n".join(parts)
 
 
+def _rows_of_keys(
+    schema: type, keys: list[Key], around: tuple[When, ...] = (), leaf_names: bool = False
+) -> str:
+    """A list of keys; what several are read under, or is said of the section, stands once."""
+    docs, default = field_docs(schema), schema()
+    names = {key.name: key.name.rpartition(".")[2] if leaf_names else key.name for key in keys}
+    known = [condition.says for condition in around]
+    under = {key.name: [each for each in _read_when(key) if each not in known] for key in keys}
+    count = Counter(itertools.chain.from_iterable(under.values()))
+
+    rows, shared = [], dict[str, list[str]]()
+    for key in keys:
+        for condition in under[key.name]:
+            if count[condition] > 1:
+                shared.setdefault(condition, []).append(names[key.name])
+        own = [condition for condition in under[key.name] if count[condition] == 1]
+        resume = "↻" if key.rules.may_change_on_resume else ""
+        meaning = f"{_cell(docs[key.name])}{_when(own)}"
+        value = _values(key, read(default, key.name), docs[key.name])
+        rows.append(f"- `{names[key.name]}`{resume}{f' ({value})' if value else ''}: {meaning}")
+    lists = [f"*When {condition}:* {_code(those)}" for condition, those in shared.items()]
+    return "\n\n".join(filter(None, ["\n".join(rows), "; ".join(lists)]))
+
+
 def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
-    """The keys that a recipe has beside those of the schema `base`."""
-    recipe.load_registries()
-    docs, default = field_docs(recipe.schema), recipe.schema()
+    """The keys that a recipe has beside those of `base`; a list of those that are as PPO's."""
+    for each in (PPO, recipe):
+        each.load_registries()
     of_base = {key.name for key in leaf_keys(base)}
     own = [key for key in leaf_keys(recipe.schema) if key.name not in of_base]
-    return "\n".join([*HEAD_OF_KEYS, *(_key_row(key.name, key, default, docs) for key in own)])
+    of_ppo = set() if issubclass(recipe.schema, PPOConfig) else _what_keys_are(PPOConfig)
+    docs, default = field_docs(recipe.schema), recipe.schema()
+    same = [key for key in own if _what_it_is(key, docs, default) in of_ppo]
+    parts = [_rows_of_keys(recipe.schema, [key for key in own if key not in same])]
+    if same:
+        names = _code(key.name for key in same)
+        parts.append(f"As for the policy of [PPO](configuration.md#all-keys): {names}.")
+    return "\n\n".join(parts)
 
 
-HEAD_OF_KEYS = ("| key | default | values | meaning |", "|---|---|---|---|")
+def _what_keys_are(schema: type) -> set[tuple[str, ...]]:
+    docs, default = field_docs(schema), schema()
+    keys = [key for key in leaf_keys(schema) if not key.name.startswith("critic.")]
+    return {_what_it_is(key, docs, default) for key in keys}
+
+
+def _what_it_is(key: Key, docs: Mapping[str, str], default: Any) -> tuple[str, ...]:
+    """What tells two keys of different recipes apart."""
+    doc = docs[key.name]
+    return (key.name.rpartition(".")[2], _values(key, read(default, key.name), doc), doc)
+
+
 LISTED_ELSEWHERE = {
     KL_NAMES: "a [KL estimator](algorithms.md#kl-estimators)",
     "advantage estimator": "an [estimator](algorithms.md#advantage-estimators), or a dotted path",
@@ -95,39 +144,27 @@ LISTED_ELSEWHERE = {
     LOSS_AGG_MODES: "an [aggregation](algorithms.md#aggregation)",
 }
 """Choices, or the registry that has them -> the link to their table."""
+SAID_BY_THE_MEANING = {
+    *("a number", "a name", "a folder", "a list of sections", "a dotted path", "a column"),
+    *("a .py file or a module", "a folder or a name", "role: pool", "role: dotted path"),
+    *("what the function takes", "what the class takes", "what `ray.init` takes"),
+}
 
 
 def reward_key_table() -> str:
     """The keys of one item of the list `rewards`."""
-    docs, default = field_docs(RewardConfig), RewardConfig()
-    rows = [_key_row(key.name, key, default, docs) for key in leaf_keys(RewardConfig)]
-    return "\n".join([*HEAD_OF_KEYS, *rows])
+    return _rows_of_keys(RewardConfig, leaf_keys(RewardConfig))
 
 
 def preference_key_table() -> str:
     """The keys that preference training has beside those of every recipe on rows."""
-    DPO.load_registries()
-    docs, default = field_docs(PreferenceConfig), PreferenceConfig()
-    shared = {key.name for key in config_keys(RowConfig)}
-    rows = []
-    for key in config_keys(PreferenceConfig):
-        if not key.is_section and key.name not in shared:
-            rows.append(_key_row(key.name, key, default, docs))
-    return "\n".join([*HEAD_OF_KEYS, *rows])
-
-
-def _key_row(name: str, key: Key, default: Any, docs: Mapping[str, str]) -> str:
-    resume = "↻" if key.rules.may_change_on_resume else ""
-    value = read(default, key.name)
-    meaning = f"{_cell(docs[key.name])}{_read_when(key)}"
-    cells = [f"`{name}`{resume}", _show(value), _values(key, value), meaning]
-    return f"| {' | '.join(cells)} |"
+    return recipe_key_table(DPO, RowConfig)
 
 
 def _section_intro(section: Key, doc: str) -> str:
     """Heading, docstring, and the rules that hold for all of its keys."""
     resume = "↻" if section.rules.may_change_on_resume else ""
-    return f"### `{section.name}`{resume}\n\n{doc}{_read_when(section)}\n"
+    return f"### `{section.name}`{resume}\n\n{doc}{_when(_read_when(section))}"
 
 
 SIGNS = (
@@ -140,50 +177,76 @@ SIGNS = (
 """Words of a range -> the same in signs."""
 
 
-def _values(key: Key, default: Any) -> str:
-    """What it may be; the two values of a switch, and null as a default, go without saying."""
-    listed = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices)
-    words = listed or _cell(key.allowed).removesuffix(", or null")
+def _values(key: Key, default: Any, doc: str) -> str:
+    """The default, then what else it may be, unless the type or the meaning says so."""
+    words = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices) or _cell(key.allowed)
+    words = words.removesuffix(", or null")
+    if "null" in doc:
+        words = re.sub(", or null.*", "", words)
     for in_words, in_signs in SIGNS:
         words = re.sub(in_words, in_signs, words) if key.range else words
-    if key.is_optional and default is not None and "null" not in words:
+    if key.is_optional and default is not None and not re.search("null", words + doc):
         words = f"{words}, or null"
-    return "" if isinstance(default, bool) else words
+    words = re.sub(rf"(^|, ){re.escape(str(default))}(?=,|$)", "", words).removeprefix(", ")
+    if isinstance(default, bool) or words in SAID_BY_THE_MEANING:
+        words = ""
+    return "; ".join(filter(None, [_show(default), words]))
 
 
-def _read_when(key: Key) -> str:
-    conditions = " and ".join(condition.says for condition in key.rules.read_when)
-    return f" *When {_cell(conditions)}.*" if conditions else ""
+def _read_when(key: Key) -> list[str]:
+    """When it is read, in words; that it is set itself goes without saying."""
+    name = key.name.rpartition(".")[2]
+    conditions = [_cell(condition.says) for condition in key.rules.read_when]
+    itself = (f"`{name}` is set", f"`{key.name}` is set")
+    return [
+        each.replace(f"takes `{name}`", "takes it") for each in conditions if each not in itself
+    ]
+
+
+def _when(conditions: list[str]) -> str:
+    return f" *When {' and '.join(conditions)}.*" if conditions else ""
 
 
 def column_table() -> str:
-    """The batch's columns."""
-    rows = [
-        f"| `{c.name}` | `{c.shape}` | {c.dtype} | {_cell(c.written_by)} |"
-        for c in COLUMNS.values()
-    ]
-    return "\n".join(["| column | shape | type | written by |", "|---|---|---|---|", *rows])
+    """The batch's columns, by who writes them."""
+    written: dict[str, list[str]] = {}
+    for column in COLUMNS.values():
+        whose = f"`{column.name}` `{column.shape}` {column.dtype}"
+        written.setdefault(_cell(column.written_by), []).append(whose)
+    rows = [[writer, ", ".join(columns)] for writer, columns in written.items()]
+    return _list(rows)
 
 
 def estimator_table() -> str:
-    """The advantage estimators."""
-    return _algorithm_table("estimator", estimator_cards())
+    """The advantage estimators, by what they compare a sample with."""
+    rows: dict[str, list[Card]] = {
+        "the critic's values": [],
+        "the prompt's other samples (`rollout.n` above 1)": [],
+        "the batch, or a greedy answer": [],
+    }
+    for card in estimator_cards():
+        with_values, with_group, with_others = rows.values()
+        is_of_group = needs_groups(ADVANTAGE_ESTIMATORS[card.names[0]])
+        kind = (
+            with_values if "values" in card.columns else with_group if is_of_group else with_others
+        )
+        kind.append(card)
+    links = [[compared, _links("estimator", cards)] for compared, cards in rows.items()]
+    return _list(links)
 
 
-def policy_loss_table() -> str:
+def policy_loss_list() -> str:
     """The policy losses."""
-    return _algorithm_table("policy_loss", policy_loss_cards())
+    return f"{_links('policy_loss', policy_loss_cards())}."
 
 
-def _algorithm_table(kind: str, cards: list[Card]) -> str:
-    """Names, formula in short and score; the rest is on the card."""
-    rows = []
+def _links(kind: str, cards: list[Card]) -> str:
+    """Names that lead to cards, with the other names of each."""
+    parts = []
     for card in cards:
-        others = [f"`{name}`" for name in card.names[1:]]
-        names = ", ".join([_link_to_card(kind, card.names[0]), *others])
-        in_short = card.formula.partition("\n\n")[0]
-        rows.append([names, in_short, _score_in_short(kind, card.names[0])])
-    return _table(["name", "in short", "score"], rows)
+        others = f" ({_code(card.names[1:])})" if card.names[1:] else ""
+        parts.append(f"{_link_to_card(kind, card.names[0])}{others}")
+    return ", ".join(parts)
 
 
 def value_loss_table() -> str:
@@ -195,7 +258,7 @@ def value_loss_table() -> str:
     rows = []
     for name, (loss, key) in losses.items():
         rows.append([_code([name]), *_formula_and_source(loss), _code([key])])
-    return _table(["name", "formula", "source", "keys it reads"], rows)
+    return _list(rows)
 
 
 def preference_loss_table() -> str:
@@ -204,7 +267,7 @@ def preference_loss_table() -> str:
     for name, loss in PREFERENCE_LOSSES.items():
         keys = [parameter for parameter in parameters_of(loss) if parameter not in LOSS_COLUMNS]
         rows.append([_code([name]), *_formula_and_source(loss), _code(keys)])
-    return _table(["`loss=`", "formula", "source", "keys it reads"], rows)
+    return _list(rows)
 
 
 def kl_table() -> str:
@@ -212,13 +275,13 @@ def kl_table() -> str:
     rows = []
     for names, estimate in names_by_entry(KL_ESTIMATORS).items():
         rows.append([_code(names), *_formula_and_source(estimate)])
-    return _table(["name", "formula", "source"], rows)
+    return _list(rows)
 
 
 def aggregation_table() -> str:
     """The ways from token losses to one number."""
     rows = [[_code([name]), *about] for name, about in AGGREGATIONS.items()]
-    return _table(["name", "formula", "source"], rows)
+    return _list(rows)
 
 
 def lr_schedule_table() -> str:
@@ -227,7 +290,7 @@ def lr_schedule_table() -> str:
     for names, schedule in names_by_entry(LR_SCHEDULES).items():
         keys = list(inspect.signature(schedule).parameters)[1:]
         rows.append([_code(names), *_formula_and_source(schedule), _code(keys)])
-    return _table(["name", "rate", "source", "keys it reads, under `optim.`"], rows)
+    return _list(rows)
 
 
 def correction_table() -> str:
@@ -237,7 +300,7 @@ def correction_table() -> str:
         leaves = preset_leaves("correction", preset).items()
         keys = [f"{name}={_show(value).strip('`')}" for name, value in leaves]
         rows.append([_code([preset]), _code(keys)])
-    return _table(["preset", "sets"], rows)
+    return _list(rows)
 
 
 def preset_table() -> str:
@@ -245,8 +308,8 @@ def preset_table() -> str:
     rows = []
     for preset in PPO.preset_names("algorithm"):
         link = _link_to_card("algorithm", preset)
-        rows.append([link, _about_preset(preset), _score_in_short("algorithm", preset)])
-    return _table(["preset", "what", "score"], rows)
+        rows.append([link, _about_preset(preset)])
+    return _list(rows)
 
 
 def _about_preset(preset: str) -> str:
@@ -256,11 +319,14 @@ def _about_preset(preset: str) -> str:
 
 
 def preset_card_list() -> str:
-    """A card for each preset: its file, which says what it is and where its paper sets a key."""
+    """A card for each preset: the settings that it stands for."""
     parts = []
     for preset in PPO.preset_names("algorithm"):
-        text = preset_text("algorithm", preset).partition("\n")[2].rstrip()
-        parts.append(_card("algorithm", preset, [f"```yaml\n{text}\n```"]))
+        leaves = preset_leaves("algorithm", preset) | dict.fromkeys(
+            left_to_the_user("algorithm", preset), "..."
+        )
+        keys = [f"{name}={_show(value).strip('`')}" for name, value in leaves.items()]
+        parts.append(_card("algorithm", preset, ["\n".join(["```text", *keys, "```"])]))
     return "\n\n".join(parts)
 
 
@@ -276,12 +342,13 @@ def policy_loss_card_list() -> str:
 
 def _algorithm_card(kind: str, card: Card) -> str:
     read = [name for name in (*card.columns, *card.keys) if name not in READ_BY_ALL[kind]]
-    facts = [
-        f"- **Source:** {' '.join(card.source.split())}",
-        f"- **Reads:** {_code(read) or 'nothing else'}",
-        f"- **Watch:** {' '.join(card.watch.split())}",
-        f"- **Example:** `{shlex.join(card.settings)}`",
-    ]
+    facts = [f"- **Source:** {' '.join(card.source.split())}"]
+    if read:
+        facts.append(f"- **Reads:** {_code(read)}")
+    facts.append(f"- **Watch:** {' '.join(card.watch.split())}")
+    own = [each for each in card.settings if not each.startswith(SET_FOR_ALL)]
+    if own:
+        facts.append(f"- **Take with:** `{shlex.join(own)}`")
     if card.names[1:]:
         facts.insert(0, f"- **Also called:** {_code(card.names[1:])}")
     return _card(kind, card.names[0], [card.formula, "\n".join(facts)])
@@ -292,6 +359,10 @@ READ_BY_ALL = {
     "policy_loss": ("response_mask", "old_log_probs", "advantages", LOSS_AGG_MODE),
 }
 """What the page names once."""
+
+
+SET_FOR_ALL = ("algorithm.adv_estimator=", "actor_rollout_ref.rollout.n=", f"{LOSS_MODE}=")
+"""Settings of every card's example."""
 
 
 def _card(kind: str, name: str, about: list[str]) -> str:
@@ -336,6 +407,16 @@ def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _list(rows: list[list[str]]) -> str:
+    """Names: what they are (source), with the keys that are read."""
+    lines = []
+    for names, what, *more in rows:
+        source = f" ({' '.join(more[0].split())})" if more else ""
+        reads = f" Reads {more[1]}." if more[1:] and more[1] else ""
+        lines.append(f"- {names}: {' '.join(what.split())}{source}{reads}")
+    return "\n".join(lines)
+
+
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *([_cell(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -354,46 +435,87 @@ def _cell(text: str) -> str:
 
 def flat_name_table() -> str:
     """What the flat names of runs from Python stand for."""
-    rows = []
-    for name in OF_PPO | OF_ROWS:
-        keys = [names.get(name, "") for names in (OF_PPO, OF_ROWS)]
-        rows.append([_code([name]), *(_code([key]) if key else "" for key in keys)])
-    return _table(["name", "`PPO`, `GRPO`, `Detached`", "`SFT`, `RewardModel`, `DPO`"], rows)
+    rows = [[_code([name]), _code([key])] for name, key in OF_PPO.items()]
+    alike = [name for name, key in OF_ROWS.items() if name in OF_PPO]
+    for name in alike:
+        assert OF_POLICY.sub("", f"`{OF_PPO[name]}`") == f"`{OF_ROWS[name]}`", name
+    own = [f"`{name}` (`{key}`)" for name, key in OF_ROWS.items() if name not in OF_PPO]
+    return (
+        f"`PPO`, `GRPO` and `Detached` have\n\n{_list(rows)}\n\n`SFT`, `RewardModel` and `DPO` "
+        f"have {_code(alike)}, without `actor_rollout_ref.` and `actor.`, and {', '.join(own)}."
+    )
 
 
 KINDS_OF_MIGRATION = {
-    "translated": ("there", "here"),
-    "not needed": ("there", "why it is not needed"),
-    "dropped": ("there", "what is lost, or what to do; the experiment is the same"),
-    "refused": ("there", "why it is refused, or what to do"),
+    "translated": "**There: here**",
+    "not needed": "**Not needed: instead**",
+    "dropped": "**Dropped: what to do**",
+    "refused": "**Refused: what to do**",
 }
 MIGRATED = (
-    (r"(?:always|changes nothing): (.*)", "not needed", r"\1"),
-    (r"changes nothing at (.*); else not here: (.*)", "refused", r"unless \1: \2"),
-    (r"changes nothing at (.*); else dropped: (.*)", "dropped", r"unless \1: \2"),
-    (r"dropped: (.*)", "dropped", r"\1"),
-    (r"not here: (.*)", "refused", r"\1"),
-    (r"(.*)", "translated", r"\1"),
+    (r"(?:always|changes nothing): (.*)", "not needed"),
+    (r"changes nothing at (?P<at>.*); else not here: (.*)", "refused"),
+    (r"changes nothing at (?P<at>.*); else dropped: (.*)", "dropped"),
+    (r"dropped: (.*)", "dropped"),
+    (r"not here: (.*)", "refused"),
+    (r"(.*)", "translated"),
 )
-"""What a translator says of a key -> its kind, and the words of the table."""
+"""What a translator says of a key -> its kind."""
+SAYS_WHAT_TO_DO = re.compile(
+    r"\w\.\w|=|`|(^|: )(say|give|call|write|take|set|name|merge|mount|divide|upload|put)\b"
+)
+"""A key of ours, or an order."""
+OF_POLICY = re.compile(r"(?<=`)actor_rollout_ref\.(actor\.)?")
 
 
-def migration_table(rows: Callable[[], list[list[str]]]) -> str:
-    """What becomes of every key or flag of another system; those alike share a row."""
-    tables: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS_OF_MIGRATION}
+def migration_table(
+    rows: Callable[[], list[list[str]]], beside: Callable[[], list[list[str]]] = list
+) -> str:
+    """What becomes of every key or flag of another system; those alike share a row.
+
+    Left out are flags of which the table `beside` says the same. Where the reason tells nothing to
+    do, the name stands in a list: `migrate` gives the reason.
+    """
+    known = {(name, OF_POLICY.sub("", said)) for name, said in beside()}
+    fates: dict[str, set[str]] = {}
     for name, said in rows():
-        pattern, kind, words = next(each for each in MIGRATED if re.fullmatch(each[0], said))
-        tables[kind].setdefault(re.sub(f"^{pattern}$", words, said), []).append(name)
+        fates.setdefault(name.partition(" (")[0], set()).add(said)
+    tables: dict[str, dict[str, dict[str, list[str]]]] = {kind: {} for kind in KINDS_OF_MIGRATION}
+    lists: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS_OF_MIGRATION}
+    same = list[str]()
+    for name, said in rows():
+        flag = name.partition(" (")[0]
+        if (flag, OF_POLICY.sub("", said)) in known:
+            continue
+        name = name if len(fates[flag]) > 1 else flag
+        found, kind = next((m, kind) for each, kind in MIGRATED if (m := re.fullmatch(each, said)))
+        words, at = found.groups()[-1], found.groupdict().get("at") or ""
+        if kind == "translated" and flag == words:
+            same.append(name)
+        elif kind == "translated" or SAYS_WHAT_TO_DO.search(words):
+            tables[kind].setdefault(words, {}).setdefault(at, []).append(name)
+        else:
+            lists[kind].setdefault(at, []).append(name)
 
-    parts = []
+    parts = [f"Named alike: {_joined(same)}."] if same else []
     for kind, head in KINDS_OF_MIGRATION.items():
-        same = [[_joined(names), said] for said, names in tables[kind].items()]
-        parts += [_table(list(head), same)] if same else []
+        lines = [f"- {_joined_by_value(names)}: {said}" for said, names in tables[kind].items()]
+        parts += [head, "\n".join(lines)] if lines else []
+        if lists[kind]:
+            parts.append(f"{kind.capitalize()}, too: {_joined_by_value(lists[kind])}.")
     return "\n\n".join(parts)
 
 
+def _joined_by_value(names: dict[str, list[str]]) -> str:
+    """Names, and the values at which they change nothing."""
+    parts = [
+        f"{_joined(those)} unless {at}" if at else _joined(those) for at, those in names.items()
+    ]
+    return "; ".join(parts)
+
+
 def _joined(names: list[str]) -> str:
-    """Names with the commands that take them, each name once: `beta` (dpo), (grpo)."""
+    """Names with the commands that take them, each name once: `beta` (dpo, kto)."""
     commands: dict[str, list[str]] = {}
     for name in names:
         flag, _, command = name.partition(" (")
@@ -410,9 +532,10 @@ def listing_table(system: str, name: str) -> str:
     command = f"```text\n{done.command()}\n```"
     if not done.lines:
         return f"```text\n{text.rstrip()}\n```\n\nbecomes\n\n{command}"
-    rows = []
-    for said, lines in itertools.groupby(done.lines, key=operator.itemgetter(1)):
-        rows.append(["<br>".join(f"`{line}`" for line, _ in lines), said])
+    lines: dict[str, list[str]] = {}
+    for line, said in done.lines:
+        lines.setdefault(said, []).append(f"`{line}`")
+    rows = [["<br>".join(dict.fromkeys(those)), said] for said, those in lines.items()]
     return f"{command}\n\n{_table(['there', 'here'], rows)}"
 
 
@@ -426,7 +549,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),
-    "policy-losses": ("algorithms.md", policy_loss_table),
+    "policy-losses": ("algorithms.md", policy_loss_list),
     "aggregations": ("algorithms.md", aggregation_table),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
@@ -441,7 +564,11 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "openrlhf_rows": (
         "coming_from_openrlhf.md",
-        partial(migration_table, partial(doc_rows, "openrlhf_rows", "--")),
+        partial(
+            migration_table,
+            partial(doc_rows, "openrlhf_rows", "--"),
+            partial(doc_rows, "openrlhf", "--"),
+        ),
     ),
     "trl": ("coming_from_trl.md", partial(migration_table, partial(doc_rows, "trl"))),
     "coati": (

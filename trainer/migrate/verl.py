@@ -472,7 +472,8 @@ def doc_rows() -> list[list[str]]:
         listed = ", ".join(f"`{value}`" for value in row["at"])
         here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
     for name, like in table.as_the_actors.items():
-        here[name] = f"changes nothing at the actor's value; else not here: set `{like['actor']}`"
+        section = like["actor"].rpartition(".")[0]
+        here[name] = f"changes nothing at the actor's value; else not here: set it in `{section}`"
     here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
     for name in table.lays_out:
         if name not in here and (fate := fate_of(name.replace("*", "x"), "any", {})):

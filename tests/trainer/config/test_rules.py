@@ -191,16 +191,25 @@ def test_names_of_verl_are_no_keys_here() -> None:
 def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:
     table = load_file("docs/make_tables.py").key_table()
     sections = dict(re.findall(r"^### `?([\w .]+)`?↻?\n(.*?)(?=^### |\Z)", table, re.M | re.S))
-    same = {name: re.findall(r"^Keys of `(.+)`\.$", text, re.M) for name, text in sections.items()}
+    same = re.compile(r"^The same keys: (.+)\.$", re.M)
+    for text in list(sections.values()):
+        for others in same.findall(text):
+            sections |= dict.fromkeys(re.findall("`(.+?)`", others), text)
 
     for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
-        section = section or "Top level"
-        (row,) = re.findall(rf"^\| `{leaf}`.*$", sections[(same[section] or [section])[0]], re.M)
+        text = sections[section or "Top level"]
+        (row,) = re.findall(rf"^- `{leaf}`.*$", text, re.M)
+        shared = re.findall(rf"\*When [^*]*\*(?=[^*]*`{leaf}`)", text)
         rules = key.rules
         bounds = (rules.above, rules.at_least, rules.at_most, rules.below)
         expected = [f"{bound:g}" for bound in bounds if bound is not None]
-        expected += [condition.says.replace("|", "\\|") for condition in rules.read_when]
         expected += ["↻"] if rules.may_change_on_resume else []
         expected += [] if "](algorithms.md#" in row else rules.choices
         assert [words for words in expected if words not in row] == [], name
+
+        itself = (f"`{leaf}` is set", f"`{name}` is set")
+        says = [each.says.replace("|", "\\|") for each in rules.read_when]
+        said = "\n".join([row, *shared, text.partition("\n- `")[0]])
+        said = said.replace("takes it", f"takes `{leaf}`")
+        assert [each for each in says if each not in said and each not in itself] == [], name

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.trainer.migrate.words import migrated
+from tests.trainer.migrate.words import check_pasted, migrated, pasted
 from trainer.migrate.systems import migrate
 from trainer.migrate.translation import Translation, shell_word
 
@@ -30,21 +26,8 @@ COMMANDS = [
 ]
 
 
-def pasted(done: Translation, folder: Path, environment: dict[str, str]) -> list[str]:
-    """The words that `verl-like` gets of the command."""
-    program = folder / "verl-like"
-    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    program.chmod(0o755)
-    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
-    subprocess.run(["bash", "-n"], input=done.command(), text=True, check=True)
-    ran = subprocess.run(
-        ["bash", "-c", done.command()], env=environment, stdout=subprocess.PIPE, check=True
-    )
-    return ran.stdout.decode().split("\0")[:-1]
-
-
 @pytest.mark.parametrize(("system", "text"), COMMANDS)
-def test_pasted_into_bash_it_is_what_it_says(system: str, text: str, tmp_path: Path) -> None:
+def test_pasted_into_bash_it_is_what_it_says(system: str, text: str) -> None:
     done = migrated(system, text)
     values = {"OUT": "/out", "WHO": "me", "SCRATCH": "/s", "ROW_TOKENS": "100", "y": "z"}
     expected = done.overrides()
@@ -52,7 +35,7 @@ def test_pasted_into_bash_it_is_what_it_says(system: str, text: str, tmp_path: P
         expected = [word.replace(f"${name}", values[name]) for word in expected]
     expected = [word.replace("$((16384 / ROW_TOKENS))", "163") for word in expected]
     assert not any("$((" in word for word in expected)
-    assert pasted(done, tmp_path, values) == [done.program, *expected]
+    assert pasted(done, values) == [done.program, *expected]
 
 
 def test_texts_are_quoted_for_the_settings_too() -> None:
@@ -67,7 +50,7 @@ def test_variables_are_filled_in_and_other_dollars_are_not() -> None:
     assert shell_word("a=['b', 'c']", []) == "\"a=['b', 'c']\""
 
 
-def test_a_script_of_several_trainings_gives_each(tmp_path: Path) -> None:
+def test_a_script_of_several_trainings_gives_each() -> None:
     text = f"for n in 2 4; do {VERL} actor_rollout_ref.rollout.n=$n; done\n{VERL}\n{VERL}\n"
     text += "torchrun --nproc_per_node 2 -m verl.trainer.fsdp_sft_trainer data.train_files=x "
     text += "model.partial_pretrain=y\npip install x; python prepare.py a.b=1"
@@ -75,4 +58,11 @@ def test_a_script_of_several_trainings_gives_each(tmp_path: Path) -> None:
     assert [done.program for done in found] == ["ppo", "ppo", "ppo", "sft"]
     assert [done.settings.get("actor_rollout_ref.rollout.n") for done in found[:2]] == ["2", "4"]
     for done in found:
-        assert pasted(done, tmp_path, {}) == [done.program, *done.overrides()]
+        assert pasted(done, {}) == [done.program, *done.overrides()]
+
+
+def test_a_command_of_other_words_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Translation, "command", lambda done: "verl-like ppo 'a=b c'")
+    monkeypatch.setattr(Translation, "overrides", lambda done: ["a=b d"])
+    with pytest.raises(AssertionError):
+        check_pasted(Translation())

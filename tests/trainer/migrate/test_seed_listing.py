@@ -21,13 +21,16 @@ fit total_steps update_steps train_epochs
 """What the code of `Distributed PPO Training on Stage 3` defines, calls and passes."""
 CALLS = [
     "actor, critic, reward model, initial model",
-    'ExperienceMakerHolder.options(name=f"maker_{i}")',
+    "ExperienceMakerHolder.options(",
+    'name=f"maker_{i}"',
     'detached_trainer_name_list=[f"trainer_{x}" for x in target_trainers(...)]',
-    'DetachedPPOTrainer.options(name=f"trainer{i}")',
+    "DetachedPPOTrainer.options(",
+    'name=f"trainer{i}"',
     'experience_maker_holder_name_list=[f"maker{x}" for x in target_makers(...)]',
     "model_fn = trainer_model_fn()",
     "return = torch.utils.data.DataLoader(",
-    "workingloop.remote(data_loader_fn(), num_steps=experience_steps)",
+    "workingloop.remote(data_loader_fn(),",
+    "num_steps=experience_steps",
     "fit.remote(total_steps, update_steps, train_epochs)",
     "ray.get(wait_tasks)",
 ]

@@ -1,8 +1,14 @@
-"""Translations of one command, with the shell and without it."""
+"""Translations of one command, with the shell and without it.
+
+Whatever these give to a test has been pasted into bash, and the program got its very words.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
+from collections.abc import Mapping
 
 from trainer.migrate.recorder import Command
 from trainer.migrate.systems import SYSTEMS, migrate
@@ -12,6 +18,7 @@ from trainer.migrate.translation import Translation
 def migrated(system: str, text: str) -> Translation:
     """Of a text that the shell reads, which runs one training."""
     (done,) = migrate(system, text)
+    check_pasted(done)
     return done
 
 
@@ -25,4 +32,27 @@ def translated(system: str, line: str) -> Translation:
 def translated_whole(system: str, line: str) -> Translation:
     """The same, checked and composed."""
     (done,) = migrate(system, shlex.split(line))
+    check_pasted(done)
     return done
+
+
+def check_pasted(done: Translation) -> None:
+    """The command is valid in bash, and its words are the settings; each variable is 7."""
+    values = dict.fromkeys(done.variables, "7")
+    expected = done.overrides()
+    for name in values:
+        expected = [re.sub(rf"\${name}\b", "7", word) for word in expected]
+    said = zip(pasted(done, values), [done.program, *expected], strict=True)
+    assert [pair for pair in said if pair[0] != pair[1] and "$((" not in pair[1]] == []
+
+
+def pasted(done: Translation, environment: Mapping[str, str]) -> list[str]:
+    """The words that `verl-like` gets of the command."""
+    recorder = "verl-like() { printf '%s\\0' \"$@\"; }"
+    ran = subprocess.run(
+        ["bash", "-c", f"{recorder}\n{done.command()}"],
+        env={**environment, "ROW_TOKENS": "100"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return ran.stdout.decode().split("\0")[:-1]
