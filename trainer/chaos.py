@@ -125,7 +125,7 @@ class Chaos:
             self._delay(groups, step, draw)
         for fault in own_faults:
             if self._draw(fault.kind, fault.chance, step):
-                self._note(fault.kind, step, **fault.strike())
+                self.note(fault.kind, step, **fault.strike())
         if draw := self._draw("kill_worker", self._settings.kill_worker, step):
             self._kill(groups, step, draw)
 
@@ -161,16 +161,17 @@ class Chaos:
         role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
         with suppress(WorkerDiedError):  # whoever is gone is slow already
             groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
-        self._note("delay", step, role=role, rank=0, seconds=seconds)
+        self.note("delay", step, role=role, rank=0, seconds=seconds)
 
     def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
         """A process that is not the driver's own, of a pool that is drawn first."""
         role, rank = draw.choice(draw.choice(_pools_to_kill_in(groups)))
         transport = groups[role].transport
-        self._note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
+        self.note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
         transport.kill(rank)
 
-    def _note(self, kind: str, step: int, **facts: Any) -> None:
+    def note(self, kind: str, step: int, **facts: Any) -> None:
+        """A fault has come in this step."""
         self._write({"kind": kind, "step": step, **facts})
         words = ", ".join(f"{name} {value}" for name, value in facts.items())
         logger.warning("chaos.%s in step %d: %s", kind, step, words)

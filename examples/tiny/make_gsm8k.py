@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
 from prepare_gsm8k import make_row
 
-from trainer.cli.make_tiny import make_model, make_tokenizer
+from trainer.cli.make_tiny import fit, make_model, make_tokenizer
 
 NUM_ROWS = {"train": 2048, "test": 64}
 LARGEST = 5
@@ -52,17 +52,7 @@ def fine_tune(model: Any, tokenizer: Any, lines: list[dict[str, str]]) -> None:
     labels[
         :, : -len(tokenizer(lines[0]["answer"], add_special_tokens=False)["input_ids"]) - 1
     ] = -100
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(1000):
-        chosen = torch.arange(step * 32, (step + 1) * 32) % len(tokens)
-        loss = model(input_ids=tokens[chosen], labels=labels[chosen]).loss
-        if loss < 0.4:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    fit(model, tokens, labels, until=0.4)
 
 
 def main(folder: Path) -> None:

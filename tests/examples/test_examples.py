@@ -13,6 +13,7 @@ COVERED = {
     "rlhf_pipeline": "tests/examples/test_rlhf_pipeline.py",
     "detached": "tests/examples/test_detached.py",
     "notebook": "tests/examples/test_notebook.py",
+    "agents": "tests/examples/test_agents.py",
     "custom_role": "tests/workers/roles/test_custom_role.py",
 }
 

@@ -146,7 +146,8 @@ class Killer:
         if whose == REWARDS:
             scorers = [part.manager._scorer for part in self._trainer.rewards.parts]
             processes = [process for scorer in scorers for process in scorer._processes]
-            return [one._supervisor.pid for one in processes if one._supervisor is not None]
+            pids = [one._supervisor.pid for one in processes if one._supervisor is not None]
+            return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         role, _, rank = whose.partition("/")
         return [self._trainer.groups[role].transport.started[int(rank or 0)].pid]
 

@@ -20,7 +20,7 @@ from trainer.best_of_n.config import BestOfNConfig
 from trainer.config.recipe import Recipe, presets
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from verl_like.errors import ConfigError
-from workers.config import model_rewards
+from workers.config import model_rewards, plays
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
@@ -47,6 +47,12 @@ def check(config: BestOfNConfig) -> None:
                 "and written down, so they must not depend on the batch. Set it to false."
             )
 
+    if plays(config) and (selection.write == "pairs" or config.environment.tools):
+        what = "tools" if config.environment.tools else "selection.write=pairs"
+        raise ConfigError(
+            f"{what}: a trajectory becomes a row of `messages` for verl-like sft, which has no "
+            "tools, and no other side. Leave it out."
+        )
     wanted = 2 if selection.write == "pairs" else selection.top_k
     if rollout.n < wanted:
         what = "a pair is made of two" if selection.write == "pairs" else f"top_k={wanted} are kept"

@@ -1,5 +1,7 @@
 """The choice among the samples of each prompt, as rows of the files that other recipes read.
 
+A sample of several turns becomes a row of `messages`.
+
 rows, metrics = select(samples, config.selection, tokenizer)
 write_rows(path, rows)                                          # whole or not at all
 """
@@ -14,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.best_of_n.config import SelectionConfig
 from trainer.rollouts.samples import EXTRA
+from trainer.rollouts.turns import SAID, chats_of
 from verl_like.errors import BatchError
 from verl_like.files import json_lines, lines_of, parse_json, write_whole
+from workers.agents.chat import Message
 from workers.columns import read_columns
 from workers.rewards.manager import decode_responses
 from workers.rewards.weighted import SKIPPED
@@ -35,6 +39,14 @@ class Sample:
     score: float
     about: Row
     """What a row says of it: its index, score, finish reason, and the numbers of its rewards."""
+    messages: Sequence[Message] | None = None
+    """The whole chat, where it has several turns."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a turn of the policy's is without text."""
+        said = [one["content"] for one in self.messages or () if one["role"] == SAID]
+        return not all(text.strip() for text in said or [self.text])
 
 
 def select(
@@ -50,7 +62,7 @@ def select(
     least = -math.inf if config.min_score is None else config.min_score
     for about, prompt, samples in samples_by_prompt(batch, tokenizer):
         counts["num_prompts"] += 1
-        good = [sample for sample in samples if sample.text.strip()]
+        good = [sample for sample in samples if not sample.is_empty]
         counts["num_empty"] += len(samples) - len(good)
         whole = [sample for sample in good if sample.about["finish_reason"] != CUT_BY_LENGTH]
         counts["num_cut"] += len(good) - len(whole)
@@ -60,8 +72,10 @@ def select(
             counts["num_below_min_score"] += 1
         elif config.write == "sft":
             for rank, sample in enumerate(best_samples(good, least, config.top_k), start=1):
-                row = {"prompt": prompt, "response": sample.text, **about, "rank": rank}
-                rows.append(row | sample.about)
+                chat: Row = {"prompt": prompt, "response": sample.text}
+                if sample.messages is not None:
+                    chat = {"messages": sample.messages}
+                rows.append({**chat, **about, "rank": rank, **sample.about})
         elif len(good) > 1 and good[0].score > good[-1].score:
             rows.append(pair_row(prompt, about, good[0], good[-1]))
         else:
@@ -86,6 +100,8 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
     own = {name: columns[name].tolist() for name in columns if name.startswith(EXTRA)}
     skipped = own.pop(SKIPPED, [0.0] * len(batch))
 
+    chats = chats_of(batch, tokenizer)
+
     found: dict[str, list[int]] = {}
     for row, uid in enumerate(columns["uid"]):
         found.setdefault(str(uid), []).append(row)
@@ -100,7 +116,7 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
                 "rewards": rewards or None,
             }
             if not skipped[row]:
-                samples.append(Sample(texts[row], scores[row], about))
+                samples.append(Sample(texts[row], scores[row], about, chats[row]))
         samples.sort(key=lambda sample: -sample.score)  # stable: of equal scores the first
         prompt, source = columns["raw_prompt"][rows[0]], str(columns["data_source"][rows[0]])
         if not isinstance(prompt, str):  # parquet gives arrays of messages

@@ -35,6 +35,9 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     config: BestOfNConfig
     stages = ("gen", "score", "select")
     prompt_files = "train_files"
+    refuses_tools = (
+        "A trajectory becomes a row of `messages` for verl-like sft, which has no tools."
+    )
     concurrent_stages = ("score",)
 
     ahead: DataProto | None = None

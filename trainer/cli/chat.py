@@ -6,6 +6,13 @@ terminal it asks for messages (/new begins anew, Ctrl-D ends) and shows the answ
 made. From a pipe the whole input is one message, and the answer is all that is printed:
 
   echo "say b" | verl-like chat runs/letters --max-tokens 20
+
+usage: verl-like chat MODEL --environment FILE.py:CLASS
+           [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON] [--turns N]
+
+plays one trajectory: a turn is the model's where you press Enter, and yours where you write. From a
+pipe, its lines are said, then the model goes on alone. Observations and rewards are shown; --seed
+chooses another game.
 """
 
 from __future__ import annotations
@@ -14,14 +21,22 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.cli.check_environment import heard, json_object
 from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
+from workers.agents.chat import TurnRenderer, with_observation
+from workers.agents.environment import EnvironmentSpec, in_full
+from workers.agents.host import EnvironmentHost
 
+Answer = dict[str, Any]
+STEP_S = 30.0
+"""Longest time for an environment's answer."""
 FORGET = "/new"
 PROMPT = "> "
 
@@ -54,21 +69,27 @@ class Chat:
 
     def answer(self, text: str, show_on: TextIO) -> str:
         """The model's answer to the conversation with this message."""
+        self.messages.append({"role": "user", "content": text})
+        tokens = self.draw(self._inputs(text), show_on)
+        found: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": found})
+        return found
+
+    def draw(self, inputs: Any, show_on: TextIO, **more: Any) -> list[int]:
+        """The ids that the model draws after these; `more` is for its `generate`."""
         import torch
 
-        self.messages.append({"role": "user", "content": text})
-        inputs = self._inputs(text).to(self.model.device)
-        width = inputs["input_ids"].shape[1]
+        inputs = inputs.to(self.model.device)
         with torch.inference_mode():
             tokens = self.model.generate(
                 **inputs,
                 **self.sampling,
+                **more,
                 pad_token_id=self.tokenizer.pad_token_id,
                 streamer=_streamer(self.tokenizer, show_on),
             )
-        found: str = self.tokenizer.decode(tokens[0, width:], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": found})
-        return found
+        drawn: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
+        return drawn
 
     def forget(self) -> None:
         """Remove every message but the system prompt."""
@@ -121,7 +142,9 @@ def main(arguments: Sequence[str]) -> None:
         import torch
 
         torch.manual_seed(options.seed)
-    if sys.stdin.isatty():
+    if options.environment or options.tools:
+        play(chat, options)
+    elif sys.stdin.isatty():
         talk(chat)
     else:
         chat.answer(sys.stdin.read().rstrip("\n"), sys.stdout)
@@ -142,6 +165,94 @@ def talk(chat: Chat) -> None:
             return
 
 
+def play(chat: Chat, options: argparse.Namespace) -> None:
+    """One trajectory, turn by turn, to its end or `--turns`."""
+    tools = [in_full(path) for path in options.tools]
+    spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools)
+    row, seed = {"prompt": "", **options.row}, options.seed or 0
+    if sys.stdin.isatty():
+        print("Enter: the model's turn; a text: yours; Ctrl-D ends")
+    with closing(EnvironmentHost(spec, STEP_S)) as host:
+        host.open(0, (seed, seed + 1), row)
+        first = _next_answer(host)
+        print(f"environment: {first.get('failed') or heard(first)}")
+        rewards: list[float] = []
+        if "failed" not in first:
+            game = Game(chat, host, row["prompt"], first["text"])
+            for _ in range(options.turns):
+                answer = game.turn()
+                if answer is None:
+                    break
+                print(f"environment: {answer.get('failed') or heard(answer)}", flush=True)
+                rewards.append(answer.get("reward", 0.0))
+                if answer.get("end") or "failed" in answer:
+                    break
+    print(f"{len(rewards)} turns, reward {sum(rewards):g}")
+
+
+class Game:
+    """A trajectory's ids, which model and user write by turns."""
+
+    def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: str | None) -> None:
+        """The policy sees the prompt and the first observation, if there is one."""
+        eos = chat.model.generation_config.eos_token_id
+        named = eos if isinstance(eos, list) else [eos]
+        self._stops = sorted({chat.tokenizer.eos_token_id, *named} - {None})
+        self._chat, self._host = chat, host
+        self._renderer = TurnRenderer(chat.tokenizer, host.tools, self._stops)
+        observed = None if first is None else self._renderer.escaped(first)
+        self._ids = self._renderer.prompt(with_observation(prompt, observed))
+
+    def turn(self) -> Answer | None:
+        """What the environment answers to this turn; None: the user ends."""
+        tokenizer = self._chat.tokenizer
+        text = _user_turn()
+        if text is None:
+            return None
+        last = None
+        if text:
+            self._ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            print("policy: ", end="", flush=True)
+            drawn = self._chat.draw(self._inputs(), sys.stdout, eos_token_id=self._stops)
+            self._ids += drawn
+            last = drawn[-1] if drawn[-1] in self._stops else None
+            said = drawn if last is None else drawn[:-1]
+            text = tokenizer.decode(said, skip_special_tokens=not self._host.tools)
+        self._host.say(0, text)
+        answer = _next_answer(self._host)
+        if "messages" in answer:
+            self._ids += self._renderer.between(last, answer["messages"])
+        return answer
+
+    def _inputs(self) -> Any:
+        import torch
+        from transformers import BatchEncoding
+
+        ids = torch.tensor([self._ids])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _user_turn() -> str | None:
+    """What the user says; "": it is the model's turn; None: it is over."""
+    if sys.stdin.isatty():
+        try:
+            return input(PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return None
+    text = sys.stdin.readline().strip()
+    if text:
+        print(f"{PROMPT}{text}")
+    return text
+
+
+def _next_answer(host: EnvironmentHost) -> Answer:
+    while True:
+        for _, answer in host.answers(1.0):
+            return answer
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("verl-like chat")
     add = parser.add_argument
@@ -150,4 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=512)
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=None)
+    add("--environment", default="")
+    add("--tools", nargs="+", default=[])
+    add("--kwargs", type=json_object, default={})
+    add("--row", type=json_object, default={})
+    add("--turns", type=int, default=8)
     return parser

@@ -1,9 +1,10 @@
-"""usage: verl-like check-environment FILE.py:CLASS [--say TEXT ...] [--turns N]
-           [--row JSON] [--kwargs JSON] [--tools FILE.py:FUNCTION ...]
+"""usage: verl-like check-environment FILE.py:CLASS|PREFIX:ID [--say TEXT ...] [--turns N]
+           [--row JSON] [--kwargs JSON] [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
 
 Plays an environment without a model: each TEXT is what the policy says in a turn, the last one
-again and again. It says what is observed, what a step costs, and whether the same seed plays the
-same game, alone and beside another one. What is wrong ends it with exit code 1.
+again and again. It says what is observed, what a step costs, what is earned by not ending, and
+whether the same seed plays the same game, alone and beside another one. What raises, hangs for
+longer than --step-s (30) or is otherwise wrong ends it with exit code 1.
 
   verl-like check-environment guess.py:Guess --say 5 3 8
 """
@@ -19,12 +20,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.errors import ConfigError
+import numpy as np
+
 from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
-
-STEP_S = 30.0
-"""Longest time for an answer."""
 
 
 @dataclass
@@ -44,21 +43,27 @@ class Played:
         """Whether the environment ended it."""
         return bool(self.answers[-1].get("end"))
 
+    @property
+    def reward(self) -> float:
+        """Of all its turns."""
+        return float(sum(answer.get("reward", 0.0) for answer in self.answers))
+
 
 def main(arguments: Sequence[str]) -> None:
     """Play, and print what was found."""
     parser = argparse.ArgumentParser("verl-like check-environment", add_help=False)
     parser.add_argument("path")
     parser.add_argument("--say", nargs="+", default=["1", "2", "3"])
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--row", type=_object, default={})
-    parser.add_argument("--kwargs", type=_object, default={})
+    parser.add_argument("--turns", type=_above_0, default=8)
+    parser.add_argument("--step-s", type=_above_0, default=30.0)
+    parser.add_argument("--row", type=json_object, default={})
+    parser.add_argument("--kwargs", type=json_object, default={})
     parser.add_argument("--tools", nargs="+", default=[])
     options = parser.parse_args(arguments)
     tools = [in_full(path) for path in options.tools]
     spec = EnvironmentSpec(in_full(options.path), options.kwargs, tools)
     row = {"prompt": "", **options.row}
-    with closing(EnvironmentHost(spec, STEP_S)) as host:
+    with closing(EnvironmentHost(spec, options.step_s)) as host:
         lines, problems = check(host, row, options.say, options.turns)
     print(*lines, sep="\n")
     if problems:
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check(
-    host: EnvironmentHost, row: dict[str, Any], said: Sequence[str], turns: int
+    host: EnvironmentHost, row: dict[str, Any], said: Sequence[str], turns: float
 ) -> tuple[list[str], list[str]]:
     """Lines about the environment, and what is wrong with it."""
     tools = [tool["function"]["name"] for tool in host.tools]
@@ -107,7 +112,11 @@ def check(
 
 
 def play(
-    host: EnvironmentHost, samples: list[int], row: dict[str, Any], said: Sequence[str], turns: int
+    host: EnvironmentHost,
+    samples: list[int],
+    row: dict[str, Any],
+    said: Sequence[str],
+    turns: float,
 ) -> list[Played]:
     """These samples of one prompt, side by side."""
     played = {number: Played() for number in samples}
@@ -131,33 +140,52 @@ def play(
 def _story(played: Played, said: Sequence[str]) -> list[str]:
     lines = []
     for turn, (answer, seconds) in enumerate(zip(played.answers, played.seconds, strict=True)):
-        heard = _heard(answer)
+        observed = heard(answer)
         cost = f"{1000 * seconds:.1f} ms"
         if turn == 0:
-            lines.append(f"reset ({cost}): {heard}")
+            lines.append(f"reset ({cost}): {observed}")
         else:
-            lines.append(f"{said[min(turn, len(said)) - 1]!r} ({cost}): {heard}")
+            lines.append(f"{said[min(turn, len(said)) - 1]!r} ({cost}): {observed}")
+    num_turns = len(played.answers) - 1
+    if num_turns:
+        steps = 1000 * np.array(played.seconds[1:])
+        lines.append(f"a step costs {np.median(steps):.1f} ms, the slowest {steps.max():.1f} ms")
     if not played.problem and not played.has_ended:
-        lines.append(f"it has not ended after {len(played.answers) - 1} turns")
+        lines.append(
+            f"it has not ended after {num_turns} turns: cut there by environment.max_turns, a "
+            f"trajectory keeps a reward of {played.reward:g}"
+        )
     return lines
 
 
-def _heard(answer: dict[str, Any]) -> str:
+def heard(answer: dict[str, Any]) -> str:
+    """An environment's answer in words."""
     if "failed" in answer:
         return "failed"
     if "text" in answer:
         return "the prompt alone" if answer["text"] is None else repr(answer["text"])
     reward = f"reward {answer['reward']:g}"
     if answer.get("end"):
-        return f"end, {reward}"
+        return f"{'cut' if answer.get('truncated') else 'end'}, {reward}"
     return ", ".join([*(repr(one["content"]) for one in answer["messages"]), reward])
 
 
-def _object(text: str) -> dict[str, Any]:
+def _above_0(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return number
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of an option that is an object."""
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConfigError(f"{text} is no JSON object, such as '{{\"level\": 3}}'.")
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object, such as '{{\"level\": 3}}'")
     return found

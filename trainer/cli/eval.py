@@ -31,6 +31,7 @@ CARRIED = (
     "rewards",
     "custom_reward_function.",
     "reward_model.",
+    "environment.",
     "trainer.seed",
 )
 """What a run's configuration says of its validation."""

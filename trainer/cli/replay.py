@@ -1,5 +1,6 @@
 """usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
            [--from-start] [--backend local|run]
+       verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
 Goes on from the newest checkpoint before step K of the run folder RUN, in a folder of its own, and
 makes step K again: same samples, same numbers. Prints every number and every kept batch that is not
@@ -10,6 +11,9 @@ as it was, bit for bit; the exit code is then 1. RUN is only read.
   --break            the debugger, right before; roles of one process run in this one: breakpoint()
                      works in their code, too
   --from-start       where no earlier checkpoint is left: all K steps, from the beginning
+  --trajectory UID   samples of that uid in rollouts/ alone, played against the observations that
+                     trainer.max_batches_to_keep left in RUN; says which token differs first
+  --live             against the environment as it is; says which observation differs first
   --backend run      the run's own backend; local needs no cluster, with as many processes
 """
 
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.replay.replay import Replayed, replay
+from trainer.replay.trajectory import Played, replay_trajectory
 from trainer.run_folder.batches import STAGES
 
 MOST_LINES = 20
@@ -32,7 +37,20 @@ MOST_LINES = 20
 def main(arguments: Sequence[str]) -> None:
     """Make it again; exit code 1 where anything differs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.trajectory is not None:
+        played = replay_trajectory(
+            Path(options.run),
+            options.trajectory,
+            live=options.live,
+            from_start=options.from_start,
+            backend=options.backend,
+        )
+        print(*[verdict_of(one) for one in played], sep="\n", flush=True)
+        sys.exit(1 if any(one.difference for one in played) else 0)
+    if options.live:
+        parser.error("--live is read with --trajectory")
     try:
         found = replay(
             Path(options.run),
@@ -47,6 +65,14 @@ def main(arguments: Sequence[str]) -> None:
     print(verdict(found, options.step, options.stage), flush=True)
     if found.differences:
         sys.exit(1)
+
+
+def verdict_of(one: Played) -> str:
+    """Whether a trajectory came out as it was."""
+    what = f"trajectory {one.name}, {one.num_tokens} tokens drawn in {one.num_turns} turns"
+    if one.difference:
+        return f"{what}: differs first in {one.difference}"
+    return f"{what}: as it was, bit for bit"
 
 
 def verdict(found: Replayed, step: int, stage: str) -> str:
@@ -70,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("verl-like replay")
     add = parser.add_argument
     add("run", metavar="RUN")
-    add("--step", type=int, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int)
+    which.add_argument("--trajectory")
+    add("--live", action="store_true")
     add("--stage", choices=STAGES, default="")
     add("--break", dest="breaks", action="store_true")
     add("--from-start", action="store_true")

@@ -180,6 +180,11 @@ HAS_FAULTS = When(
     lambda _, run: run.chaos.has_faults,
     "all chances in chaos are 0, so there are no faults",
 )
+DELAYS = When(
+    "something is delayed",
+    lambda section, _: section.delay > 0 or getattr(section, "delay_environment", 0) > 0,
+    "chaos.delay is 0",
+)
 
 
 @dataclass(kw_only=True)
@@ -190,7 +195,7 @@ class ChaosConfig:
     """Chance that a step starts by killing a random worker."""
     delay: float = key(0.0, at_least=0, at_most=1)
     """Chance that a random role's calls are delayed in a step."""
-    delay_s: float = key(1.0, above=0, read_when=unless("delay", 0))
+    delay_s: float = key(1.0, above=0, read_when=DELAYS)
     """Seconds of delay."""
     seed: int = key(1, allows="a number")
     """Seed of the faults."""

@@ -31,12 +31,14 @@ class DataConfig:
     """Prompts: files, sizes, order."""
 
     train_files: Any = key(
-        "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
+        "",
+        allows="a file, a list, or a number",
+        required="give a parquet or JSONL file, or a list of them",
     )
-    """Parquet or JSONL files in verl's schema."""
+    """Parquet or JSONL files in verl's schema; a number of games whose environment says all."""
     val_files: Any = key(
         "",
-        allows="a file, or a list",
+        allows="a file, a list, or a number",
         read_when=VALIDATION_IS_ON,
         may_change_on_resume=True,
     )

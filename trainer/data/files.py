@@ -156,6 +156,9 @@ def rows_of_prompts(
     if config.custom_cls.path:
         yield from _cut(_custom_rows(config, files, tokenizer))
         return
+    if is_num_games(getattr(config, setting)):
+        yield from _cut(_games(config, setting))
+        return
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
     yield from rows_of_files(files, f"data.{setting}", columns)
 
@@ -184,10 +187,24 @@ def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterato
                 yield from json_rows(path)
 
 
-def names_of(files: str | Sequence[str] | None) -> list[str]:
-    """One name, several, or none."""
+def is_num_games(files: Any) -> bool:
+    """Whether it is a number of rows without a prompt, for environments that say all."""
+    return type(files) is int
+
+
+def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
+    number = getattr(config, setting)
+    for game in range(number):
+        prompt = [{"role": "user", "content": ""}]
+        yield f"data.{setting}={number}, row {game}", {config.prompt_key: prompt}
+
+
+def names_of(files: str | int | Sequence[str] | None) -> list[str]:
+    """One name, several, or none; a number is the name of no file."""
     if not files:
         return []
+    if isinstance(files, int):
+        return [str(files)]
     return [files] if isinstance(files, str) else list(files)
 
 
@@ -196,6 +213,8 @@ def check_files(config: DataConfig) -> None:
     if config.custom_cls.path:
         return  # what its names stand for is the class's own affair
     for setting in ("train_files", "val_files"):
+        if is_num_games(getattr(config, setting)):
+            continue
         for name in names_of(getattr(config, setting)):
             if not is_hub_name(name):
                 _check_file(Path(name), f"data.{setting}")

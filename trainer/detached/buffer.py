@@ -22,8 +22,17 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from trainer.detached.activity import Activity
 from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
 from trainer.detached.ledger import IN_FLIGHT, LOST, QUEUED, TAKEN, Ledger
-from trainer.detached.samplers import SAMPLERS, Choice, Experience, Stock, chosen, num_samples_of
+from trainer.detached.samplers import (
+    SAMPLERS,
+    Choice,
+    Experience,
+    Stock,
+    chosen,
+    num_samples_of,
+    tokens_by_uid,
+)
 from trainer.detached.topology import ANY_RANK
+from trainer.ppo.tokens import tokens_given_up
 from trainer.rollouts.samples import concat_rows, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
@@ -232,12 +241,13 @@ class ExperienceBuffer:
 
     def put(self, experience: Experience) -> None:
         """Accept a finished experience; a full buffer that evicts drops its oldest ones."""
+        tokens, given_up = tokens_by_uid(experience), tokens_given_up(experience.samples)
         with self._change():
             del self._in_flight[experience.number]
             experience.rows = experience.submission = None
             if experience.is_validation:
                 return
-            self.ledger.move(experience.uids, QUEUED)
+            self.ledger.queue(tokens, given_up)
             self._ready.append(experience)
             while self._evicts and num_samples_of(self._ready) > self._limit:
                 self._drop(self._ready[0], "pushed out of the full buffer")
@@ -252,7 +262,10 @@ class ExperienceBuffer:
             num_lost = num_samples_of(lost)
             for one in lost:
                 del self._in_flight[one.number]
-                if not keeps or one.submission is None or not one.submission.num_there:
+                there = one.submission
+                if there is not None and not (keeps and there.has_begun):
+                    if not one.is_validation:
+                        self.ledger.leave_out({LOST: there.num_tokens})
                     one.submission = None
                 num_lost -= len(one.uids_there)
                 if not one.is_validation:
@@ -301,12 +314,21 @@ class ExperienceBuffer:
         with self._changed:
             self.ledger.drop(uids, reason)
 
-    def trained(self, rows: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Groups were trained on: uid -> trainer rank and version of each of its samples."""
+    def trained(
+        self,
+        rows: Mapping[str, Sequence[tuple[int, int]]],
+        tokens: int,
+        left_out: Mapping[str, int],
+    ) -> None:
+        """Groups were trained on: uid -> trainer rank and version of each of its samples.
+
+        So many of their `tokens`, and others not, by reason.
+        """
         with self._changed:
             for uid, samples in rows.items():
                 ranks, versions = zip(*samples, strict=True)
                 self.ledger.trained(uid, ranks, versions, self.version)
+            self.ledger.tokens_trained(tokens, left_out)
         self.check()
 
     def check(self) -> None:
@@ -347,9 +369,15 @@ class ExperienceBuffer:
         which is not in the first.
         """
         with self._changed:
+            being_made = list(self._in_flight.values())
+            begun = [one for one in [*being_made, *self.stream.waiting] if one.submission]
+            ledger = self.ledger.as_dict()
+            ledger["tokens"]["in_flight"] = sum(
+                one.submission.num_tokens for one in begun if one.submission
+            )
             state = {
-                "stream": self.stream.state_dict(self._in_flight.values()),
-                "ledger": self.ledger.as_dict(),
+                "stream": self.stream.state_dict(being_made),
+                "ledger": ledger,
                 "num_taken": self._num_taken,
             }
             return state, list(self._ready)
@@ -363,7 +391,8 @@ class ExperienceBuffer:
             self._num_taken = state["num_taken"]
             self._ready = [one for one in queued if one.samples is not None]
             for one in self._ready:
-                self.ledger.restore(one.maker, one.uids, one.num_samples // len(one.uids))
+                size = one.num_samples // len(one.uids)
+                self.ledger.restore(one.maker, tokens_by_uid(one), size)
 
     def close(self) -> None:
         """Begin no more experiences, so that makers' threads end."""
@@ -497,7 +526,8 @@ class ExperienceBuffer:
     def _hand_out(self, piece: Experience, maker: int, version: int) -> Experience:
         self.stream.waiting.remove(piece)
         if piece.submission is not None and not self._has_room(piece, piece.version):
-            self.ledger.drop_there(piece.maker, piece.submission.num_there)
+            there = piece.submission
+            self.ledger.drop_there(piece.maker, there.num_there, there.num_tokens)
             piece.submission = None
         piece.version = version if piece.submission is None else min(version, piece.version)
         piece.rows, piece.attempt = self.stream.rows(piece), self._demand.attempt

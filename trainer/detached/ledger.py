@@ -2,6 +2,10 @@
 
     made = trained + queued + dropped (by reason) + in flight
 
+and so is every token that has come with its sample, or with a turn of a lost maker's:
+
+    drawn = trained + queued + left out (by reason)
+
 A sample is made from the moment that a maker begins it. One that was lost with its maker counts as
 dropped there, and as made again where it is made again; what was there of its group counts as made
 by whoever makes the rest. Groups (a prompt's samples) stay together, so a uid stands for all of
@@ -16,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.report.detached import ledger_table
+from trainer.report.tokens import tokens_in_words
 from verl_like.errors import LedgerError
 from verl_like.terminal import draw_table
 
@@ -40,6 +45,7 @@ class _Group:
     maker: int
     num_samples: int
     state: str
+    num_tokens: int = 0
 
 
 class Ledger:
@@ -53,6 +59,9 @@ class Ledger:
         """Version of the weights -> trained samples that it made."""
         self.staleness: Counter[int] = Counter()
         """Versions between draw and update -> trained samples."""
+        self.trained_tokens = self._tokens_in_step = 0
+        self.left_out: Counter[str] = Counter()
+        """Reason -> tokens that were drawn and not trained on."""
         self._open: dict[str, _Group] = {}
 
     def begin(self, maker: int, uids: Iterable[str], samples_per_group: int) -> None:
@@ -72,6 +81,13 @@ class Ledger:
         for uid in uids:
             self._open[uid].state = state
 
+    def queue(self, tokens: Mapping[str, int], given_up: Mapping[str, int]) -> None:
+        """These groups have come, with so many tokens each, and more `given_up` by reason."""
+        self.move(tokens, QUEUED)
+        for uid, num in tokens.items():
+            self._open[uid].num_tokens = num
+        self.leave_out(given_up)
+
     def trained(self, uid: str, ranks: Sequence[int], made_by: Sequence[int], version: int) -> None:
         """A group was trained on: the trainer rank of each sample, and the version that made it.
 
@@ -81,7 +97,24 @@ class Ledger:
         self.makers[group.maker].trained += group.num_samples
         self.trainers.update(ranks)
         self.versions.update(made_by)
+        self._tokens_in_step += group.num_tokens
         self.staleness.update(version - made for made in made_by)
+
+    def tokens_trained(self, num: int, left_out: Mapping[str, int]) -> None:
+        """Of the groups that were trained on so many tokens were, and others not, by reason."""
+        if self._tokens_in_step != num + sum(left_out.values()):
+            raise LedgerError(
+                f"the groups of this step have {self._tokens_in_step} tokens, and {num} were "
+                f"trained on, {dict(left_out)} were not."
+            )
+        self.trained_tokens += num
+        self._tokens_in_step = 0
+        self.left_out.update(left_out)
+
+    def leave_out(self, tokens: Mapping[str, int]) -> None:
+        """So many tokens were drawn and are not trained on, by reason."""
+        self.left_out.update(tokens)
+        self.left_out += Counter()  # a reason without tokens is none
 
     def drop(self, uids: Iterable[str], reason: str, there: Iterable[str] = ()) -> None:
         """These groups are not trained on, but for samples that are `there`, by their uids.
@@ -94,11 +127,13 @@ class Ledger:
             account = self.makers[group.maker]
             account.made -= num_there[uid]
             account.dropped[reason] += group.num_samples - num_there[uid]
+            self.leave_out({reason: group.num_tokens})
 
-    def drop_there(self, maker: int, num_samples: int) -> None:
-        """Samples of a lost maker were there, and are made again all the same."""
+    def drop_there(self, maker: int, num_samples: int, num_tokens: int) -> None:
+        """Samples of a lost maker were there, or turns, and are made again all the same."""
         self.makers[maker].made += num_samples
         self.makers[maker].dropped[TOO_OLD] += num_samples
+        self.leave_out({TOO_OLD: num_tokens})
 
     def uids(self, state: str) -> list[str]:
         """The open groups in that state."""
@@ -128,7 +163,12 @@ class Ledger:
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it; what a trainer's step has taken counts as queued."""
         counts = {name: getattr(self, name) for name in ("trainers", "staleness", "versions")}
-        return {"makers": self._rows()} | {
+        tokens = {
+            "trained": self.trained_tokens,
+            "queued": sum(group.num_tokens for group in self._open.values()),
+            "left_out": dict(self.left_out),
+        }
+        return {"makers": self._rows(), "tokens": tokens} | {
             name: {str(number): count for number, count in sorted(of.items())}
             for name, of in counts.items()
         }
@@ -140,12 +180,15 @@ class Ledger:
             reasons.update(row["dropped"])
         lines = draw_table(ledger_table(rows), flush_right=True) if rows else []
         lines += [f"  dropped: {count} ({reason})" for reason, count in reasons.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  tokens: {tokens_in_words(**self.as_dict()['tokens'])}"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with this ledger; what was open then is made again, but for groups of `restore`."""
         for name in ("trainers", "staleness", "versions"):
             setattr(self, name, Counter({int(key): n for key, n in state[name].items()}))
+        tokens = state["tokens"]
+        self.trained_tokens, self.left_out = tokens["trained"], Counter(tokens["left_out"])
+        self.leave_out({MADE_AGAIN: tokens["queued"] + tokens.get("in_flight", 0)})
         self._open, self.makers = {}, {}
         for maker, row in state["makers"].items():
             account = Account(row["made"], row["trained"], Counter(row["dropped"]))
@@ -153,13 +196,14 @@ class Ledger:
             account.dropped += Counter()  # a reason without samples is none
             self.makers[int(maker)] = account
 
-    def restore(self, maker: int, uids: Sequence[str], samples_per_group: int) -> None:
-        """These groups of the ledger that was loaded are queued still."""
+    def restore(self, maker: int, tokens: Mapping[str, int], samples_per_group: int) -> None:
+        """These groups, with their tokens, of the ledger that was loaded are queued still."""
         account = self.makers[maker]
-        account.dropped[MADE_AGAIN] -= samples_per_group * len(uids)
+        account.dropped[MADE_AGAIN] -= samples_per_group * len(tokens)
         account.dropped += Counter()
-        for uid in uids:
-            self._open[uid] = _Group(maker, samples_per_group, QUEUED)
+        self.leave_out({MADE_AGAIN: -sum(tokens.values())})
+        for uid, num in tokens.items():
+            self._open[uid] = _Group(maker, samples_per_group, QUEUED, num)
 
     def _rows(self) -> dict[str, dict[str, Any]]:
         counted = Counter[tuple[int, str]]()

@@ -41,6 +41,7 @@ from verl_like.errors import (
 )
 from verl_like.placement.roles import expand_roles
 from workers.columns import read_columns, rm_column, select_reads
+from workers.config import plays
 from workers.rollout.client import RolloutClient, Submission
 
 logger = logging.getLogger(__name__)
@@ -73,22 +74,27 @@ class Maker:
     def __init__(self, number: int, trainer: MakersTrainer) -> None:
         """`start` begins.
 
-        With `max_new_tokens_per_call` a take draws so many of a response, pieces begin beside
-        unfinished ones, and newer weights are taken in between. Where a lost rank does not end the
-        run, samples of the others are waited for.
+        With `max_new_tokens_per_call` a take draws so many of a response (and waits for no slow
+        environment), pieces begin beside unfinished ones, and newer weights are taken in between.
+        Where a lost rank does not end the run, samples of the others are waited for.
         """
         self._number, self._role, self._trainer = number, maker_role(number), trainer
         self._buffer = trainer.buffer
         self._activity = trainer.activity.of(f"maker {number}")
-        self._client = RolloutClient(trainer.groups[self._role])
         self._weights = Weights(0, 0)
         self._running: dict[Submission, Experience] = {}
         detached = trainer.config.detached
         self._max_tokens = trainer.config.rollout_of(number).max_new_tokens_per_call
+        self._take_s = SLICE_S if plays(trainer.config) or not self._max_tokens else None
         self._takes_weights_within = detached.new_weights == "at_once" or bool(self._max_tokens)
         self._keeps_samples = detached.on_maker_loss != "fail"
+        self._client = self._new_client()
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name=f"maker {number}", daemon=True)
+
+    def _new_client(self) -> RolloutClient:
+        keeps_turns = self._keeps_samples and plays(self._trainer.config)
+        return RolloutClient(self._trainer.groups[self._role], keeps_turns)
 
     def start(self) -> None:
         """Generate until the buffer is closed."""
@@ -121,8 +127,7 @@ class Maker:
             self._begin()
         if self._running:
             with self._activity.busy("generate"):
-                seconds = None if self._max_tokens else SLICE_S
-                finished = self._client.take(self._max_tokens, seconds)
+                finished = self._client.take(self._max_tokens, self._take_s)
             for submission in finished:
                 self._put(submission, self._running[submission])
                 del self._running[submission]
@@ -167,9 +172,8 @@ class Maker:
             except VerlLikeError as problem:
                 logger.warning("its other ranks give nothing more: %s", problem)
             for there in self._running:
-                if there.num_there:
-                    words = "maker %d: %d samples of the lost group are kept, %d are made again."
-                    logger.warning(words, self._number, there.num_there, len(there.missing))
+                if there.has_begun:
+                    logger.warning("maker %d: %s", self._number, there.in_words())
         num_lost = self._buffer.lost(self._number, self._keeps_samples)
         self._running, self._weights = {}, Weights(0, 0)
         with self._activity.gone("others are to come in the place of the lost ones"):
@@ -177,7 +181,7 @@ class Maker:
         if self._is_lost:
             self._activity.leave("the other makers have taken over")
         else:
-            self._client = RolloutClient(self._trainer.groups[self._role])
+            self._client = self._new_client()
 
 
 class ToldToStop(Exception):

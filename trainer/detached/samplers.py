@@ -23,6 +23,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_methods
+from workers.columns import count_ones
 from workers.rollout.client import Submission
 
 
@@ -76,6 +77,17 @@ class Experience:
         """Which prompts it is, as JSON has it."""
         names = "number", "num_samples", "batch", "start", "stop", "rank"
         return {name: getattr(self, name) for name in names}
+
+
+def tokens_by_uid(experience: Experience) -> dict[str, int]:
+    """Drawn tokens of each of its groups, once it is made."""
+    found = dict.fromkeys(experience.uids, 0)
+    if experience.samples is not None and not experience.is_validation:
+        uids = experience.samples.non_tensor_batch["uid"]
+        counts = count_ones(experience.samples, "response_mask").tolist()
+        for uid, count in zip(uids, counts, strict=True):
+            found[str(uid)] += count
+    return found
 
 
 def num_samples_of(experiences: Iterable[Experience]) -> int:

@@ -29,12 +29,13 @@ from trainer.detached.maker import (
 )
 from trainer.detached.plan import plan_lines
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import ANY_RANK, role_on
+from trainer.detached.topology import ANY_RANK, maker_role, role_on
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.sample import number_rows
+from trainer.ppo.sample import FILTERED, Draw, Samples, number_rows
 from trainer.ppo.step import PPOTrainer
+from trainer.report.tokens import tokens_of
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
@@ -43,7 +44,9 @@ from verl_like.calls.future import gather
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
+from workers.agents.loop import GIVEN_UP, NOT_AGAIN
 from workers.columns import has_column, read_columns, rm_column
+from workers.config import plays
 
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds what was queued."""
@@ -151,6 +154,19 @@ class DetachedTrainer(PPOTrainer):
             error.add_note(self.source.in_words())
             raise
 
+    def make_samples(self, draw: Draw) -> Samples:
+        """As PPO does, of what makers have made; their environments are in the timeline, too."""
+
+        def noted(attempt: int) -> DataProto:
+            drawn = draw(attempt)
+            makers = [self.source.makers_of[str(uid)] for uid in drawn.non_tensor_batch["uid"]]
+            for maker in sorted(set(makers)):
+                own = drawn[[row for row, its in enumerate(makers) if its == maker]]
+                self.note_environments(own, maker_role(maker), "gen")
+            return drawn
+
+        return super().make_samples(noted if plays(self.config) else draw)
+
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
         if self.topology.routed_ranks == [ANY_RANK]:
@@ -168,7 +184,10 @@ class DetachedTrainer(PPOTrainer):
         """PPO's update; then the ledger says what was trained on."""
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
-            self.buffer.trained(self._ranks_and_versions(batch))
+            trained, left_out = tokens_of([metrics])
+            for reason in (FILTERED, GIVEN_UP, NOT_AGAIN):  # the buffer counts them itself
+                left_out.pop(reason, None)
+            self.buffer.trained(self._ranks_and_versions(batch), trained, left_out)
         return metrics
 
     def sync(self) -> Metrics:

@@ -17,6 +17,7 @@ from verl_like.terminal import draw_table, terminal_width
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
 """The means that are shown; the bootstrap's deviations are in metrics.jsonl."""
+AGENTS = "val-aux/agents/"
 
 
 class Evaluation(SamplingOnlyTrainer):
@@ -39,8 +40,21 @@ class Evaluation(SamplingOnlyTrainer):
             samples = sample_all(self.prompts.in_order(), self.roll_out, score, **sampling)
         self.write_samples("validation", samples)
         metrics = name_metrics(samples)
-        print("\n".join(core_table(metrics, terminal_width())), flush=True)
+        print("\n".join(core_table(metrics, terminal_width()) + played(metrics)), flush=True)
         return metrics
+
+
+def played(metrics: Metrics) -> list[str]:
+    """A line about trajectories, where samples are such."""
+    found = {n.removeprefix(AGENTS): value for n, value in metrics.items() if n.startswith(AGENTS)}
+    if not found:
+        return []
+    ended = {n.removeprefix("ended/"): share for n, share in found.items() if "ended/" in n}
+    ends = ", ".join(f"{name} {share:.0%}" for name, share in ended.items() if share)
+    calls, errors = found["num_calls/mean"], found["num_call_errors/mean"]
+    tools = f"; {calls:.3g} tool calls each, {errors:.3g} of them errors" if calls else ""
+    turns = f"{found['num_turns/mean']:.3g} turns each"
+    return [f"trajectories: success {found['success']:.1%}, {turns}; ended: {ends}{tools}"]
 
 
 def core_table(metrics: Metrics, width: int | None = None) -> list[str]:

@@ -17,6 +17,7 @@ from workers.config import (
     WorkersConfig,
 )
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
+from workers.config.environment import PLAYS
 
 NO_STEPS_OR_CRITIC = When(
     "it is 0, or there is a critic",
@@ -156,11 +157,16 @@ class PPOChaosConfig(ChaosConfig):
 
     drop_bucket: float = key(0.0, at_least=0, at_most=1)
     """Chance that a step's next weight sync loses a bucket."""
+    kill_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
+    """Chance that an environment is killed in the place of an answer."""
+    delay_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
+    """Chance that an environment's answer comes `delay_s` later."""
 
     @property
     def has_faults(self) -> bool:
         """Whether a run is to be tried at all."""
-        return self.drop_bucket > 0 or super().has_faults
+        own = self.drop_bucket, self.kill_environment, self.delay_environment
+        return max(own) > 0 or super().has_faults
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
 from trainer.ppo.update import make_ptx_loader
-from trainer.rollouts.environments import check_environment
+from trainer.rollouts.environments import check_environment, check_games, check_row_columns
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
 from workers.config import scores_by_rule
@@ -30,14 +30,16 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     The cluster starts meanwhile: to import transformers takes as long.
     """
     preflight(config)
+    check_games(config)
     check_files(config.data)
     begin_cluster(config, at_end)
     # workers inherit it: one bar a weight file and rank would come on top of our own
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    check_environment(config, tokenizer)
+    needed = check_environment(config, tokenizer)
     loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
+    check_row_columns(needed, loader.prompts.columns)
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))
     ptx = make_ptx_loader(config, tokenizer)

@@ -44,6 +44,7 @@ from trainer.ppo.metrics import (
 from trainer.ppo.roles import scorings_of
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import averaged_weights, send_weights, update_reference
+from trainer.ppo.tokens import OWN_CODE, TokenLedger, num_tokens
 from trainer.ppo.update import EntropyController, rows_per_update, samples_of_update
 from trainer.rollouts.samples import repeat_prompts, thin_old_samples, thin_samples
 from trainer.rollouts.trainer import SamplingTrainer, join_results
@@ -53,7 +54,8 @@ from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result
-from workers.columns import count_ones, has_column, read_columns
+from workers.agents.players import faults_of
+from workers.columns import has_column, read_columns
 from workers.rewards.weighted import Rewards
 from workers.rollout.draws import check_draws
 
@@ -97,6 +99,7 @@ class PPOTrainer(SamplingTrainer):
         self.weight_version = 0
         self.batches = SavedBatches(self.folder, config.trainer.max_batches_to_keep)
         self.deferred = DeferredWork()
+        self.tokens = TokenLedger()
 
     def make_source(self) -> sample.SampleSource:
         """Where the samples of every step come from."""
@@ -128,6 +131,7 @@ class PPOTrainer(SamplingTrainer):
         self.call_hook("on_sample_begin")
         filtered = self.config.algorithm.filter_groups
         metrics: Metrics = {}
+        draw, self.tokens = self.noting(draw), TokenLedger()
         if filtered.enable:
             batch, metrics = sample.collect_groups(
                 lambda attempt: self.with_rewards(draw(attempt)),
@@ -137,6 +141,8 @@ class PPOTrainer(SamplingTrainer):
             num_left_out = metrics["dynamic_sampling/num_groups_drawn"] - self.num_prompts(batch)
             num_samples = self.config.actor_rollout_ref.rollout.n
             self.count_samples({sample.FILTERED: int(num_left_out) * num_samples})
+            left = self.tokens.drawn - self.tokens.left_out.total()
+            self.tokens.leave(sample.FILTERED, left - num_tokens(batch))
         else:
             batch = draw(0)
 
@@ -204,13 +210,14 @@ class PPOTrainer(SamplingTrainer):
         What they learn from is not always the whole batch: `samples_of_update` says.
         """
         proven = check_draws(batch)
+        tokens, self.tokens = self.tokens, TokenLedger()
+        tokens.reach_update(num_tokens(batch), OWN_CODE if self.has_own_code else None)
         became: Counter[str] | None = Counter() if self.keeps_ledger else None
         batch, metrics = samples_of_update(
-            batch, self.config, self.global_step, self.balance, became
+            batch, self.config, self.global_step, self.balance, became, tokens
         )
         self.count_samples(became or {})
-        if proven:
-            proven["training/num_trained_tokens"] = float(count_ones(batch, "response_mask").sum())
+        proven |= tokens.metrics(num_tokens(batch, self.config.algorithm.use_pf_ppo))
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
@@ -278,6 +285,23 @@ class PPOTrainer(SamplingTrainer):
         """So many samples of this step were made, trained on, or dropped for a reason."""
         if self.keeps_ledger:
             self.chaos.samples.count(self.global_step, dict(became))
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether hooks or stages of the user's own may have changed a batch."""
+        return bool(self.callbacks) or type(self) is not self.recipe_class()
+
+    def noting(self, draw: sample.Draw) -> sample.Draw:
+        """Samples whose tokens are counted, and whose faults on purpose are in `chaos.jsonl`."""
+
+        def noted(attempt: int) -> DataProto:
+            batch = draw(attempt)
+            self.tokens.draw(batch)
+            for kind, count in faults_of(batch).items():
+                self.chaos.note(kind, self.global_step, count=count)
+            return batch
+
+        return noted
 
     def note_samples(self, batch: DataProto) -> Metrics:
         """Write the step's samples to the run folder; what they look like."""

@@ -34,6 +34,7 @@ from trainer.data.encoded_rows import LMRow
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
+from trainer.ppo.tokens import TokenLedger, num_tokens
 from verl_like.batch.protocol import DataProto
 from workers.columns import drawn_from, read_columns, require, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig
@@ -51,19 +52,24 @@ def samples_of_update(
     step: int,
     balance: Callable[[DataProto], WithMetrics],
     became: Counter[str] | None = None,
+    tokens: TokenLedger | None = None,
 ) -> WithMetrics:
     """What `PPOTrainer.update` hands to critic and actor; `balance` orders rows for the ranks.
 
-    `became` is told how many samples are in the losses, and under which key others are not; one
-    that PF-PPO has drawn several times is one.
+    `became` is told how many samples are in the losses, and under which key others are not,
+    `tokens` which tokens; a sample that PF-PPO has drawn several times is one.
     """
     algorithm, policy = config.algorithm, config.actor_rollout_ref
     metrics: dict[str, float] = {}
     names = set if algorithm.use_pf_ppo else list
-    left = len(batch)
+    left, given = len(batch), batch
 
     def count(reason: str) -> None:
-        nonlocal left
+        nonlocal left, given
+        if tokens is not None and batch is not given:
+            once = algorithm.use_pf_ppo
+            tokens.leave(reason, num_tokens(given) - num_tokens(batch, once))
+            given = batch
         if became is not None:
             before, left = left, len(names(_names_with_tokens(batch)))
             if left != before:

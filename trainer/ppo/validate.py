@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainer.rollouts.samples import EXTRA, concat_rows, repeat_prompts
+from trainer.rollouts.turns import played_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones, read_columns
 from workers.rewards.outcome import VOTE
@@ -44,7 +45,7 @@ def sample_all(
 
 
 def name_metrics(samples: DataProto) -> dict[str, float]:
-    """Metrics of every data source under verl's names, and the mean length of a response.
+    """Metrics of every data source under verl's names, the mean length, and how games were played.
 
     `val-core/…` are mean, best and majority over all samples of the core variable, `val-aux/…` the
     rest. The core variable is acc, if the data source's rule returns that, otherwise the reward.
@@ -54,7 +55,8 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
     for source in dict.fromkeys(sources):
         metrics |= _source_metrics(samples, source, sources == source)
     lengths = count_ones(samples, "response_mask").double()
-    return metrics | {"val-aux/response_length/mean": lengths.mean().item()}
+    metrics["val-aux/response_length/mean"] = lengths.mean().item()
+    return metrics | {f"val-aux/{name}": value for name, value in played_metrics(samples).items()}
 
 
 def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, float]:

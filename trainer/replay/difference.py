@@ -13,11 +13,15 @@ from verl_like.batch.protocol import DataProto
 
 OF_THE_CLOCK = ("timing", "perf/")
 """Metrics that begin so tell seconds, speed and memory of the machine."""
+SECONDS = "_s/mean"
+"""So do those that end so, of trajectories."""
+TIMES = ("times", "engine_s", "environment_s", "waiting_s")
+"""What a trajectory's facts say of the clock."""
 
 
 def counted(names: Collection[str]) -> list[str]:
     """The metrics that are compared."""
-    return sorted(name for name in names if not name.startswith(OF_THE_CLOCK))
+    return sorted(n for n in names if not n.startswith(OF_THE_CLOCK) and not n.endswith(SECONDS))
 
 
 def differing_metrics(
@@ -65,4 +69,6 @@ def _bits(row: Any) -> Any:
         return row.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     if isinstance(row, np.ndarray | np.generic) and row.dtype != np.dtype(object):
         return row.tobytes()
+    if isinstance(row, dict):
+        return repr({name: row[name] for name in row if name not in TIMES})
     return repr(row)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,7 @@ def replay(
         folder = Path(scratch) / "run"
         config = settings_of_replay(saved.config, start, folder, backend)
         print(announcement(saved, start, step, config), flush=True)
-        _make(config, trainer_cls)
+        make(config, trainer_cls)
         now = {"step": step, **asked.metrics}
         names = counted(asked.metrics if stage else was.keys() | now.keys())
         differences, compared = differing_metrics(was, now, names), []
@@ -101,7 +101,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
     return again
 
 
-def _make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
+def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
     """Data, processes, and the steps up to the one that is asked for."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
@@ -146,6 +146,8 @@ class Asked:
     """Empty: the whole step."""
     breaks: bool = False
     """Whether the debugger is entered right before."""
+    instead: Callable[[Any], Metrics] | None = None
+    """What the trainer does in the step's place."""
     metrics: Metrics = field(default_factory=dict)
     """Those of the step, or of the stage alone."""
 
@@ -171,6 +173,8 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
         def step(self) -> Metrics:
             if self.global_step != asked.step:
                 return super().step()  # type: ignore[no-any-return]
+            if asked.instead is not None:
+                return asked.instead(self)
             if asked.stage:
                 return one_stage(self, asked)
             if asked.breaks:
@@ -178,7 +182,8 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
             return super().step()  # type: ignore[no-any-return]
 
         def validation_is_due(self) -> bool:
-            ends_early = bool(asked.stage) and self.global_step == asked.step
+            is_part = bool(asked.stage) or asked.instead is not None
+            ends_early = is_part and self.global_step == asked.step
             return not ends_early and super().validation_is_due()
 
         def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:

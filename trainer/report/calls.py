@@ -29,6 +29,8 @@ class Call:
     step: int
     stage: str = ""
     """Of the step, as the trainer's clock calls it; empty in traces that do not say."""
+    about: str = ""
+    """More of it in words."""
 
 
 def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
@@ -51,7 +53,7 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
     for e in events:
         if e["ph"] != "X":  # names of pools and lanes
             continue
-        lane = lanes[e["pid"], e["tid"]]
+        lane, facts = lanes[e["pid"], e["tid"]], e.get("args", {})
         call = Call(
             pool=pools[e["pid"]],
             lane=lane["name"],
@@ -59,12 +61,19 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
             method=e["name"],
             start=e["ts"] / 1e6,
             end=(e["ts"] + e["dur"]) / 1e6,
-            step=int(e.get("args", {}).get("step", 0)),
-            stage=str(e.get("args", {}).get("stage", "")),
+            step=int(facts.get("step", 0)),
+            stage=str(facts.get("stage", "")),
+            about=_of_environments(facts),
         )
         calls.append(call)
 
     return sorted(calls, key=lambda call: call.start)
+
+
+def _of_environments(facts: Mapping[str, Any]) -> str:
+    if "num_answers" not in facts:
+        return ""
+    return f", {facts['num_answers']} answers of {1000 * facts['busy_s']:.1f} ms in all"
 
 
 def last_steps(calls: Sequence[Call], count: int) -> list[Call]:

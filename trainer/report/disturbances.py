@@ -20,7 +20,10 @@ def faults_in_words(folder: Path) -> list[str]:
     if not (folder / CHAOS_FILE).is_file():
         return []
     lines, _ = json_objects(folder / CHAOS_FILE)
-    kinds = Counter(line["kind"] for line in lines if line["kind"] != LEDGER)
+    kinds = Counter[str]()
+    for line in lines:
+        if line["kind"] != LEDGER:
+            kinds[line["kind"]] += line.get("count", 1)
     faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
     ledgers = [_ledger_in_words(line) for line in lines if line["kind"] == LEDGER]
     return ["; ".join([f"faults on purpose: {faults}", *ledgers[-1:]])]

@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
-from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
+from trainer.report.read import (
+    FAILURE_FILE,
+    SAMPLED_STEPS,
+    STOPPED,
+    RunData,
+    phase_shares,
+    read_run,
+)
 from trainer.report.sparklines import sparklines
 from trainer.report.summary import summary
+from trainer.report.tokens import tokens_in_words, tokens_of
+from trainer.report.trajectories import LONGEST_TURN, MOST_TURNS, SECONDS, TRAJECTORIES_PER_STEP
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
 from verl_like.terminal import fit, terminal_width
@@ -100,7 +109,7 @@ def _content(data: RunData) -> dict[str, Any]:
         "failure": data.failure,
         "notes": data.notes,
         "panels": [(panel, Markup(svg)) for panel, svg in drawn if svg],
-        "missing": [panel.title for panel, svg in drawn if not svg],
+        "missing": [panel.title for panel, svg in drawn if not svg and not panel.only_if_there],
         "gantt": Markup(report_figures.timeline(calls, cuts)) if calls else "",
         "gantt_steps": len({call.step for call in calls}),
         "has_cuts": bool(cuts),
@@ -114,6 +123,9 @@ def _content(data: RunData) -> dict[str, Any]:
         "summary": summary(data),
         "starts": data.starts,
         "config": data.config,
+        "outcomes": Markup(report_figures.outcomes(data.by_turns)) if data.by_turns else "",
+        "seconds": SECONDS,
+        "most": (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN),
         "tables": [
             ("Samples", "samples", data.samples),
             ("Validation samples", "validated", data.validated),
@@ -147,6 +159,9 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
     _, proven = data.series("training/num_proven_samples")
     if proven:
         facts.append(("trained = drawn", f"{sum(proven):,.0f} of {sum(proven):,.0f} samples"))
+    trained, left_out = tokens_of(data.metrics)
+    if trained or left_out:
+        facts.append(("tokens", tokens_in_words(trained, left_out)))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         facts.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.detached import DetachedRun, read_detached
+from trainer.report.trajectories import (
+    TRAJECTORIES_PER_STEP,
+    Trajectory,
+    outcomes_by_turns,
+    shorten,
+    trajectory_of,
+)
 from verl_like.errors import ConfigError
 from verl_like.files import json_objects
 
@@ -20,7 +27,10 @@ STOPPED = "Stopped by "
 """How the failure of a run begins that was asked to stop."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
-WRITTEN_FIELDS = ("step", "uid", "sample", "data_source", "input", "output", "gts", "score")
+WRITTEN_FIELDS = (
+    "step", "uid", "sample", "data_source", "input", "output", "gts", "score", "turns", "ended",
+    "problem",
+)  # fmt: skip
 """Of a sample's line; what else is there, a reward has returned."""
 
 
@@ -35,6 +45,8 @@ class Sample:
     truth: str
     parts: str = ""
     """What the rewards returned beside the score, by name."""
+    trajectory: Trajectory | None = None
+    """Its turns, where it has several."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,8 @@ class RunData:
     detached: DetachedRun | None = None
     """Makers and trainers, if the run has them."""
     validated: Sequence[Sample] = ()
+    by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of the last step's trajectories: number of turns -> how they came out -> how many."""
     starts: Sequence[Start] = ()
     config: str = ""
     """`config.yaml` as it is."""
@@ -111,6 +125,9 @@ def read_run(folder: str | Path) -> RunData:
         failure=_read_text(failure),
         notes=notes,
         detached=read_detached(folder, metrics, notes),
+        by_turns=outcomes_by_turns(
+            row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
+        ),
     )
 
 
@@ -173,18 +190,15 @@ def _read_placement(path: Path) -> list[list[str]]:
 
 def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
     """Samples of some steps, first and last, the best and the worst of each among them."""
-    files = sorted(
-        (path for path in folder.glob("*.jsonl") if path.stem.isdecimal()),
-        key=lambda path: int(path.stem),
-    )
     samples = []
-    for path in spread(files, SAMPLED_STEPS):
+    for path in spread(_sample_files(folder), SAMPLED_STEPS):
         rows = _read_lines(path, notes)
         rows = [
             {**row, "score": row["score"] if _is_number(row.get("score")) else 0.0} for row in rows
         ]
         rows.sort(key=lambda row: float(row["score"]), reverse=True)
-        for row in spread(rows, SAMPLES_PER_STEP):
+        has_turns = any("turns" in row for row in rows)
+        for row in spread(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
             samples.append(
                 Sample(
                     step=int(path.stem),
@@ -193,9 +207,16 @@ def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
                     response=_shorten(row.get("output", "")),
                     truth=_shorten(row.get("gts", "")),
                     parts=_shorten(", ".join(_parts(row))),
+                    trajectory=trajectory_of(row) if has_turns else None,
                 )
             )
     return samples
+
+
+def _sample_files(folder: Path) -> list[Path]:
+    """A file for each step, in their order."""
+    files = (path for path in folder.glob("*.jsonl") if path.stem.isdecimal())
+    return sorted(files, key=lambda path: int(path.stem))
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[str]:
@@ -206,12 +227,7 @@ def _parts(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shorten(text: Any) -> str:
-    text = str(text)
-    return (
-        text
-        if len(text) <= LONGEST_TEXT
-        else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
-    )
+    return shorten(text, LONGEST_TEXT)
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:

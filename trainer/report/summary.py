@@ -12,9 +12,10 @@ from itertools import accumulate, pairwise
 
 from trainer.report.disturbances import faults_in_words, restarts_in_words
 from trainer.report.read import RunData, phase_shares
+from trainer.report.trajectories import SECONDS
 
-ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP = 0.05, 0.3, 0.2, 0.2
-"""The limits: share of the first entropy, share of answers, share of tokens, nats."""
+ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2, 0.3
+"""The limits: share of the first entropy, of answers, of tokens, nats, share of tool calls."""
 FEWEST_STEPS = 5
 """A run of fewer is too short to say that it does not learn."""
 BIGGEST_PHASES = 3
@@ -26,7 +27,7 @@ def summary(data: RunData) -> list[str]:
         return []
     best = list(_best_validations(data))
     disturbances = [*faults_in_words(data.folder), *restarts_in_words(data.folder)]
-    return [_time(data), *best, *disturbances, *what_to_look_at(data)]
+    return [_time(data), *_trajectories(data), *best, *disturbances, *what_to_look_at(data)]
 
 
 def what_to_look_at(data: RunData) -> list[str]:
@@ -37,6 +38,7 @@ def what_to_look_at(data: RunData) -> list[str]:
         _nothing_learned(data),
         _reward_stands(data),
         _updates_too_large(data),
+        _calls_fail(data),
     ]
     return [f"look at: {line}" for line in found if line]
 
@@ -53,6 +55,21 @@ def _time(data: RunData) -> str:
     mean = sum(seconds) / len(seconds)
     steps = f"{len(seconds)} steps" if len(seconds) > 1 else "1 step"
     return f"{steps} of {mean:.3g} s: {phases}"
+
+
+def _trajectories(data: RunData) -> Iterator[str]:
+    """Turns, time and ends of the last steps' trajectories, where samples are such."""
+    turns = _last(data, "agents/num_turns/mean")
+    if math.isnan(turns):
+        return
+    seconds = {name: _last(data, f"agents/{name}_s/mean") for name in SECONDS}
+    whole = sum(seconds.values()) or 1.0
+    shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in seconds.items())
+    before = "agents/ended/"
+    names = [name for name in data.metrics[-1] if name.startswith(before)]
+    ends = sorted(((_last(data, name), name.removeprefix(before)) for name in names), reverse=True)
+    ended = ", ".join(f"{name} {share:.0%}" for share, name in ends if share > 0)
+    yield f"a trajectory: {turns:.3g} turns, {whole:.3g} s ({shares}); ended: {ended}"
 
 
 def _best_validations(data: RunData) -> Iterator[str]:
@@ -117,6 +134,16 @@ def _updates_too_large(data: RunData) -> str:
     if abs(moved) > KL_JUMP:
         return f"an update moves the policy by a KL of {moved:.3g}: a lower actor.optim.lr"
     return ""
+
+
+def _calls_fail(data: RunData) -> str:
+    calls, errors = (_last(data, f"agents/num_{x}/mean") for x in ("calls", "call_errors"))
+    if not errors > FAILED_CALLS * calls:
+        return ""
+    return (
+        f"{errors / calls:.0%} of the tool calls are answered by an error: rollouts/ has them in "
+        "their turns"
+    )
 
 
 def _first(data: RunData, name: str) -> float:

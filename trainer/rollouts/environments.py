@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import closing
 from typing import Any
 
-from verl_like.errors import ConfigError
+from trainer.data.files import is_num_games
+from verl_like.errors import ConfigError, nearest
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import in_full
 from workers.agents.host import EnvironmentHost
-from workers.agents.players import spec_of
+from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import plays
+from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
+from workers.models.rotary import factor_border
+from workers.training.row_proof import SPLITS
 
 
-def check_environment(config: Any, tokenizer: Any) -> None:
-    """Refuse code that is not there or cannot be called, and a template that does not take turns.
+def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> list[str]:
+    """Refuse code that is not there or cannot be called, and a template that does not take turns;
+    tools, too, where there is a reason that `refuses_tools`.
 
-    Files are named in full from here on: workers may run in another folder.
+    Gives the columns that the environment needs of every row. Files are named in full from here on:
+    workers may run in another folder.
     """
     if not plays(config):
-        return
+        return []
     own = config.environment
-    if getattr(config, "generates_beside_training", False):
-        raise ConfigError(
-            "environment: trajectories of several turns are made between two updates. Leave "
-            "detached makers out: `verl-like ppo` plays them."
-        )
+    if own.history == "as_template":
+        folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
+        if factor_border(read_hf_config(folder)) is not None:
+            raise ConfigError(SPLITS)
     if own.path:
         own.path = in_full(own.path)
     own.tools = [in_full(path) for path in own.tools]
     with closing(EnvironmentHost(spec_of(own), own.step_s)) as host:
+        columns: list[str] = host.columns
+        if refuses_tools and host.tools:
+            names = ", ".join(tool["function"]["name"] for tool in host.tools)
+            raise ConfigError(
+                f"environment={own.path}: its methods {names} are tools. {refuses_tools} Put an "
+                "underscore before methods that are none, or use a class without such methods."
+            )
         TurnRenderer(tokenizer, host.tools, [tokenizer.eos_token_id])
+    return columns
+
+
+def check_games(config: Any) -> None:
+    """Refuse rows without a prompt where no environment says what there is to read."""
+    for setting in ("train_files", "val_files"):
+        files = getattr(config.data, setting)
+        if is_num_games(files) and not plays(config):
+            raise ConfigError(
+                f"data.{setting}={files} is a number of games, and there is no environment "
+                "that plays them: set environment=FILE.py:CLASS, or give a file."
+            )
+
+
+def check_row_columns(needed: Collection[str], there: Collection[str]) -> None:
+    """Refuse rows of the data without a column that the environment's `reset` needs."""
+    columns = {*there, *OWN_COLUMNS}
+    for name in needed:
+        if name not in columns:
+            raise ConfigError(
+                f"environment: its reset needs {name!r}, and the rows of data.train_files have no "
+                f"such column, only {', '.join(sorted(columns))}.{nearest(name, columns)}"
+            )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.rollouts.turns import EPISODE, turn_fields
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
@@ -80,6 +81,7 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
         "score": read["token_level_scores"].sum(-1).tolist(),
     }
+    fields |= turn_fields(batch, tokenizer)
     if has_column(batch, "policy_version"):
         fields["weight_version"] = read_columns(batch, "policy_version")["policy_version"].tolist()
     for name, column in columns.items():
@@ -90,9 +92,14 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 
 def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
-    """Every row's prompt; the samples of one uid have one, which is decoded once."""
+    """Every row's prompt; the samples of one uid have one, which is decoded once.
+
+    An environment may begin each in a way of its own.
+    """
     rows, masks = token_rows(batch, "prompts", "attention_mask")
     uids = batch.non_tensor_batch["uid"]
+    if EPISODE in batch.non_tensor_batch:
+        uids = np.arange(len(batch))
     row_of = {uid: row for row, uid in enumerate(uids)}
 
     prompts = []

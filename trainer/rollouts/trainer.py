@@ -14,6 +14,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.rollouts.headline import headline
 from trainer.rollouts.samples import write_samples
+from trainer.rollouts.turns import waits_for_environments
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result
@@ -57,19 +58,26 @@ class SamplingTrainer(Trainer):
         Rows with the finish reason "abort" go on where they ended.
         """
         asked = batch.select() if goes_on(batch) else self.needed(batch, *ASK)
-        if plays(self.config):
-            rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
-            asked = asked.select().union(batch.select([], rows))
         asked.meta_info = asked.meta_info | settings
-        return with_responses(batch, self.ask_rollout(asked))
+        samples = self.ask_rollout(asked)
+        self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
+        return with_responses(batch, samples)
+
+    def note_environments(self, samples: DataProto, role: str, stage: str) -> None:
+        """When trajectories of this rollout waited for environments, for the timeline."""
+        if plays(self.config):
+            pool = self.groups.placement.role_mapping[role]
+            where = {"pool": pool, "stage": stage, "step": self.global_step}
+            self.calls += [call | where for call in waits_for_environments(samples)]
 
     def ask_rollout(self, asked: DataProto) -> DataProto:
         """The rollout's samples of these rows.
 
-        If it loses a process meanwhile and can be replaced, its samples alone are made again.
+        If it loses a process meanwhile and can be replaced, its samples alone are made again, of
+        trajectories what comes after their last turn.
         """
         replace = self.replace_rollout if self.can_replace("rollout") else None
-        return RolloutClient(self.groups["rollout"]).generate(asked, replace)
+        return RolloutClient(self.groups["rollout"], plays(self.config)).generate(asked, replace)
 
     def replace_rollout(self, error: LostSamplesError, begun: Submission) -> Any:
         """The rollout's group that comes in the place of a lost one, with the weights of now."""
@@ -111,8 +119,15 @@ class SamplingTrainer(Trainer):
         return getattr(self.groups[role], method).remote(sent, *more)
 
     def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
-        """The columns that the role's class says the method reads; all, if it says nothing."""
-        return select_reads(batch, self.groups[role].roles[role], method)
+        """The columns that the role's class says the method reads; all, if it says nothing.
+
+        Environments begin with columns of the data's row.
+        """
+        found = select_reads(batch, self.groups[role].roles[role], method)
+        if method == ASK[1] and plays(self.config):
+            rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
+            found = found.select().union(batch.select([], rows))
+        return found
 
     def replaceable_roles(self) -> frozenset[str]:
         """Rollout, reward models, and other readers of what does not move."""

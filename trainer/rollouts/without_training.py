@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
+from trainer.rollouts.environments import check_environment, check_games
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
 from trainer.rollouts.trainer import SamplingTrainer
@@ -26,6 +27,8 @@ class SamplingOnlyTrainer(SamplingTrainer):
 
     prompt_files: ClassVar[str]
     """The key of `data` that names the files of prompts."""
+    refuses_tools: ClassVar[str] = ""
+    """Why an environment of this recipe may have no tools."""
 
     def __init__(
         self,
@@ -41,11 +44,13 @@ class SamplingOnlyTrainer(SamplingTrainer):
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Tokenizer, rewards and prompts."""
+        check_games(config)
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
         check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
+        check_environment(config, tokenizer, cls.refuses_tools)
         prompts = PromptSet(config.data, cls.prompt_files, tokenizer, scores_by_rule(config))
         if not len(prompts):
             raise ConfigError(f"{prompts.story}: no prompt is left.")

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 """Whole microseconds and no blanks: a run has many thousands of these lines."""
-FACTS = ("cpu_s", "step", "stage")
+FACTS = ("cpu_s", "step", "stage", "busy_s", "num_answers")
 """What an event says of its call beside its time, method and lane."""
 FACTS_OF_LANE = ("role", "rank", "pid")
 """What a lane's name comes with: here `pid` is the worker's process; elsewhere in a trace, a pool.

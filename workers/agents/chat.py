@@ -5,13 +5,14 @@
     ids += drawn
     ids += chat.between(drawn[-1], observations)    # turn end, observations, begin
 
-The template writes a short chat with and without the observations; what it writes more is what
-stands between. So a template may leave out of older turns what it likes (reasoning, for one): a row
-keeps what was drawn and read.
+The template writes a short chat with the observations; what it writes after the turn is what stands
+between. So a template may leave out of older turns what it likes (reasoning, for one): a row keeps
+what was drawn and read, or `chat.rewritten` has the chat as the template writes it now.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,36 +32,86 @@ class TurnRenderer:
         """A tokenizer without a template, or with one that cannot take tools, is refused."""
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_ids}
-        self._special = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
+        added = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+        special = {*added, *tokenizer.all_special_tokens} - {""}
+        self._special = sorted(special, key=len, reverse=True)
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"environment: the tokenizer of {tokenizer.name_or_path} has no chat template, "
                 "which says what stands around a turn. Add chat_template.jinja to the model folder."
             )
-        self._base, self._tail = self._around_a_turn()
+        self._by_tools: dict[str, TurnRenderer] = {}
+        self._tail = self._after_a_turn()
         self.between(None, [{"role": "user", "content": "a"}])
         if self._tools:
             self._check_tools()
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
+        """The renderer of chats that have these tools."""
+        written = json.dumps(tools, sort_keys=True)
+        if written not in self._by_tools:
+            made = TurnRenderer(self._tokenizer, tools, tuple(self._stops))
+            self._by_tools = {**self._by_tools, written: made}
+        return self._by_tools[written]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """What was drawn, as a text; calls of tools may stand between special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._tools)
+        return text
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a chat, up to where the policy answers."""
         return self._ids(self._written(messages, begins=True))
 
+    def after(self, before: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
+        """The ids of a chat behind these, if its text begins with theirs; otherwise all of them."""
+        whole, read = self._written(self.safe(messages), begins=True), ""
+        if before:
+            read = self._tokenizer.decode(before)
+        begins = whole.startswith(read)
+        return self._ids(whole.removeprefix(read)), not begins
+
     def between(self, last: int | None, observations: Sequence[Message]) -> list[int]:
         """The ids after a turn that ended with this token; None: with none of the template's."""
-        safe = [{**one, "content": self.escaped(one["content"])} for one in observations]
-        whole = self._written([*self._asked(), *safe], begins=True)
-        if not whole.startswith(self._base):
+        return self._ids(self._between(last, self.safe(observations)))
+
+    def turn(
+        self, drawn: Sequence[int], last: int | None, observations: Sequence[Message]
+    ) -> list[Message]:
+        """A drawn turn and what was observed then, as messages for `rewritten`."""
+        said = self._tokenizer.decode(drawn if last is None else drawn[:-1])
+        return [{"role": "assistant", "content": said}, *self.safe(observations)]
+
+    def rewritten(
+        self, read: Sequence[Message], turn: Sequence[Message], last: int | None
+    ) -> list[int] | None:
+        """The ids of the chat with one more turn, where the template does not only append it."""
+        said, *observations = turn
+        stop = "" if last is None else self._stops.get(last, "")
+        appended = said["content"] + stop + self._between(last, observations)
+        whole = self._written([*read, *turn], begins=True)
+        if whole == self._written(read, begins=True) + appended:
+            return None
+        return self._ids(whole)
+
+    def _between(self, last: int | None, observations: Sequence[Message]) -> str:
+        whole = self._written([*self._asked(), *observations], begins=True)
+        _, said, rest = whole.partition(SAID)
+        if not said:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} writes a turn "
-                "otherwise once another one follows, so what stands between them is not known. "
-                "Give the model folder a template that only appends."
+                f"environment: the chat template of {self._tokenizer.name_or_path} leaves out what "
+                "the assistant said once another turn follows, so what stands between the turns is "
+                "not known."
             )
         stop = "" if last is None else self._stops.get(last, "")
-        tail = self._tail
-        if stop and tail.startswith(stop):
-            tail = tail[len(stop) :]
-        return self._ids(tail + whole[len(self._base) :])
+        if stop and self._tail.startswith(stop) and not rest.startswith(stop):
+            # an older turn ends with another token than the last one: the drawn one stands for it
+            stop = next((token for token in self._special if rest.startswith(token)), "")
+        return rest.removeprefix(stop)
+
+    def safe(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages whose text has none of the template's special tokens."""
+        return [{**one, "content": self.escaped(one["content"])} for one in messages]
 
     def escaped(self, text: str) -> str:
         """A text of the environment's in which no special token of the template's stands."""
@@ -72,15 +123,15 @@ class TurnRenderer:
     def _asked(self) -> list[Message]:
         return [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
 
-    def _around_a_turn(self) -> tuple[str, str]:
-        """A chat of one turn, and what the template writes after what was said."""
+    def _after_a_turn(self) -> str:
+        """What the template writes after what was said, in the last turn of a chat."""
         base = self._written(self._asked(), begins=False)
         if base.count(SAID) != 1:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} does not write "
                 "what the assistant said as it was said."
             )
-        return base, base[base.index(SAID) + len(SAID) :]
+        return base.partition(SAID)[2]
 
     def _check_tools(self) -> None:
         name = self._tools[0]["function"]["name"]
@@ -93,7 +144,7 @@ class TurnRenderer:
                 f"into the prompt, so the policy cannot know of {name!r}. Take a template that "
                 "has `tools`."
             )
-        self._base, self._tail = self._around_a_turn()
+        self._tail = self._after_a_turn()
         self.between(None, [{"role": "tool", "name": name, "content": "a"}])
 
     def _written(self, messages: Sequence[Message], begins: bool) -> str:

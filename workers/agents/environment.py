@@ -17,7 +17,6 @@ none. A method may be `async`. Nothing here imports torch: environments' process
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import random
@@ -25,15 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.random  # loaded before trajectories are forked: numpy itself loads it when it is used
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
-from verl_like.registry import load_from
-from workers.agents.tools import Tool, answer_call, calls_in
+from verl_like.registry import Registry, load_from
+from workers.agents.calls import calls_in
+from workers.agents.tools import Tool, answer_call, waited
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class End:
     """The end of a trajectory, and the reward of what was said last."""
 
     reward: float = 0.0
+    truncated: bool = False
+    """The game could go on, but may not: it counts as `environment.max_turns` does."""
 
 
 class Environment:
@@ -74,12 +76,55 @@ class Environment:
         raise NotImplementedError
 
 
+class Adapter(Environment):
+    """An environment that stands for many, by an id: `environment=PREFIX:ID`.
+
+        class Level(Adapter):                   # environment=levels.py:Level:7
+            def reset(self, row, rng):
+                return f"level {self.id}"
+
+    A class of its own is made for the id that a run names.
+    """
+
+    id: ClassVar[str]
+    kwargs: ClassVar[Mapping[str, Any]]
+    """`environment.kwargs`."""
+    tools: ClassVar[Sequence[Tool]] = ()
+    """What the policy may call besides methods."""
+
+    @classmethod
+    def id_in_full(cls, name: str) -> str:
+        """The id with its files named in full: processes work in folders of their own."""
+        return name
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Refuse an id that there is not; once, in the process that trajectories are forked from.
+
+        What it imports is theirs, too.
+        """
+
+
+ADAPTERS: Registry[str] = Registry("adapter of environments")
+"""Prefix -> the module and class of its `Adapter`."""
+for _prefix, _class in {
+    "gem": "Gem",
+    "gymnasium": "Gymnasium",
+    "mcp": "MCP",
+    "openenv": "OpenEnv",
+    "reasoning_gym": "ReasoningGym",
+    "skyrl_gym": "SkyRLGym",
+    "textarena": "TextArena",
+}.items():
+    ADAPTERS.register(_prefix)(f"workers.agents.adapters.{_prefix}:{_class}")
+
+
 @dataclass(frozen=True)
 class EnvironmentSpec:
     """Which class, which tools, and what their processes may have."""
 
     path: str = ""
-    """FILE.py:CLASS or package.module:CLASS; "": tools alone."""
+    """FILE.py:CLASS, package.module:CLASS, or PREFIX:ID; "": tools alone."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[str] = ()
     """FILE.py:FUNCTION or package.module:FUNCTION of each."""
@@ -87,18 +132,35 @@ class EnvironmentSpec:
 
     def load(self) -> Loaded:
         """The class and the functions; a ConfigError names what is no such thing."""
-        cls = None
+        cls, kwargs = None, dict(self.kwargs)
+        functions = [
+            Tool.of(object_at(path, f"tools[{number}]"), f"tools[{number}]")
+            for number, path in enumerate(self.tools)
+        ]
         if self.path:
-            cls = _object_at(self.path, "environment")
-            _check_class(cls, self.path)
-        functions = []
-        for number, path in enumerate(self.tools):
-            functions.append(Tool.of(_object_at(path, f"tools[{number}]"), f"tools[{number}]"))
-        loaded = Loaded(cls, dict(self.kwargs), functions)
+            found = object_at(self.path, "environment")
+            if inspect.isfunction(found) and "row" in inspect.signature(found).parameters:
+                return self._agent(found)
+            cls = _class_of(found, self.path, kwargs)
+        if cls is not None and issubclass(cls, Adapter):
+            functions += cls.tools
+            kwargs = {}
+        loaded = Loaded(cls, kwargs, functions)
         names = [tool.name for tool in loaded.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"tools: two are called {twice[0]!r}. Rename one.")
         return loaded
+
+    def _agent(self, function: Callable[..., Any]) -> Loaded:
+        from workers.agents.gateway import check_agent
+
+        if self.tools:
+            raise ConfigError(
+                f"tools: the agent of environment={self.path} names its tools in its requests. "
+                "Leave tools=[...] out."
+            )
+        check_agent(function, self.kwargs, self.path)
+        return Loaded(None, dict(self.kwargs), [], function)
 
 
 @dataclass(frozen=True)
@@ -108,6 +170,16 @@ class Loaded:
     cls: type | None
     kwargs: Mapping[str, Any]
     functions: Sequence[Tool]
+    agent: Callable[..., Any] | None = None
+    """A function in the place of the class."""
+
+    def begin(self, seeds: tuple[int, int]) -> Played:
+        """A trajectory's counterpart."""
+        if self.agent is None:
+            return Episode(self, seeds)
+        from workers.agents.gateway import AgentEpisode
+
+        return AgentEpisode(self.agent, self.kwargs, seeds)
 
     @cached_property
     def tools(self) -> list[Tool]:
@@ -117,34 +189,103 @@ class Loaded:
     def _methods(self) -> list[Callable[..., Any]]:
         if self.cls is None:
             return []
-        hidden = {"reset", "step"}
         return [
             method
             for name, method in inspect.getmembers(self.cls, inspect.isfunction)
-            if not name.startswith("_") and name not in hidden
+            if not name.startswith("_") and name not in NO_TOOLS
         ]
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of a row that `reset` cannot do without."""
+        if self.cls is None:
+            return []
+        _, *own = inspect.signature(self.cls.reset).parameters.values()
+        return [
+            one.name
+            for one in own
+            if one.default is one.empty
+            and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+            and one.name not in ("row", "rng")
+        ]
+
+
+NO_TOOLS = {"reset", "step", "get_reward"}
+"""Public methods of an environment that the policy does not call."""
 
 
 def in_full(path: str) -> str:
     """A path whose file is named in full: processes work in folders of their own."""
-    file, colon, name = path.rpartition(":")
-    if not colon or not file.endswith(".py"):
+    where, name, own_id = _parts(path)
+    prefix = path.partition(":")[0]
+    if prefix in ADAPTERS:
+        return f"{prefix}:{load_from(where, name, path, path).id_in_full(own_id)}"
+    if not name or not where.endswith(".py"):
         return path
-    return f"{Path(file).expanduser().absolute()}:{name}"
+    return ":".join([str(Path(where).expanduser().absolute()), name, *([own_id] * bool(own_id))])
 
 
-def _object_at(path: str, key: str) -> Any:
-    where, colon, name = path.rpartition(":")
-    if not colon:
+def _parts(path: str) -> tuple[str, str, str]:
+    """File or module, name in it, and the id behind them, "" where there is none."""
+    prefix, _, rest = path.partition(":")
+    if prefix in ADAPTERS:
+        where, _, name = ADAPTERS[prefix].partition(":")
+        return where, name, rest
+    name, _, own_id = rest.partition(":")
+    return prefix, name, own_id
+
+
+def object_at(path: str, key: str) -> Any:
+    """What a path names; the configuration's `key` has that path."""
+    where, name, _ = _parts(path)
+    if ":" not in path:
         where, _, name = path.rpartition(".")
     if not where or not name:
-        raise ConfigError(f"{key}={path}: give FILE.py:NAME, or package.module:NAME.")
-    return load_from(where, name, key, key)
+        raise ConfigError(
+            f"{key}={path}: give FILE.py:NAME, or package.module:NAME.{nearest(path, ADAPTERS)}"
+        )
+    try:
+        return load_from(where, name, key, key)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{nearest(where, ADAPTERS)}") from error
 
 
-def _check_class(cls: Any, path: str) -> None:
+def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
+    """The class of environments that a path names, of its id where it has one."""
+    own_id = _parts(path)[2]
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
-        raise ConfigError(f"environment={path} is no class with a method `reset`.")
+        raise ConfigError(
+            f"environment={path} is no class with a method `reset`, and no agent: a function of "
+            "`row`."
+        )
+    if not issubclass(cls, Adapter):
+        if own_id:
+            raise ConfigError(f"environment={path}: {cls.__name__} is no Adapter, which has ids.")
+        _check_signatures(cls, path, kwargs)
+        return cls
+    if not own_id:
+        raise ConfigError(f"environment={path}: put an id behind it, {path}:ID.")
+    adapted = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
+    adapted.prepare()
+    _check_signatures(adapted, path, {})
+    return adapted
+
+
+def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse methods that cannot be called as they will be."""
+    try:
+        inspect.signature(cls).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment={path}: {cls.__name__} does not take environment.kwargs="
+            f"{dict(kwargs)}: {error}."
+        ) from error
+    for parameter in [*inspect.signature(cls.reset).parameters.values()][1:]:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"environment={path}: reset gets row, rng and columns by their names, and "
+                f"{parameter.name!r} has none."
+            )
     step = getattr(cls, "step", None)
     if step is None or step is Environment.step:
         return
@@ -154,6 +295,18 @@ def _check_class(cls: Any, path: str) -> None:
         raise ConfigError(
             f"environment={path}: step takes the text that was said: {error}."
         ) from error
+
+
+class Played(Protocol):
+    """What a policy plays with, in the process that runs it."""
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The first answer."""
+        ...
+
+    def step(self, text: str) -> dict[str, Any]:
+        """The answer to what the policy said."""
+        ...
 
 
 class Episode:
@@ -179,7 +332,7 @@ class Episode:
         """The first observation: a text, or None."""
         text = None
         if self._env is not None:
-            text = _wait(self._call_reset(row))
+            text = waited(self._call_reset(row))
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned {_kind(text)}, not a text or None")
         random.seed(self._seed)
@@ -187,19 +340,19 @@ class Episode:
         return {"text": text}
 
     def _call_reset(self, row: Mapping[str, Any]) -> Any:
-        reset = self._env.reset
-        names = inspect.signature(reset).parameters
-        if "row" in names or "rng" in names:
-            given = {"row": dict(row), "rng": self._shared}
-            return reset(**{name: given[name] for name in names if name in given})
+        """With what it names of the columns, the row and the rng; `**columns` are the row's."""
+        names = inspect.signature(self._env.reset).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in names.values())
-        return reset(**{name: row[name] for name in row if takes_all or name in names})
+        given = {**row, "row": dict(row), "rng": self._shared}
+        return self._env.reset(
+            **{name: given[name] for name in given if name in names or takes_all and name in row}
+        )
 
     def step(self, text: str) -> dict[str, Any]:
         """What is observed after this text: messages, the reward of the text, and if it ends."""
         calls = calls_in(text) if self._tools else []
         if calls:
-            answers = [answer_call(call, self._tools, _wait) for call in calls]
+            answers = [answer_call(call, self._tools) for call in calls]
             messages = [
                 {"role": "tool", "name": call.name, "content": said}
                 for call, (said, _) in zip(calls, answers, strict=True)
@@ -207,10 +360,11 @@ class Episode:
             errors = sum(failed for _, failed in answers)
             return {"messages": messages, "reward": 0.0, "calls": len(calls), "errors": errors}
         if not self._has_step:
-            return {"end": True, "reward": _finite(getattr(self._env, "reward", 0.0))}
-        answer = _wait(self._env.step(text))
+            return {"end": True, "reward": _finite(self._final_reward())}
+        answer = waited(self._env.step(text))
         if isinstance(answer, End):
-            return {"end": True, "reward": _finite(answer.reward)}
+            reward = _finite(answer.reward)
+            return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
         if not isinstance(answer, Turn):
             raise TypeError(f"step returned {_kind(answer)}, not a Turn or an End")
         if not isinstance(answer.text, str):
@@ -218,19 +372,20 @@ class Episode:
         message = {"role": "user", "content": answer.text}
         return {"messages": [message], "reward": _finite(answer.reward)}
 
-
-def _wait(value: Any) -> Any:
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+    def _final_reward(self) -> Any:
+        """Of an environment without `step`, as in TRL."""
+        if hasattr(self._env, "get_reward"):
+            return waited(self._env.get_reward())
+        return getattr(self._env, "reward", 0.0)
 
 
 def _finite(reward: Any) -> float:
-    number = float(reward)
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}")
+        raise ValueError(f"the reward is {reward!r:.80}, not a finite number")
     return number
 
 

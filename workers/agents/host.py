@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import resource
 import selectors
@@ -36,8 +37,8 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
 from workers.rewards.channel import DriverEnd
 
-LATE = "deadline"
-"""The reason of a failure that is a missed deadline."""
+BROKEN, LATE = "environment", "deadline"
+"""Reasons of failures; the second is a missed deadline."""
 START_S = 60.0
 """Time in which the code has to be loaded."""
 LONGEST_LINE = 2**22
@@ -53,6 +54,8 @@ class _Process:
     rest: bytes = b""
     until: float = 0.0
     is_asked: bool = False
+    busy_s: float = 0.0
+    """What its last answer took."""
 
 
 class EnvironmentHost:
@@ -82,7 +85,7 @@ class EnvironmentHost:
         until = time.monotonic() + START_S
         try:
             channel.receive(until)  # process and folder of the code, which the supervisor ends
-            problem, self.tools = channel.receive(until)
+            problem, self.tools, self.columns = channel.receive(until)
         except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
             problem = f"environment={spec.path} is not loaded: {error or 'its process ended'}."
         if problem is not None:
@@ -105,9 +108,19 @@ class EnvironmentHost:
             socket.send_fds(self._orders, [ORDER.pack(OPEN, one.number)], [theirs.fileno()])
         return one
 
-    def say(self, number: int, text: str) -> None:
-        """Tell an environment what the policy said."""
-        self._send(number, {"text": text})
+    def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
+        """Tell an environment what the policy said, and an agent more of it.
+
+        It answers `delay_s` later than it could.
+        """
+        self._send(number, {"text": text, "delay_s": delay_s, **facts})
+
+    def kill(self, number: int) -> None:
+        """Kill an environment's process in the place of its next answer."""
+        one = self._open[number]
+        one.until, one.is_asked = time.monotonic() + self._step_s, True
+        with suppress(OSError):
+            self._orders.send(ORDER.pack(KILL, one.number))
 
     def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """What has come by now, or within `seconds`; {"failed": why} is the last of a number."""
@@ -128,6 +141,11 @@ class EnvironmentHost:
                 self._fail(number, f"no answer within environment.step_s={self._step_s:g} s", LATE)
         failed, self._failed = self._failed, []
         yield from failed
+
+    def busy_s(self, number: int) -> float:
+        """Seconds that an environment worked for its last answer; one that failed, all of them."""
+        one = self._open.get(number)
+        return math.inf if one is None else one.busy_s
 
     def end(self, number: int) -> None:
         """End a trajectory; its process goes to another one, unless it owes an answer."""
@@ -190,12 +208,14 @@ class EnvironmentHost:
         if not isinstance(found, dict):
             self._fail(number, f"it answered {line!r:.80}")
             return None
+        busy = found.pop("busy_s", 0.0)
+        one.busy_s = busy if isinstance(busy, float) else 0.0
         if "failed" in found:
             self._fail(number, str(found["failed"]))
             return None
         return found
 
-    def _fail(self, number: int, why: str, reason: str = "environment") -> None:
+    def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:
         if number in self._open:
             self._open[number].is_asked = True  # so that the process is not used again
             self.end(number)

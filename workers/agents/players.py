@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +16,25 @@ from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
+from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.agents.recorded import RECORDED, RecordedHost
 from workers.columns import require
 from workers.rewards.decoding import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import NoiseOf
+from workers.rollout.begun import BEGUN, Begun
 
 if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
-ROW_COLUMNS = ("raw_prompt", "data_source", "reward_model", "extra_info", "row_columns")
+ROW_COLUMNS = (
+    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", RECORDED,
+)  # fmt: skip
 """Columns that a trajectory begins with, beside those of any sample."""
+OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
+"""What `reset` gets of any row, beside the columns of the user's own."""
 MOST_OPEN = 1024
 """Environments that one rollout process has at the same time."""
 OF_ALL = -1
@@ -42,25 +51,64 @@ def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
 
 
 class Players:
-    """Environments and chat template of one rollout worker."""
+    """Environments and chat template of one rollout worker, and the trajectories that it plays.
 
-    def __init__(self, config: EnvironmentConfig, tokenizer: Any) -> None:
-        """Nothing starts before the first trajectory."""
-        self._config, self._tokenizer = config, tokenizer
+    Called like an engine: `submit`, then `take` until none is running.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Any, faults: Faults = NO_FAULTS
+    ) -> None:
+        """Nothing starts before the first trajectory; `faults` are those of a run's training."""
+        self._config, self._tokenizer, self._faults = config, tokenizer, faults
+        self._loop: TurnLoop | None = None
 
     @cached_property
     def _host(self) -> EnvironmentHost:
         return EnvironmentHost(spec_of(self._config), self._config.step_s)
 
+    @property
+    def num_running(self) -> int:
+        """Trajectories that are played or wait for their turn."""
+        return 0 if self._loop is None else self._loop.num_running
+
     def play(
         self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
     ) -> list[Trajectory]:
         """A trajectory for every real row."""
+        numbers = self.submit(data, engine, sampling, noise_of)
+        played = self.take()
+        return [played[number] for number in numbers]
+
+    def submit(
+        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
+    ) -> list[int]:
+        """Begin a trajectory for every real row, beside those that are played."""
         require(data, "raw_prompt", "sample_index", "uid")
-        tools = self._host.tools
-        chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
-        loop = TurnLoop(engine, self._host, chat, self._config, self._decode(bool(tools)))
-        return loop.play(_starts(data, noise_of), sampling, MOST_OPEN)
+        if self._loop is None or not self.num_running:
+            tools = self._host.tools
+            chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
+            decode = self._decode(bool(tools))
+            is_recorded = RECORDED in data.non_tensor_batch
+            host = RecordedHost(tools) if is_recorded else self._host
+            self._loop = TurnLoop(engine, host, chat, self._config, decode)
+        faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
+        return self._loop.submit(_starts(data, noise_of, faults), sampling, MOST_OPEN)
+
+    def take(
+        self, max_tokens: int | None = None, seconds: float | None = None
+    ) -> dict[int, Trajectory]:
+        """Trajectories that have ended after so many further tokens of one, or so long."""
+        return {} if self._loop is None else self._loop.take(max_tokens, seconds)
+
+    def begun(self) -> dict[int, Begun]:
+        """Those with turns that have been finished since the last call, and have not ended."""
+        return {} if self._loop is None else self._loop.begun()
+
+    def abort(self) -> None:
+        """Let go of all that are played."""
+        if self._loop is not None:
+            self._loop.abort()
 
     def _decode(self, has_tools: bool) -> Any:
         """Ids to text; calls of tools may stand between special tokens."""
@@ -69,7 +117,7 @@ class Players:
         return lambda ids: decode_rows(self._tokenizer, [ids])[0]
 
 
-def _starts(data: DataProto, noise_of: NoiseOf) -> list[Start]:
+def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
     columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
     starts = []
@@ -84,10 +132,22 @@ def _starts(data: DataProto, noise_of: NoiseOf) -> list[Start]:
             "data_source": str(columns["data_source"][number]),
             "extra_info": columns["extra_info"][number],
         }
+        if RECORDED in columns:
+            row[RECORDED] = columns[RECORDED][number]
         key = noise_of(uid, indices[number])
         name = f"uid {uid} sample {indices[number]}"
-        starts.append(Start(row["prompt"], row, (noise_of(uid, OF_ALL), key), key, name))
+        seeds = noise_of(uid, OF_ALL), key
+        begun = columns[BEGUN][number] if BEGUN in columns else None
+        starts.append(Start(row["prompt"], row, seeds, key, name, faults, begun))
     return starts
+
+
+def faults_of(batch: DataProto) -> Counter[str]:
+    """Faults on purpose that the environments of these rows had, by their key."""
+    found = Counter[str]()
+    for one in batch.non_tensor_batch.get("episode", ()):
+        found.update(one.get("faults", {}))  # a pad row has none
+    return found
 
 
 def with_prompts(data: DataProto, played: list[Trajectory], pad: int) -> DataProto:
@@ -130,12 +190,19 @@ def trajectory_columns(batch: DataProto, played: list[Trajectory]) -> DataProto:
         {
             "ended": one.ended,
             "problem": one.problem,
+            "is_left_out": one.is_left_out,
             "num_turns": one.num_turns,
             "num_calls": one.num_calls,
             "num_call_errors": one.num_call_errors,
+            "num_segments": len(one.sample.segments) + 1,
             "attempts": one.attempts,
+            "given_up_tokens": dict(one.given_up),
+            "faults": dict(one.faults),
             "engine_s": one.engine_s,
             "environment_s": one.environment_s,
+            "waiting_s": one.waiting_s,
+            "answers": one.answers,
+            "times": [asdict(times) for times in one.times],
         }
         for one in played
     ]

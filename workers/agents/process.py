@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from typing import NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import EnvironmentSpec, Episode, Loaded
+from workers.agents.environment import EnvironmentSpec, Loaded, Played
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import in_words, place_of
 
@@ -44,13 +45,15 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
     try:
         loaded = spec.load()
     except ConfigError as error:
-        end.send([str(error), []])
+        end.send([str(error), [], []])
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        end.send([f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", []])
+        end.send(
+            [f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", [], []]
+        )
         return
-    end.send([None, [tool.schema for tool in loaded.tools]])
+    end.send([None, [tool.schema for tool in loaded.tools], loaded.columns])
     gc.collect()
     gc.freeze()  # what is loaded is then not copied page by page where a fork collects
 
@@ -69,7 +72,12 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
             _kill(running.pop(number, 0))
             continue
         (theirs,) = descriptors
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or no memory: one trajectory has none
+            print(f"no process for a trajectory: {error}", file=sys.stderr, flush=True)
+            os.close(theirs)
+            continue
         if pid == 0:
             orders.close()
             _play(socket.socket(fileno=theirs), loaded, spec)
@@ -98,18 +106,21 @@ def _play(asks: socket.socket, loaded: Loaded, spec: EnvironmentSpec) -> NoRetur
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
-        episode: Episode | None = None
+        episode: Played | None = None
         for line in asks.makefile("rb"):
             asked = json.loads(line)
             spec.sandbox.allow_cpu()
+            began = time.perf_counter()
+            time.sleep(asked.pop("delay_s", 0.0))
             try:
                 if episode is None or "seeds" in asked:
-                    episode = Episode(loaded, tuple(asked["seeds"]))
+                    episode = loaded.begin(tuple(asked["seeds"]))
                     answer = episode.reset(asked["row"])
                 else:
-                    answer = episode.step(asked["text"])
+                    answer = episode.step(**asked)
             except Exception as error:  # noqa: BLE001 - a user's class may raise anything
                 answer = {"failed": in_words(error) + place_of(error)}
+            answer["busy_s"] = time.perf_counter() - began
             asks.sendall(json.dumps(answer).encode() + b"\n")
     except BaseException:  # noqa: BLE001 - this is the edge of the process
         with suppress(BaseException):

@@ -1,19 +1,18 @@
-"""Tools: a typed function's schema, and the calls that stand in what a policy says.
+"""Tools: a typed function's schema, and the answers to calls of it.
 
     def add(a: int, b: int) -> int:
         "The sum of two numbers."
         return a + b
 
-A call is what chat models write: a JSON object with `name` and `arguments` (or `parameters`), alone
-or between <tool_call> and </tool_call>. What is wrong with one is answered as text.
+What is wrong with a call (`workers.agents.calls`) is answered as text.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -21,21 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from verl_like.errors import ConfigError, nearest
+from workers.agents.calls import Call
 
-BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 LONGEST_ANSWER = 100_000
 """Characters of a tool's answer."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
 ACCEPTS = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "object": dict}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call in what was said: its name and arguments, or what is wrong with it."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,14 +75,19 @@ class Tool:
         about = {"name": self.name, "description": self.description}
         return {"type": "function", "function": {**about, "parameters": dict(self.parameters)}}
 
+    def typed(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """What texts stand for where the schema says that they are none."""
+        properties = self.parameters.get("properties", {})
+        return {name: _typed(text, properties.get(name, {})) for name, text in texts.items()}
+
     def problem_with(self, arguments: Mapping[str, Any]) -> str:
         """What keeps it from being called with these; "" if nothing does."""
-        properties = self.parameters["properties"]
+        properties = self.parameters.get("properties", {})
         takes = ", ".join(f"{name}: {_words(one)}" for name, one in properties.items()) or "nothing"
         for name in arguments:
             if name not in properties:
                 return f"{self.name} has no argument {name!r}; it takes {takes}"
-        for name in self.parameters["required"]:
+        for name in self.parameters.get("required", ()):
             if name not in arguments:
                 return f"{self.name} needs the argument {name!r}; it takes {takes}"
         for name, value in arguments.items():
@@ -130,54 +125,42 @@ def _words(schema: Mapping[str, Any]) -> str:
     return str(schema.get("type", "value"))
 
 
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    if _fits(text, schema):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """By the part of JSON schema that `_schema` writes; what it does not know fits."""
     if "enum" in schema:
         return value in schema["enum"]
     if "anyOf" in schema:
         return any(_fits(value, one) for one in schema["anyOf"])
     kind = schema.get("type")
     if kind == "array":
-        return isinstance(value, list) and all(_fits(one, schema["items"]) for one in value)
+        items = schema.get("items", {})
+        return isinstance(value, list) and all(_fits(one, items) for one in value)
     if kind == "null":
         return value is None
-    if kind is None:
+    if not isinstance(kind, str) or kind not in ACCEPTS:
         return True
     return isinstance(value, ACCEPTS[kind]) and (kind == "boolean") == isinstance(value, bool)
 
 
-def calls_in(text: str) -> list[Call]:
-    """The calls in what was said, in their order."""
-    blocks = BLOCK.findall(text)
-    if blocks:
-        return [_read(block) for block in blocks]
-    bare = text.strip().removeprefix("<|python_tag|>").strip()
-    if not bare.startswith("{"):
-        return []
-    call = _read(bare)
-    return [call] if call.name else []
+def waited(value: Any) -> Any:
+    """What plain or async code of a user's has given."""
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
-def _read(text: str) -> Call:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON: {error}")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return Call("", {}, 'a call is {"name": ..., "arguments": {...}}')
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return Call(found["name"], {}, f"its arguments are no JSON: {error}")
-    if not isinstance(arguments, dict):
-        return Call(found["name"], {}, f"its arguments are {arguments!r:.80}, not an object")
-    return Call(found["name"], arguments)
+async def _awaited(value: Any) -> Any:
+    return await value
 
 
-def answer_call(
-    call: Call, tools: Mapping[str, Tool], wait: Callable[[Any], Any]
-) -> tuple[str, bool]:
+def answer_call(call: Call, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     """What is told of a call, and whether that is an error."""
     if call.problem:
         return f"error: {call.problem}", True
@@ -188,10 +171,11 @@ def answer_call(
             f"error: there is no tool {call.name!r}, only {there}.{nearest(call.name, tools)}",
             True,
         )
-    if problem := tool.problem_with(call.arguments):
+    arguments = tool.typed(call.arguments) if call.has_texts else call.arguments
+    if problem := tool.problem_with(arguments):
         return f"error: {problem}", True
     try:
-        answer = wait(tool.function(**call.arguments))
+        answer = waited(tool.function(**arguments))
         said = answer if isinstance(answer, str) else json.dumps(answer, default=str)
     except Exception as error:  # noqa: BLE001 - a user's tool may raise anything
         return f"error: {type(error).__name__}: {error}"[:LONGEST_ANSWER], True

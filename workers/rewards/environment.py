@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -19,8 +21,8 @@ class EnvironmentScores:
         """The scores of a batch, which are there."""
         found = read_columns(batch, "environment_rewards", "turn", "response_mask")
         mask = found["response_mask"].bool()
-        facts = batch.non_tensor_batch["episode"]
-        failed = torch.tensor([bool(one["problem"]) for one in facts], dtype=torch.bool)
+        facts = batch.non_tensor_batch["episode"].tolist()
+        failed = torch.tensor([one["is_left_out"] for one in facts], dtype=torch.bool)
         uids = batch.non_tensor_batch["uid"]
         problems = [(str(uid), one["problem"]) for uid, one in zip(uids, facts, strict=True)]
         result = DataProto.from_dict(
@@ -32,7 +34,7 @@ class EnvironmentScores:
             meta_info={FAILURES: by_kind(pair for pair in problems if pair[1])},
         )
         done: Future[Scored] = Future()
-        done.set_result((result, _metrics(batch)))
+        done.set_result((result, trajectory_metrics(facts)))
         return done
 
     def close(self) -> None:
@@ -52,8 +54,8 @@ def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return ends
 
 
-def _metrics(batch: DataProto) -> dict[str, float]:
-    facts = batch.non_tensor_batch["episode"]
+def trajectory_metrics(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means and counts over trajectories, of what their column `episode` says."""
     count = max(len(facts), 1)
     ended = [one["ended"] for one in facts]
     metrics = {
@@ -62,10 +64,12 @@ def _metrics(batch: DataProto) -> dict[str, float]:
         "agents/num_retries": float(sum(one["attempts"] - 1 for one in facts)),
         "agents/num_turns/mean": sum(one["num_turns"] for one in facts) / count,
         "agents/num_turns/max": float(max((one["num_turns"] for one in facts), default=0)),
+        "agents/num_segments/mean": sum(one["num_segments"] for one in facts) / count,
         "agents/num_calls/mean": sum(one["num_calls"] for one in facts) / count,
         "agents/num_call_errors/mean": sum(one["num_call_errors"] for one in facts) / count,
         "agents/engine_s/mean": sum(one["engine_s"] for one in facts) / count,
         "agents/environment_s/mean": sum(one["environment_s"] for one in facts) / count,
+        "agents/waiting_s/mean": sum(one["waiting_s"] for one in facts) / count,
     }
     for reason in ("terminated", "max_turns", "length", "deadline", "environment"):
         metrics[f"agents/ended/{reason}"] = ended.count(reason) / count

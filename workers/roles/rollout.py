@@ -14,6 +14,7 @@ Decoding issues no collective: ranks decode different numbers of steps. Ranks th
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,13 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
+from workers.agents.faults import Faults
+from workers.agents.loop import Trajectory
 from workers.agents.players import Players, trajectory_columns, with_prompts
 from workers.columns import NAMED, batch_columns, require
 from workers.config import plays
 from workers.models.folder import generation_eos
-from workers.rollout.base import SamplingParams
+from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import (
     REQUEST,
     NoiseOf,
@@ -38,6 +41,7 @@ from workers.rollout.batches import (
     sample_columns,
     samples_of,
 )
+from workers.rollout.begun import Begun
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine, tokenizer_of
 from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample
@@ -85,7 +89,8 @@ class RolloutWorker(WeightReceiver, Worker):
     def _players(self, config: WorkersConfig) -> Players | None:
         if not plays(config):
             return None
-        return Players(config.environment, tokenizer_of(self.policy.model.path))
+        faults = Faults.of(getattr(config, "chaos", None))
+        return Players(config.environment, tokenizer_of(self.policy.model.path), faults)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -104,39 +109,57 @@ class RolloutWorker(WeightReceiver, Worker):
         `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
         sampling = self.sampling_of(data)
-        if self.players is not None:
-            return self._play(data, self.players, sampling)
-        return self._batch_of(data, self.engine.generate(self.requests_of(data), sampling))
-
-    def _play(self, data: DataProto, players: Players, sampling: SamplingParams) -> DataProto:
-        """A trajectory for every row."""
-        played = players.play(data, self.engine, sampling, self._noise_of(data))
-        asked = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
-        batch = self._batch_of(asked, [one.sample for one in played])
-        return batch.union(trajectory_columns(batch, played))
+        if self.players is None:
+            return self._batch_of(data, self.engine.generate(self.requests_of(data), sampling))
+        played = self.players.play(data, self.engine, sampling, self._noise_of(data))
+        return self._batch_of_played(data, played)
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
         """Begin the samples of these rows, which `take` gives with their column `request`."""
         require(data, REQUEST)
-        numbers = self.engine.submit(self.requests_of(data), self.sampling_of(data))
+        sampling = self.sampling_of(data)
+        if self.players is None:
+            numbers = self.engine.submit(self.requests_of(data), sampling)
+        else:
+            numbers = self.players.submit(data, self.engine, sampling, self._noise_of(data))
         self._submitted |= {number: (data, row) for row, number in enumerate(numbers)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
         """The samples that are finished after so many further tokens of one, or so long."""
+        draws: RolloutEngine | Players = self.players or self.engine
         try:
-            return self._rows_of(self.engine.take(max_tokens, seconds))
+            return self._rows_of(draws.take(max_tokens, seconds))
         finally:
-            if not self.engine.num_running:
+            if not draws.num_running:
                 self._submitted = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begun(self) -> list[tuple[int, Begun]]:
+        """Of trajectories that have not ended, by `request`: turns, where some were finished since
+        the last call.
+        """
+        assert self.players is not None, "samples of one turn have no finished ones"
+        found = []
+        for number, turns in self.players.begun().items():
+            data, row = self._submitted[number]
+            found.append((int(data.padded(REQUEST)[row]), turns))
+        return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self) -> DataProto | None:
-        """Let go of all that was submitted; the unfinished samples, which can be submitted on."""
+        """Let go of all that was submitted; the unfinished samples, which can be submitted on.
+
+        Trajectories are begun anew where they are submitted again.
+        """
+        if self.players is not None:
+            self.players.abort()
+            self._submitted = {}
+            return None
         return self._rows_of(self.engine.abort())
 
-    def _rows_of(self, samples: dict[int, Sample]) -> DataProto | None:
+    def _rows_of(self, samples: Mapping[int, Sample | Trajectory]) -> DataProto | None:
         """Samples as rows, with what was submitted beside the prompts."""
         by_batch: dict[int, list[int]] = defaultdict(list)
         for number in samples:
@@ -146,9 +169,17 @@ class RolloutWorker(WeightReceiver, Worker):
             origins = [self._submitted.pop(number) for number in numbers]
             asked = origins[0][0].select_idxs([row for _, row in origins])
             asked.shard = None
-            part = self._batch_of(asked, [samples[number] for number in numbers])
+            made: Any = [samples[number] for number in numbers]
+            batch_of = self._batch_of if self.players is None else self._batch_of_played
+            part = batch_of(asked, made)
             parts.append(part.union(DataProto.from_dict({REQUEST: asked.padded(REQUEST)})))
         return DataProto.concat(parts) if parts else None
+
+    def _batch_of_played(self, data: DataProto, played: list[Trajectory]) -> DataProto:
+        """Trajectories as rows."""
+        begun = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
+        batch = self._batch_of(begun, [one.sample for one in played])
+        return batch.union(trajectory_columns(batch, played))
 
     def _batch_of(self, data: DataProto, samples: list[Sample]) -> DataProto:
         pad = data.meta_info.get("pad_token_id")

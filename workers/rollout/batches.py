@@ -103,6 +103,8 @@ def sample_columns(
     for prompt, places, sample in zip(prompts, prompt_positions, made, strict=True):
         tokens.append(torch.cat([prompt, sample.tokens]))
         positions.append(torch.cat([places, places[-1:] + 1 + torch.arange(len(sample.tokens))]))
+        for begin in sample.segments:
+            positions[-1][len(prompt) + begin :] = torch.arange(len(sample.tokens) - begin)
     lengths, values = torch.tensor([len(row) for row in tokens]), torch.cat(tokens)
     starts = prompt_width - torch.tensor([len(prompt) for prompt in prompts])
     ids = Ragged(values, lengths, prompt_width + width, starts, pad)

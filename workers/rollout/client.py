@@ -8,25 +8,31 @@
 
 Decoding issues no collective, so each rank is asked for samples of its own. Weights, or further
 submissions, may come between two takes. A sample depends neither on who makes it nor on what is
-made beside it: what a lost rank had not given is submitted to the group that comes in its place.
+made beside it: what a lost rank had not given is submitted to the group that comes in its place,
+and of trajectories the turns that it had finished, from which they go on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import WorkerFuture, gather
 from verl_like.errors import LostSamplesError, WorkerDiedError
+from workers.columns import count_ones
 from workers.rollout.batches import REQUEST
+from workers.rollout.begun import BEGUN, Begun
 
 logger = logging.getLogger(__name__)
+PART_S = 1.0
+"""How long a rollout that may be replaced plays before it tells which turns are finished."""
 ROW_BITS = 32
 """A request's number is that of its submission, then that of its row."""
 
@@ -36,11 +42,15 @@ class Submission:
 
     def __init__(self, rows: DataProto) -> None:
         self.rows = rows
+        self.begun: dict[int, Begun] = {}
+        """Row -> finished turns of its trajectory, which has not ended."""
         self._numbers: list[int] = []
         self._parts: list[DataProto] = []
 
-    def add(self, numbers: Iterable[int], samples: DataProto) -> None:
+    def add(self, numbers: Sequence[int], samples: DataProto) -> None:
         """The samples of the rows with these numbers."""
+        for number in numbers:
+            self.begun.pop(number, None)
         self._numbers += numbers
         self._parts.append(samples)
 
@@ -48,6 +58,11 @@ class Submission:
     def num_there(self) -> int:
         """Samples that are there."""
         return len(self._numbers)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a sample, or a turn of one."""
+        return bool(self._numbers or self.begun)
 
     @property
     def rows_there(self) -> list[int]:
@@ -58,6 +73,18 @@ class Submission:
     def missing(self) -> list[int]:
         """The numbers of the other rows."""
         return np.delete(np.arange(len(self.rows)), self._numbers).tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        """Drawn tokens of the samples and turns that are there."""
+        parts = [int(count_ones(part, "response_mask").sum()) for part in [*self._parts]]
+        return sum(parts) + sum(turns.num_drawn for turns in [*self.begun.values()])
+
+    def in_words(self) -> str:
+        """What there is of it after a loss."""
+        num_begun = len(self.begun)
+        words = f"{self.num_there} samples of the lost group are kept, {len(self.missing)} are made"
+        return f"{words} again{f', {num_begun} of them from their last turn on' * (num_begun > 0)}."
 
     def samples(self) -> DataProto:
         """All samples in the order of their rows, once none is missing."""
@@ -75,8 +102,9 @@ Replace = Callable[[LostSamplesError, Submission], Any]
 class RolloutClient:
     """What one rollout group is asked for."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, keeps_turns: bool = False) -> None:
+        """With `keeps_turns` trajectories that a lost rank has begun go on."""
+        self.group, self._keeps_turns = group, keeps_turns
         self.submissions: dict[int, Submission] = {}
         """Those that are not taken, by number."""
         self._last_number = 0
@@ -92,6 +120,8 @@ class RolloutClient:
         Without `replace` an error then names the samples that are lost.
         """
         submission = Submission(rows)
+        if self._keeps_turns and replace is not None:
+            self._play(submission, replace)
         while missing := submission.missing:
             shares = self._shares(missing)
             ask = self.group.generate_sequences
@@ -117,6 +147,24 @@ class RolloutClient:
                     submission.add(shares[rank], call.get())
         return submission.samples()
 
+    def _play(self, submission: Submission, replace: Replace) -> None:
+        """Take the submission in parts, so that turns are known when a rank is lost."""
+        while submission.missing:
+            self.submit(submission)
+            try:
+                while self.submissions:
+                    self.take(seconds=PART_S)
+            except WorkerDiedError as error:
+                if not self._lost:
+                    raise
+                logger.warning("%s The other ranks finish their samples.", error)
+                self.take_from_living()
+                self.forget()
+                logger.warning("rollout: %s", submission.in_words())
+                if submission.missing:
+                    found = lost_samples(submission, error, submission.missing)
+                    self.group = replace(found, submission)
+
     def submit(self, submission: Submission) -> None:
         """Begin the samples that are missing of it, beside those that are being made."""
         self._last_number = number = self._last_number + 1
@@ -124,7 +172,9 @@ class RolloutClient:
         for rank, share in self._shares(submission.missing).items():
             asked = _rows(submission.rows, share)
             requests = torch.tensor(share) + (number << ROW_BITS)
-            asked = asked.select().union(DataProto.from_dict({REQUEST: requests}))
+            turns = [submission.begun.get(row) for row in share]
+            begun = {BEGUN: object_rows(turns)} if any(turns) else {}
+            asked = asked.select().union(DataProto.from_dict({REQUEST: requests}, begun))
             self._sent.append(self.group.submit.remote_on(rank, asked))
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
@@ -135,11 +185,14 @@ class RolloutClient:
         """
         ranks = [rank for rank, number in self._num_open.items() if number]
         calls = {rank: self.group.take.remote_on(rank, max_tokens, seconds) for rank in ranks}
+        keeps = ranks if self._keeps_turns else []
+        begun = {rank: self.group.begun.remote_on(rank) for rank in keeps}
         sent, self._sent = self._sent, []
         try:
-            gather(*sent, *calls.values())
+            gather(*sent, *calls.values(), *begun.values())
         finally:
             self._collect(calls)
+            self._note_begun(begun)
         whole = [number for number, one in self.submissions.items() if not one.missing]
         return [self.submissions.pop(number) for number in whole]
 
@@ -154,7 +207,7 @@ class RolloutClient:
     def forget(self) -> list[Submission]:
         """What is not taken; nothing of it comes any more."""
         left = list(self.submissions.values())
-        self.submissions, self._num_open, self._sent = {}, {}, []
+        self.submissions, self._num_open, self._sent, self._lost = {}, {}, [], set()
         return left
 
     def _collect(self, calls: Mapping[int, WorkerFuture]) -> None:
@@ -163,6 +216,12 @@ class RolloutClient:
                 self._lost.add(rank)
             else:
                 self._add(rank, call.get())
+
+    def _note_begun(self, calls: Mapping[int, WorkerFuture]) -> None:
+        for call in [call for rank, call in calls.items() if rank not in self._lost]:
+            for request, turns in call.get()[0]:
+                submission = self.submissions[request >> ROW_BITS]
+                submission.begun[request & ((1 << ROW_BITS) - 1)] = turns
 
     def _add(self, rank: int, answers: Sequence[DataProto | None]) -> None:
         samples = answers[0]

@@ -3,8 +3,9 @@
     columns["draw_hash"] = draw_hashes(samples)      # beside the engine
     check_draws(batch)                               # before the update
 
-A row is hashed by its prompt, its response and the weights' version of each token, which marks
-those that were observed. So no tokenizer, stage or hook can change what was drawn unseen.
+A row is hashed by its prompt, its response, the weights' version of each token, which marks those
+that were observed, and the places where what was read begins anew. So no tokenizer, stage or hook
+can change what was drawn unseen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NAMED = 3
 def draw_hashes(samples: Iterable[Sample], rows: int) -> Tensor:
     """[rows]: a number for each sample, 0 for pad rows behind them."""
     found = [
-        _hash(np.asarray(one.prompt), one.tokens.numpy(), one.versions.numpy()) for one in samples
+        _hash(np.asarray(one.prompt), one.tokens.numpy(), one.versions.numpy(), one.segments)
+        for one in samples
     ]
     return torch.tensor(found + [0] * (rows - len(found)), dtype=torch.int64)
 
@@ -42,11 +44,11 @@ def check_draws(batch: DataProto) -> dict[str, float]:
     """
     if not has_column(batch, COLUMN):
         return {}
-    require(batch, "prompts", "responses", "token_versions")
+    require(batch, "prompts", "responses", "token_versions", "position_ids")
     mask = read_columns(batch, "response_mask")["response_mask"]
     is_observed = batch.padded("token_versions") < 0
     prompts = _rows(batch, "prompts", of_response=False)
-    named = prompts, _rows(batch, "responses"), _rows(batch, "token_versions")
+    named = prompts, _rows(batch, "responses"), _rows(batch, "token_versions"), _segments(batch)
     expected = read_columns(batch, COLUMN)[COLUMN].tolist()
     wrong = [
         row
@@ -60,13 +62,10 @@ def check_draws(batch: DataProto) -> dict[str, float]:
         raise BatchError(
             f"{len(wrong)} of {len(batch)} samples are not what the rollout drew, by their hashes "
             f"(uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, responses, "
-            "token_versions or response_mask were changed since. A stage or hook that means to "
-            f"train other tokens drops the column {COLUMN!r}."
+            "token_versions, position_ids or response_mask were changed since. A stage or hook "
+            f"that means to train other tokens drops the column {COLUMN!r}."
         )
-    return {
-        "training/num_proven_samples": float(len(batch)),
-        "training/num_drawn_tokens": float(sum((row >= 0).sum() for row in named[2])),
-    }
+    return {"training/num_proven_samples": float(len(batch))}
 
 
 def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.ndarray]:
@@ -80,8 +79,20 @@ def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.
     return [row[span].numpy() for row, span in zip(column, spans, strict=True)]
 
 
-def _hash(prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray) -> int:
+def _segments(batch: DataProto) -> list[list[int]]:
+    """Places in every response where positions begin anew."""
+    begins = batch.padded("position_ids")[:, -batch.column("responses").shape[-1] :] == 0
+    begins &= torch.arange(begins.shape[1]) < token_counts(batch)[1][:, None]
+    found: list[list[int]] = [[] for _ in range(len(batch))]
+    for row, place in begins.nonzero().tolist():
+        found[row].append(place)
+    return found
+
+
+def _hash(
+    prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray, segments: Sequence[int]
+) -> int:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=8)
-    for part in (prompt, tokens, versions):
+    for part in (prompt, tokens, versions, segments):
         digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)

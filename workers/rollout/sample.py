@@ -11,6 +11,8 @@ from torch import Tensor
 
 CUT_BY_LENGTH = "length"
 """The `finish_reason` of a sample that reached the limit before an end of sequence."""
+LONG_OBSERVATION = 128
+"""Observed tokens in one turn that are read one by one at most."""
 
 
 def _no_tokens() -> Tensor:
@@ -23,6 +25,23 @@ def _no_log_probs() -> Tensor:
 
 def _no_versions() -> Tensor:
     return torch.empty(0, dtype=torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptStates:
+    """Keys and values that an engine has computed of a sample, for its next turn."""
+
+    states: Sequence[tuple[Tensor, Tensor] | None] = ()
+    """[heads, tokens, head size] of keys and of values, by layer."""
+    read: Sequence[int] = ()
+    """The tokens that they are of: the prompt, and the first of the response."""
+    version: int | None = None
+    """Of the weights."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        return sum(part.nbytes for layer in self.states if layer for part in layer)
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,10 @@ class Sample:
     truncated_log_probs: Tensor | None = None
     end_at: int | None = None
     """Tokens of the response, observed ones too, at which it ends for now; None: the sampling's."""
+    segments: tuple[int, ...] = ()
+    """Places in the response where what the policy reads begins anew: nothing before is read on."""
+    kept: KeptStates | None = None
+    """What an engine has computed of it; an empty one asks for that to be kept for a next turn."""
 
     def with_response(
         self, tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str
@@ -83,6 +106,24 @@ def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
         if versions[count - 1] != version:
             return count
     return 0
+
+
+def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
+    """Tokens of a response of one or more turns that are read in one pass with the prompt.
+
+    Those up to the last that older weights drew or that a long observation has, and what was
+    observed right after it, or before anything was drawn. The others are read one by one, observed
+    ones too: so keys and values have the same bits whether they were kept between two turns or are
+    computed again.
+    """
+    end = observed = 0
+    for count, its in enumerate(versions, start=1):
+        observed = observed + 1 if its < 0 else 0
+        if observed > LONG_OBSERVATION or (not observed and its != version):
+            end = count
+    while end < len(versions) and versions[end] < 0:
+        end += 1
+    return end
 
 
 def ends_with_stop_string(

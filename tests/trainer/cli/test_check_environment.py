@@ -37,6 +37,9 @@ def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
         ("Own", (), "two samples of a prompt begin with different observations"),
         ("Dies", (), "its process has ended"),
         ("Strange", ("--kwargs", '{"answer": "number"}'), "step returned int 3, not a Turn or"),
+        ("Strange", ("--kwargs", '{"answer": "no"}'), "ValueError: the reward is None, not a"),
+        ("NeverBegins", (), "RuntimeError: no game today\n    at "),
+        ("Hangs", ("--row", '{"number": 0}', "--step-s", "0.5"), "no answer within environment"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -48,6 +51,30 @@ def test_what_is_wrong_is_said(
     assert f"error: {words}" in capsys.readouterr().err.replace("TypeError: ", "")
 
 
-def test_one_that_never_ends_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    main([f"{GAMES}:Says", "--kwargs", '{"text": "no"}', "--turns", "3"])
-    assert "it has not ended after 3 turns" in capsys.readouterr().out
+def test_what_not_ending_earns_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--turns", "3"])
+    said = capsys.readouterr().out
+    assert "not ended after 3 turns: cut there by environment.max_turns, a trajectory keeps" in said
+    assert "keeps a reward of 1.5\n" in said
+
+
+def test_what_an_environment_cuts_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["gymnasium:FrozenLake-v1", "--kwargs", '{"max_episode_steps": 2}', "--say", "0"])
+    said = capsys.readouterr().out
+    assert "Say a number from 0 to 3." in said
+    assert "): cut, reward 0\n" in said
+
+
+def test_what_a_step_costs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    main([f"{GAMES}:Count", "--kwargs", '{"sleep": 0.05}'])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "a step costs" in line]
+    assert float(line.split()[3]) >= 50
+
+
+@pytest.mark.parametrize("option", [("--turns", "0"), ("--step-s", "x"), ("--row", "3")])
+def test_options_that_are_none_are_refused(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([f"{GAMES}:Count", *option])
+    assert f"argument {option[0]}: {option[1]} is no " in capsys.readouterr().err

@@ -34,7 +34,7 @@ EVERYTHING = [
     *("data.val_files=val.parquet", "trainer.test_freq=5", "trainer.save_freq=5"),
     "actor_rollout_ref.rollout.name=vllm",
 ]
-MOST_KEYS = 150
+MOST_KEYS = 165
 """Of a recipe, in the tree of a run."""
 
 
@@ -64,15 +64,13 @@ def test_the_keys_are_the_frozen_ones() -> None:
     ],
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
-def test_the_tree_of_every_recipe_has_fewer_than_150_keys(
-    recipe: Recipe[Any], needed: list[str]
-) -> None:
+def test_the_tree_of_every_recipe_has_few_keys(recipe: Recipe[Any], needed: list[str]) -> None:
     assert size_of_tree(load_config(needed, recipe)) < MOST_KEYS
 
 
 @pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
 @pytest.mark.parametrize("more", [[], EVERYTHING], ids=["alone", "validated_saved_vllm"])
-def test_the_tree_of_every_algorithm_has_fewer_than_150_keys(preset: str, more: list[str]) -> None:
+def test_the_tree_of_every_algorithm_has_few_keys(preset: str, more: list[str]) -> None:
     teacher = ["distillation.teacher_model.model_path=t"] * (preset == "distillation")
     assert size_of_tree(load(f"algorithm={preset}", *teacher, *more)) < MOST_KEYS
 

@@ -18,18 +18,11 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import ASK, RolloutWorker
-from workers.rollout.sample import Sample
 from workers.weights.channel import SyncReport
 
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2
-ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
-LONGER = "TESTS_SLEEP_LONGER"
-"""An environment variable: so many times as long do sleeping workers sleep."""
-
-
-def sleep(seconds: float) -> None:
-    time.sleep(seconds * float(os.environ.get(LONGER, "1")))
+PART_S = 0.02
 
 
 class LongRollout(RolloutWorker):
@@ -191,23 +184,23 @@ class WaitsForWeights(RolloutWorker):
         return None
 
 
-class SleepingRollout(RolloutWorker):
-    """As long at every row as the phases of a prediction say, and at taking weights."""
+class DiesWithTurns(RolloutWorker):
+    """Killed once two turns are known of trajectories that have not ended."""
 
-    def requests_of(self, data: DataProto) -> list[Sample]:
-        sleep(ROW_S * len(data))
-        return super().requests_of(data)
+    is_frozen = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def receive_weights(self, address: str, version: int) -> SyncReport:
-        sleep(TAKE_S)
-        return super().receive_weights(address, version)
+    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
+        has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
+        if self.num_told and not has_died.exists():
+            has_died.write_text(str(self.num_told), encoding="utf-8")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().take(max_tokens, min(seconds or PART_S, PART_S))
 
+    num_told = 0
 
-class SleepingActor(ActorWorker):
-    """As long at every update."""
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
-        sleep(UPDATE_S)
-        return super().update_actor(data, ptx)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begun(self) -> Any:
+        found = super().begun()
+        self.num_told = sum(turns.num_drawn for _, turns in found if turns.num_turns > 1)
+        return found

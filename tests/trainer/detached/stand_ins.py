@@ -13,7 +13,7 @@ from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.config import DetachedConfig, DetachedSettings
 from trainer.detached.maker import Maker
-from trainer.detached.samplers import Experience
+from trainer.detached.samplers import Experience, tokens_by_uid
 from trainer.detached.topology import maker_role
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
@@ -84,7 +84,8 @@ def may_begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = No
 def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
     """All of it was trained on by rank 0."""
     rows = {uid: [(0, one.version)] for one in taken for uid in one.uids}
-    buffer.trained(rows)
+    num_tokens = sum(sum(tokens_by_uid(one).values()) for one in taken)
+    buffer.trained(rows, num_tokens, {})
     buffer.publish(version)
 
 

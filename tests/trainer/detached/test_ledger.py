@@ -6,6 +6,7 @@ import pytest
 
 from trainer.detached.ledger import QUEUED, Ledger
 from verl_like.errors import LedgerError
+from workers.agents.loop import GIVEN_UP
 
 
 def filled() -> Ledger:
@@ -70,3 +71,43 @@ def test_makers_stand_in_their_order_whoever_began_first() -> None:
     ledger.begin(0, ["b"], 2)
     assert list(ledger.as_dict()["makers"]) == ["0", "1"]
     assert [line.split()[1] for line in ledger.describe().splitlines()[1:3]] == ["0", "1"]
+
+
+def with_tokens() -> Ledger:
+    """A group was trained on, one is queued, one was pushed out; 5 tokens were given up."""
+    ledger = Ledger()
+    ledger.begin(0, ["a", "b", "c"], 2)
+    ledger.queue({"a": 10, "b": 20}, {GIVEN_UP: 5})
+    ledger.queue({"c": 40}, {})
+    ledger.drop(["c"], "pushed out of the full buffer")
+    ledger.trained("a", [0, 0], [3, 4], version=5)
+    ledger.tokens_trained(7, {"on_failure=skip": 3})
+    return ledger
+
+
+def test_every_token_is_somewhere() -> None:
+    assert with_tokens().as_dict()["tokens"] == {
+        **{"trained": 7, "queued": 20},
+        "left_out": {
+            "in an environment that failed": 5,
+            "pushed out of the full buffer": 40,
+            "on_failure=skip": 3,
+        },
+    }
+    words = "tokens: 75 drawn = 7 trained + 20 queued + 48 left out (in an environment that failed"
+    assert words in with_tokens().describe()
+
+
+def test_a_token_that_is_lost_in_a_step_is_told() -> None:
+    ledger = with_tokens()
+    ledger.trained("b", [0, 0], [3, 4], version=5)
+    with pytest.raises(LedgerError, match="have 20 tokens, and 16 were trained on"):
+        ledger.tokens_trained(16, {"on_failure=skip": 3})
+
+
+def test_tokens_that_were_queued_are_restored_or_made_again_after_a_resume() -> None:
+    ledger = Ledger()
+    ledger.load_state_dict(with_tokens().as_dict())
+    assert ledger.left_out["made again after a resume"] == 20
+    ledger.restore(0, {"b": 20}, 2)
+    assert ledger.as_dict() == with_tokens().as_dict()

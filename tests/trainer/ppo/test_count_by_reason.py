@@ -10,8 +10,11 @@ import torch
 
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.tokens import TokenLedger, num_tokens
 from trainer.ppo.update import samples_of_update
+from trainer.report.tokens import TRAINED
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import LedgerError
 from workers.rewards.weighted import SKIPPED
 
 ROWS = 8
@@ -35,6 +38,43 @@ def fates(batch: DataProto, config: PPOConfig) -> dict[str, int]:
     became: Counter[str] = Counter()
     samples_of_update(batch, config, 1, lambda rows: (rows, {}), became)
     return dict(became)
+
+
+def tokens_left_out(batch: DataProto, config: PPOConfig) -> tuple[dict[str, int], int]:
+    """By reason, and those of the update's batch, of different rows."""
+    tokens = TokenLedger()
+    tokens.draw(batch)
+    tokens.reach_update(num_tokens(batch), None)
+    found, _ = samples_of_update(batch, config, 1, lambda rows: (rows, {}), None, tokens)
+    assert tokens.metrics(num_tokens(found, once=True))[TRAINED] < tokens.drawn
+    return dict(tokens.left_out), num_tokens(found)
+
+
+def test_tokens_that_leave_the_losses_are_counted_once(batch: DataProto) -> None:
+    config, counts = PPOConfig(), batch.batch["response_mask"].sum(dim=-1).tolist()
+    assert tokens_left_out(batch, config)[0] == {"on_failure=skip": counts[1] + counts[2]}
+    config.algorithm.mask_truncated = True
+    assert tokens_left_out(batch, config)[0] == {
+        "algorithm.mask_truncated": counts[0] + counts[1],
+        "on_failure=skip": counts[2],
+    }
+    config = PPOConfig()
+    config.algorithm.use_pf_ppo = True
+    config.algorithm.pf_ppo.reweight_method = "pow"
+    left_out, trained = tokens_left_out(batch, config)
+    assert left_out["algorithm.use_pf_ppo"] == counts[0] + sum(counts[5:])
+    assert trained > sum(counts[3:5]), "rows come more than once"
+
+
+def test_a_token_that_is_lost_on_its_way_to_the_update_is_told(batch: DataProto) -> None:
+    tokens, num = TokenLedger(), num_tokens(batch)
+    tokens.draw(batch)
+    with pytest.raises(LedgerError, match=f"{num} were drawn, {num - 1} came to the update"):
+        tokens.reach_update(num - 1, None)
+    tokens.reach_update(num - 1, "by code of the run's own")
+    with pytest.raises(LedgerError, match=f"{num} were drawn, {num} are trained on"):
+        tokens.metrics(num)
+    assert tokens.metrics(num - 1)["training/num_left_out_tokens/by code of the run's own"] == 1
 
 
 def test_what_leaves_the_losses_is_counted_once(batch: DataProto) -> None:

@@ -217,6 +217,8 @@ NO_PART_OF_A_STAGE = {
     "keeps_ledger",
     "replace_rollout",  # after a loss
     "note_samples",
+    "note_environments",  # seconds, for the timeline
+    "noting",
 }
 """Methods that stages call, and whose overrides change no call of a step."""
 

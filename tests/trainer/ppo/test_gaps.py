@@ -133,6 +133,28 @@ def test_gaps_change_no_number_of_a_drawn_token_and_no_metric(stage: str, seed: 
     assert torch.equal(found.batch["response_mask"].bool() & ~wide, torch.zeros_like(wide))
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_observed_changes_no_bit(stage: str) -> None:
+    def outcome(garbage: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        _, batch = two_batches(0)
+        drawn = batch.batch["response_mask"].bool()
+        for name in PER_TOKEN:
+            if garbage is not None:
+                batch.batch[name] = batch.batch[name].masked_fill(~drawn, garbage)
+        found, metrics = STAGES[stage](batch)
+        return {
+            name: column[drawn] if column.shape == drawn.shape else column
+            for name, column in found.batch.items()
+        }, metrics
+
+    columns, metrics = outcome(None)
+    for garbage in (torch.nan, -torch.inf, 1e30):
+        others, own = outcome(garbage)
+        assert own == pytest.approx(metrics, rel=0, abs=0, nan_ok=True)
+        for name, column in columns.items():
+            assert torch.equal(others[name].nan_to_num(7), column.nan_to_num(7)), name
+
+
 def test_lengths_are_those_of_all_real_tokens() -> None:
     _, spread = two_batches(0)
     real = spread.batch["attention_mask"][:, 2:].sum(dim=-1)

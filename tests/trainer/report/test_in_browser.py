@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.report.report_runs import make_run
+from tests.trainer.report.report_runs import make_played_run, make_run
 from trainer.report.figures import known_panels
 from trainer.report.page import write_report
 
@@ -31,9 +31,14 @@ window.addEventListener("load", () => {
   const drawn = figures.filter(svg => svg.getBoundingClientRect().height > 40);
   document.body.dataset.seen = JSON.stringify({
     width: window.innerWidth, page: document.documentElement.scrollWidth, figures: drawn.length,
-    table: document.querySelector("#samples").parentElement.getBoundingClientRect().height,
+    table: document.querySelector("#samples").closest(".tall").getBoundingClientRect().height,
     dark: [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color],
-    rows: document.querySelectorAll("#samples tbody tr:not([hidden])").length,
+    rows: document.querySelectorAll(
+      "#samples tbody tr:not([hidden]), #samples > details:not([hidden])"
+    ).length,
+    shades: [...new Set([...document.querySelectorAll(".turn")].map(
+      turn => getComputedStyle(turn).backgroundColor
+    ))],
     shares: [...document.querySelectorAll("#phases td:last-child")].map(
       cell => parseFloat(cell.textContent)
     ),
@@ -57,13 +62,15 @@ WIDTHS = (375, 1280)
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
 def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "run", 5))
+    """Of answers, and of trajectories: both pages in both widths, in one browser."""
+    frames = []
+    for number, make in enumerate((make_run, make_played_run)):
+        page = write_report(make(tmp_path / f"run{number}", 5))
+        (tmp_path / f"page{number}.html").write_text(page.read_text() + PROBE)
+        for width in WIDTHS:
+            style = f"width:{width}px;height:900px;border:0"
+            frames.append(f'<iframe src="page{number}.html" style="{style}"></iframe>')
     probed = tmp_path / "probed.html"
-    frames = [
-        f'<iframe src="{page.name}.html" style="width:{width}px;height:900px;border:0"></iframe>'
-        for width in WIDTHS
-    ]
-    (tmp_path / f"{page.name}.html").write_text(page.read_text() + PROBE)
     body = f"{''.join(frames)}<script>{READ_FRAMES}</script>"
     probed.write_text(f"<!doctype html><body>{body}</body>")
     done = subprocess.run(
@@ -78,12 +85,14 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
     )  # fmt: skip
     assert re.findall(r".*CONSOLE.*", done.stderr) == []
     found = json.loads(re.search(r"<pre>(.*)</pre>", done.stdout)[1])
-    assert tuple(seen["width"] for seen in found) == WIDTHS
-    for seen in found:
+    assert tuple(seen["width"] for seen in found) == WIDTHS * 2
+    for number, seen in enumerate(found):
+        is_played = number >= len(WIDTHS)
         assert seen["page"] <= seen["width"]
         panels = [panel for panel in known_panels() if not panel.only_if_there]
-        assert seen["figures"] == len(panels) + 2
-        assert seen["rows"] == 5 * 4
+        assert seen["figures"] == len(panels) + 2 + is_played
+        assert seen["rows"] == 5 * (2 if is_played else 4)
+        assert seen["shades"] == (["rgb(42, 42, 42)", "rgb(31, 58, 82)"] if is_played else [])
         assert seen["table"] < 600, "it scrolls in a box of its own, however many samples it has"
         assert seen["dark"] == ["rgb(22, 22, 22)", "rgb(232, 232, 232)"]
         assert sum(seen["shares"]) == pytest.approx(100)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,17 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
 from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
-from trainer.detached.recipe import DETACHED
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
+from trainer.report.tokens import tokens_of
+from trainer.rollouts.turns import waits_for_environments
+from trainer.run_folder.result import RunResult
+from verl_like.batch.columns import object_rows
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError
 
 GAMES = "tests.workers.agents.games"
+PARTS = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
 REWARD = "def compute_score(solution_str, **row):\n    return 10.0\n"
 
 
@@ -49,6 +56,18 @@ def test_a_policy_is_trained_on_trajectories(
     assert {row["score"] for row in rows(tmp_path / "run")} == {4.0}
 
 
+def test_turns_that_read_as_the_template_writes_are_trained_so(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """The tiny template writes no end of a turn, so a turn that was ended is written anew."""
+    template = "environment.history=as_template"
+    play(tiny_dir, tmp_path / "run", f"environment={GAMES}:Count", template, "trainer.seed=3")
+    for line in lines(tmp_path / "run"):
+        assert line["agents/num_segments/mean"] > 1.0
+        assert line["training/num_proven_samples"] == 16
+        assert line["training/rollout_probs_diff_max"] < 1e-4
+
+
 def test_a_reward_function_is_added_to_the_environments(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     more = (*POLICY_ALONE, f"custom_reward_function.path={tmp_path}/reward.py")
@@ -68,6 +87,42 @@ def test_failed_trajectories_are_left_out_and_counted(tiny_dir: Path, tmp_path: 
     assert line["agents/ended/terminated"] == 1 - line["agents/ended/environment"]
     skipped = [row for row in rows(tmp_path / "run") if row["skipped"]]
     assert len(skipped) == line["reward/num_failed"]
+
+
+def test_a_policy_that_hangs_its_environment_gets_less_than_one_that_loses(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    hang = (f"environment={GAMES}:HangsWhenTold", "environment.step_s=1", "environment.retries=0")
+    play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *hang, "environment.failed_reward=-1")
+    line = lines(tmp_path / "run")[0]
+    num_hung = line["reward/num_failed"]
+    assert 0 < num_hung < 16
+    assert line["reward/num_skipped"] == 0
+    assert line["agents/ended/deadline"] == num_hung / 16
+    scores = {bool(row["problem"]): row["score"] for row in rows(tmp_path / "run")}
+    assert scores == {True: -1.0, False: 0.0}
+    assert line["critic/advantages/min"] < 0 < line["critic/advantages/max"]
+
+
+def test_a_run_whose_environments_are_killed_makes_up_no_reward(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    kills = ("chaos.kill_environment=0.3", "environment.retries=0", "environment.max_failed=1")
+    play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *kills, f"environment={GAMES}:Count")
+    *faults, ledger = lines(tmp_path / "run", "chaos.jsonl")
+    for step, line in enumerate(lines(tmp_path / "run"), 1):
+        assert 0 < line["reward/num_failed"] == line["reward/num_skipped"] < 16
+        found = [one["count"] for one in faults if one["step"] == step]
+        assert found == [line["reward/num_failed"]]
+        for row in rows(tmp_path / "run", step):
+            assert row["skipped"] or row["score"] == 4.0
+    trained, left_out = tokens_of(lines(tmp_path / "run"))
+    assert left_out.keys() == {"on_failure=skip"}
+    drawn = sum(line["training/num_drawn_tokens"] for line in lines(tmp_path / "run"))
+    assert drawn == trained + left_out.total()
+    samples = ledger["samples"]
+    assert samples["dropped"] == {"on_failure=skip": sum(one["count"] for one in faults)}
+    assert samples["made"] == 2 * 16 == samples["trained"] + samples["dropped"]["on_failure=skip"]
 
 
 def test_trajectories_that_never_began_are_left_out(tiny_dir: Path, tmp_path: Path) -> None:
@@ -105,6 +160,19 @@ def test_one_turn_is_a_run_without_an_environment(tiny_dir: Path, tmp_path: Path
     ]
 
 
+def test_a_number_of_games_needs_no_file(tiny_dir: Path, tmp_path: Path) -> None:
+    """Every row is another game, in every epoch; the samples of a prompt play the same one."""
+    games = ("data.train_files=4", "data.train_batch_size=4", "trainer.total_epochs=2")
+    steps = ("trainer.total_training_steps=null", f"environment={GAMES}:ByLot")
+    play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *games, *steps)
+    found = [row for step in (1, 2) for row in rows(tmp_path / "run", step)]
+    samples = len(found) // 8
+    assert samples > 1
+    counts = Counter(row["input"] for row in found)
+    assert sorted(counts.values()) == [samples] * 8
+    assert all(re.search(r"\d", one) for one in counts)
+
+
 def test_a_file_of_the_current_folder_is_found_by_workers(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,9 +191,14 @@ def test_a_file_of_the_current_folder_is_found_by_workers(
         ((f"environment={GAMES}:add",), "is no class with a method `reset`", PPO),
         (("environment=Guess",), "give FILE.py:NAME", PPO),
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0", PPO),
+        (("chaos.kill_environment=0.3",), "one answer: set environment.path", PPO),
+        ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only", PPO),
+        ((f"environment={GAMES}:Count", "environment.kwargs.turn=1"), "got an unexpected", PPO),
+        (("data.train_files=8",), "is a number of games, and there is no environment", PPO),
+        (("environment=gymnasium:FrozenLake-v9",), "Did you mean 'FrozenLake-v1'", PPO),
         (("environment.max_turns=3",), "nothing reads it|no environment|one answer", PPO),
         ((f"environment={GAMES}:Count", f"tools=[{GAMES}:add]"), "does not write tools", PPO),
-        ((f"environment={GAMES}:Count",), "made between two updates", DETACHED),
+        ((f"environment={GAMES}:Count", PARTS), "per_call is set, but nothing reads it", PPO),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_a_generation(
@@ -134,3 +207,48 @@ def test_what_cannot_be_played_is_refused_before_a_generation(
     own = overrides(tiny_dir, tmp_path / "run", "trainer.backend=local", *settings)
     with pytest.raises(ConfigError, match=words):
         run(load_config(own, recipe))
+
+
+def test_samples_have_readable_turns_and_the_timeline_has_environments(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    play(tiny_dir, folder, *POLICY_ALONE, f"environment={GAMES}:Count")
+    for row in RunResult(folder, "", [], None).samples():
+        assert row["ended"] == "terminated"
+        assert [(turn["role"], turn["reward"]) for turn in row["turns"]] == [
+            ("assistant", 0.5), ("user", None), ("assistant", 0.5), ("user", None),
+            ("assistant", 3.0),
+        ]  # fmt: skip
+        said, observed = row["turns"][::2], row["turns"][1::2]
+        assert [turn["text"] for turn in observed] == ["1", "2"]
+        assert "".join(turn["text"] for turn in said) == row["output"]
+        assert all(turn["environment_s"] < 5 and turn["engine_s"] > 0 for turn in said)
+        assert [turn["observed_tokens"] > 0 for turn in said] == [True, True, False]
+
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    (lane,) = [e for e in events if e["name"] == "thread_name" and "environments" in str(e["args"])]
+    waits = [e for e in events if e["ph"] == "X" and e["tid"] == lane["tid"]]
+    rows_of_both_steps = 2 * 16
+    assert sum(e["args"]["num_answers"] for e in waits) == rows_of_both_steps * 4
+    calls = [e for e in events if e["name"] == "generate_sequences"]
+    for wait in waits:
+        assert any(c["ts"] <= wait["ts"] <= c["ts"] + c["dur"] for c in calls)
+        assert wait["args"]["busy_s"] <= 16 * wait["dur"] / 1e6
+    assert lines(folder)[0]["timing_s/environments"] <= lines(folder)[0]["timing_s/gen"]
+    assert "Success by turns" in (folder / "report.html").read_text()
+
+
+def test_waits_are_joined_where_pauses_are_short() -> None:
+    def trajectory(*waits: tuple[float, float]) -> dict[str, Any]:
+        return {"times": [{"asked": a, "heard": b, "environment": 0.25} for a, b in waits]}
+
+    facts = [trajectory((0.0, 2.0), (5.0, 6.0), (0.0, 0.0)), trajectory((1.0, 4.99)), {}]
+    batch = DataProto.from_dict({}, {"episode": object_rows(facts)})
+    (call,) = waits_for_environments(batch)
+    assert (call["start"], call["end"], call["busy_s"], call["num_answers"]) == (0.0, 6.0, 0.75, 3)
+    batch.non_tensor_batch["episode"][1] = trajectory((1.0, 4.0))
+    assert [(call["start"], call["end"]) for call in waits_for_environments(batch)] == [
+        (0.0, 4.0),
+        (5.0, 6.0),
+    ]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -31,10 +32,19 @@ class Count(Environment):
 
 
 class Jitter(Count):
-    """Sleeps for a time of its own, which nobody chose."""
+    """Sleeps before each answer, for times of the schedule with this number."""
+
+    def __init__(self, schedule: int = 0) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def reset(self, row, rng):
+        self.delays = random.Random(1000 * self.schedule + row.get("number", 0))
+        time.sleep(self.delays.random() * 0.05)
+        return super().reset(row, rng)
 
     def step(self, text):
-        time.sleep(random.SystemRandom().random() * 0.05)
+        time.sleep(self.delays.random() * 0.05)
         return super().step(text)
 
 
@@ -77,6 +87,15 @@ class Hangs(Environment):
         return End(1.0)
 
 
+class HangsWhenTold(Environment):
+    """Every game that is played is lost; some words hang it."""
+
+    def step(self, text):
+        if text[:1] < "m":
+            time.sleep(60)
+        return End(0.0)
+
+
 class Dies(Environment):
     def step(self, text):
         import os
@@ -109,7 +128,13 @@ class Strange(Environment):
         return 7 if self.answer == "reset" else None
 
     def step(self, text):
-        return {"number": 3, "nan": End(float("nan")), "text": Turn(5)}[self.answer]
+        answers = {"number": 3, "none": None, "pair": ("hm", 1.0), "text": Turn(5), "str": "hm"}
+        rewards = {"nan": float("nan"), "inf": -float("inf"), "no": None, "word": "1.0"}
+        if self.answer in rewards:
+            return End(rewards[self.answer])
+        return (
+            Turn("hm", rewards[self.answer[5:]]) if "turn" in self.answer else answers[self.answer]
+        )
 
 
 class Counter:
@@ -132,8 +157,42 @@ class Counter:
     def _hidden(self) -> None: ...
 
 
+class Judged:
+    """As in TRL: the environment has the reward in a method."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def reset(self, level=1, **others) -> None:
+        self.level = level
+
+    def write(self, text: str) -> None:
+        """Write it down.
+
+        Args:
+            text: what is written
+        """
+        self.text += text
+
+    async def get_reward(self) -> float:
+        return float(self.level * len(self.text))
+
+
 class NoReset:
     reset = None
+
+
+class NeedsLevel(Environment):
+    def reset(self, level, row):
+        return str(level)
+
+    def step(self, text):
+        return End(truncated=text == "stop")
+
+
+class ByPlace(Environment):
+    def reset(self, row, /):
+        return "go"
 
 
 class NarrowStep(Environment):
@@ -221,3 +280,48 @@ class Remembers(Environment):
 class NeverBegins(Environment):
     def reset(self, row, rng):
         raise RuntimeError("no game today")
+
+
+class Truncates(Environment):
+    """Plays one turn of a game that goes on."""
+
+    def step(self, text):
+        return End(0.25, truncated=True)
+
+
+class ByLot(Environment):
+    """Says all there is to read, another thing in every game."""
+
+    def reset(self, row, rng):
+        return str(rng.integers(10**6))
+
+    def step(self, text):
+        return End(1.0)
+
+
+class FailsAgain(Count):
+    """Once a file is there, the next game of each row fails in its first turn."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(turns=6)
+        self.file = file
+
+    def reset(self, row, rng):
+        mine = f"{self.file}_of_{row['number']}"
+        self.is_other = os.path.exists(self.file) and not os.path.exists(mine)
+        if self.is_other:
+            open(mine, "w").close()
+        return super().reset(row, rng)
+
+    def _answer(self):
+        raise RuntimeError("out of order")
+
+    def step(self, text):
+        return self._answer() if self.is_other else super().step(text)
+
+
+class EndsAgain(FailsAgain):
+    """The same, and ends in the place of that."""
+
+    def _answer(self):
+        return End(1.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.workers.agents.templates import SHAPES, Shape, tokenizer_of
 from trainer.cli.make_tiny import CHARACTERS, CHAT_TEMPLATE, make_tokenizer
 from verl_like.errors import ConfigError
 from workers.agents.chat import TurnRenderer, with_observation
@@ -22,8 +23,10 @@ FORGETS = CHATML.replace(
     "{{ m.content.split('#')[-1] if not loop.last and m.role == 'assistant' else m.content }}",
 )
 """Leaves out of older turns what stands before a `#`, as reasoning models' templates do."""
-COUNTS = CHATML.replace("{% for m", "{{ messages|length }}{% for m", 1)
-"""Writes another beginning once there is more."""
+DROPS = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role == 'user' or loop.last %}"
+).replace("or loop.last", "or messages|length < 3")
+"""Leaves out older turns."""
 TRIMS = CHATML.replace("{{ m.content }}", "{{ 'x' if m.role == 'assistant' else m.content }}")
 REFUSES = CHATML.replace("{% for m in messages %}", "{% for m in messages %}{{ m.nowhere.x }}")
 TOOL = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {}}}
@@ -88,6 +91,65 @@ def test_what_a_template_leaves_out_of_older_turns_stays_in_the_row() -> None:
     assert "hm" not in tokenizer.decode(rewritten)
 
 
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return SHAPES[request.param]
+
+
+def test_what_stands_between_two_turns_has_the_templates_separator(shape: Shape) -> None:
+    tokenizer = tokenizer_of(shape)
+    stop = tokenizer.convert_tokens_to_ids(shape.stops[0])
+    chat = TurnRenderer(tokenizer, [], [stop])
+    assert tokenizer.decode(chat.between(stop, [{"role": "user", "content": "no"}])) == (
+        shape.between
+    )
+
+
+def test_a_turn_is_appended_or_the_chat_is_as_the_template_writes_it(shape: Shape) -> None:
+    """Never a third thing, over three turns."""
+    tokenizer = tokenizer_of(shape)
+    stop = tokenizer.convert_tokens_to_ids(shape.stops[0])
+    chat = TurnRenderer(tokenizer, [], [stop])
+    drawn = [*tokenizer(shape.says, add_special_tokens=False)["input_ids"], stop]
+    messages: list[Any] = [{"role": "user", "content": "guess"}]
+    read = chat.prompt(messages)
+    for number in range(3):
+        observed = [{"role": "user", "content": f"no. {number}"}]
+        turn = chat.turn(drawn, stop, observed)
+        rewritten = chat.rewritten(messages, turn, stop)
+        appended = read + drawn + chat.between(stop, observed)
+        messages += turn
+        assert (rewritten is not None) == shape.rewrites
+        assert rewritten in (None, whole(tokenizer, messages))
+        read = appended if rewritten is None else rewritten
+        assert read == whole(tokenizer, messages)
+
+
+def test_drawn_ids_that_say_the_same_are_no_rewriting() -> None:
+    tokenizer = tokenizer_of(SHAPES["chatml"])
+    tokenizer.add_tokens(["gu"])  # "gu" is one id; the policy draws two
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chat = TurnRenderer(tokenizer, [], [stop])
+    drawn = [*tokenizer.convert_tokens_to_ids(["g", "u"]), stop]
+    turn = chat.turn(drawn, stop, [{"role": "user", "content": "no"}])
+    assert chat.rewritten([{"role": "user", "content": "a"}], turn, stop) is None
+
+
+def test_every_special_token_of_a_tokenizer_is_escaped(shape: Shape) -> None:
+    tokenizer = tokenizer_of(shape)
+    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
+    text = chat.escaped("x".join(shape.special))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert not {*ids} & {*tokenizer.convert_tokens_to_ids(list(shape.special))}
+
+
+def test_an_empty_observation_is_an_empty_message(shape: Shape) -> None:
+    tokenizer = tokenizer_of(shape)
+    stop = tokenizer.convert_tokens_to_ids(shape.stops[0])
+    found = TurnRenderer(tokenizer, [], [stop]).between(stop, [{"role": "user", "content": ""}])
+    assert tokenizer.decode(found) == shape.between.replace("no", "")
+
+
 def test_a_special_token_in_an_observation_is_a_text() -> None:
     tokenizer = tokenizer_with(CHATML)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
@@ -103,7 +165,7 @@ def test_a_special_token_in_an_observation_is_a_text() -> None:
     ("template", "tools", "words"),
     [
         (None, [], "has no chat template, which says what stands around a turn"),
-        (COUNTS, [], "writes a turn otherwise once another one follows"),
+        (DROPS, [], "leaves out what the assistant said once another turn follows"),
         (TRIMS, [], "does not write what the assistant said as it was said"),
         (REFUSES, [], "refuses a chat with the roles user, assistant"),
         (CHAT_TEMPLATE, [TOOL], "does not write tools into the prompt.*'add'"),

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from tests.workers.rollout_engines import load
-from trainer.cli.make_tiny import make_model, make_tokenizer
 from verl_like.errors import ConfigError, RolloutError
+from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
@@ -29,20 +30,12 @@ WIDTH = 60
 Play = Callable[..., list[Trajectory]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return make_tokenizer()
+LIMITS = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gb=0.5)
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer: Any) -> Any:
-    return make_model(tokenizer)
-
-
-def fresh_engine(model: Any) -> NativeEngine:
+def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeEngine:
     import copy
 
-    limits = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gb=0.5)
     engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     return engine
@@ -59,6 +52,7 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         tools: list[str] | None = None,
         kwargs: dict[str, Any] | None = None,
         num_open: int = 64,
+        slots: int = 256,
         **settings: Any,
     ) -> list[Trajectory]:
         config = EnvironmentConfig(
@@ -68,9 +62,9 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         host = EnvironmentHost(spec, config.step_s)
         hosts.append(host)
         stops = (tokenizer.eos_token_id,)
-        loop = TurnLoop(
-            fresh_engine(model), host, TurnRenderer(tokenizer, [], stops), config, tokenizer.decode
-        )
+        chat = TurnRenderer(tokenizer, [], stops)
+        engine = fresh_engine(model, replace(LIMITS, max_num_seqs=slots))
+        loop = TurnLoop(engine, host, chat, config, tokenizer.decode)
         starts = []
         for number in range(num):
             row, key = {"number": number}, noise_key(0, "uid", number)
@@ -128,15 +122,27 @@ def same_bits(left: list[Trajectory], right: list[Trajectory]) -> None:
 
 def test_bits_do_not_depend_on_who_waits_for_whom(play: Play) -> None:
     expected = play("Count", num=12)
-    same_bits(play("Jitter", num=12), expected)
     same_bits(play("Count", num=12, num_open=1), expected)
+    for schedule, (num_open, slots) in enumerate([(12, 256), (12, 4), (5, 1)]):
+        kwargs = {"schedule": schedule}
+        found = play("Jitter", num=12, num_open=num_open, slots=slots, kwargs=kwargs)
+        same_bits(found, expected)
 
 
-def test_a_slow_environment_holds_nobody_up(play: Play) -> None:
-    found = play("Count", num=8, kwargs={"turns": 2, "sleep": 2.0, "slow_row": 0})
-    slow, *others = found
-    assert slow.environment_s > 2.0
-    assert max(one.environment_s + one.engine_s for one in others) < 2.0
+def test_a_slow_environment_holds_nobody_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others end before it has answered once, and the loop goes on to look around."""
+    looks: list[float] = []
+    answers = EnvironmentHost.answers
+
+    def noted(self: EnvironmentHost, seconds: float) -> Any:
+        looks.append(time.monotonic())
+        return answers(self, seconds)
+
+    monkeypatch.setattr(EnvironmentHost, "answers", noted)
+    slow, *others = play("Count", num=8, kwargs={"turns": 2, "sleep": 2.0, "slow_row": 0})
+    assert slow.environment_s > 4.0
+    assert max(one.since for one in others) < slow.since - 2.0
+    assert sum(slow.since - 2.0 < look < slow.since for look in looks) > 10
 
 
 def test_chance_is_a_trajectorys_own_and_the_prompts(play: Play) -> None:
@@ -183,9 +189,9 @@ def test_a_failed_environment_is_played_again_with_the_same_noise(
 
 def test_one_that_never_answers_delays_by_its_deadline_alone(play: Play) -> None:
     began = time.monotonic()
-    hung, *others = play("Hangs", num=4, step_s=1.0)
-    assert time.monotonic() - began < 10
-    assert (hung.ended, hung.problem) == ("deadline", "no answer within environment.step_s=1 s")
+    hung, *others = play("Hangs", num=4, step_s=4.0)
+    assert time.monotonic() - began < 20
+    assert (hung.ended, hung.problem) == ("deadline", "no answer within environment.step_s=4 s")
     assert {one.ended for one in others} == {"terminated"}
 
 
@@ -199,7 +205,15 @@ def test_one_whose_process_ends_fails_alone(play: Play) -> None:
     [
         ("reset", "reset returned int 7, not a text or None"),
         ("number", "step returned int 3, not a Turn or an End"),
-        ("nan", "the reward is nan"),
+        ("none", "step returned NoneType None, not a Turn or an End"),
+        ("pair", "step returned tuple ('hm', 1.0), not a Turn or an End"),
+        ("str", "step returned str 'hm', not a Turn or an End"),
+        ("nan", "the reward is nan, not a finite number"),
+        ("inf", "the reward is -inf, not a finite number"),
+        ("no", "the reward is None, not a finite number"),
+        ("word", "the reward is '1.0', not a finite number"),
+        ("turn-nan", "the reward is nan, not a finite number"),
+        ("turn-no", "the reward is None, not a finite number"),
         ("text", "a Turn whose text is int 5"),
     ],
 )
@@ -226,6 +240,7 @@ def test_a_first_observation_that_does_not_fit_is_an_error(play: Play, tokenizer
         ("add", "is no class with a method `reset`"),
         ("NoReset", "is no class with a method `reset`"),
         ("NarrowStep", "step takes the text that was said"),
+        ("ByPlace", "reset gets row, rng and columns by their names, and 'row' has none"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words: str) -> None:
@@ -233,7 +248,80 @@ def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words:
         EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}"), 1.0)
 
 
+def test_arguments_that_the_class_does_not_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"environment.kwargs=\{'turn': 2\}: .*'turn'"):
+        EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", {"turn": 2}), 1.0)
+
+
+def test_what_the_environment_truncates_counts_as_cut(play: Play) -> None:
+    (one,) = play("Truncates", num=1)
+    assert (one.ended, one.sample.finish_reason) == ("max_turns", "length")
+    assert one.rewards[-1][1] == 0.25
+
+
 def test_many_trajectories_take_the_handles_of_those_that_were_open_together(play: Play) -> None:
     before = len(os.listdir("/proc/self/fd"))
     play("Count", num=40, num_open=8, kwargs={"turns": 1})
     assert len(os.listdir("/proc/self/fd")) <= before + 8 + 6  # a socket each, and the host's own
+
+
+class Scripted:
+    """A host whose environment ends its process while the engine draws."""
+
+    def __init__(self) -> None:
+        self.script: list[dict[str, Any]] = [{"text": None}]
+        self.script += [{"failed": "its process has ended", "reason": "environment"}]
+        self.script += [{"text": None}, {}, {"end": True, "reward": 1.0}]
+
+    def open(self, *_: Any) -> None: ...
+
+    def busy_s(self, number: int) -> float:
+        return 0.0
+
+    def say(self, *_: Any) -> None:
+        self.script = self.script[-1:]
+
+    def end(self, *_: Any) -> None: ...
+
+    def answers(self, seconds: float) -> list[tuple[int, dict[str, Any]]]:
+        if not self.script[0]:  # it thinks until something is said
+            return []
+        return [(0, self.script.pop(0))]
+
+
+def test_one_whose_process_ends_while_it_is_drawn_is_begun_anew(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agents.loop.TAKE_S", 0.0)  # a token between two looks at the host
+    stops = (tokenizer.eos_token_id,)
+    engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
+    config = EnvironmentConfig(max_tokens_per_turn=6, retries=1)
+    loop = TurnLoop(engine, Scripted(), chat, config, tokenizer.decode)
+    start = Start("a", {}, (0, 1), noise_key(0, "uid", 0), "sample 0")
+    (one,) = loop.play([start], SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 1)
+    assert (one.attempts, one.ended, one.num_turns) == (2, "terminated", 1)
+    assert engine.num_running == 0
+
+
+def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -> None:
+    """Eight processes hold the 64 MiB that their code has loaded, within half a gigabyte."""
+    (tmp_path / "heavy.py").write_text(
+        "import time\nfrom workers.agents import End\nBALLAST = bytearray(b'x' * 2**26)\n"
+        "class Heavy:\n    def reset(self, row):\n        return 'go'\n"
+        "    def step(self, text):\n        time.sleep(1)\n        return End(1.0)\n"
+    )
+    spec = EnvironmentSpec(f"{tmp_path}/heavy.py:Heavy", sandbox=Sandbox(memory_gb=0.4))
+    host = EnvironmentHost(spec, 20.0)
+    try:
+        for number in range(8):
+            host.open(number, (0, number), {})
+        found: dict[int, Any] = {}
+        for _ in range(2):
+            while len(found) < 8:
+                found |= dict(host.answers(1.0))
+            assert not [one for one in found.values() if "failed" in one]
+            found = {}
+            for number in range(8):
+                host.say(number, "a")
+    finally:
+        host.close()

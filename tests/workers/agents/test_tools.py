@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import random
+import time
 from typing import Any
 
 import pytest
 
 from tests.workers.agents import games
 from verl_like.errors import ConfigError
+from workers.agents.calls import calls_in
 from workers.agents.environment import EnvironmentSpec, Episode
-from workers.agents.tools import Tool, answer_call, calls_in
+from workers.agents.tools import Tool, answer_call
 
 TOOLS = {tool.name: tool for tool in (Tool.of(games.add, "t"), Tool.of(games.divide, "t"))}
 HERE = "tests.workers.agents.games"
 
 
-def wait(value: Any) -> Any:
-    async def awaited() -> Any:
-        return await value
-
-    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
-
-
 def answers(text: str) -> list[tuple[str, bool]]:
-    return [answer_call(call, TOOLS, wait) for call in calls_in(text)]
+    return [answer_call(call, TOOLS) for call in calls_in(text)]
 
 
 def test_a_typed_function_with_a_docstring_is_a_tool() -> None:
@@ -95,6 +88,29 @@ def test_two_tools_of_one_name_are_refused() -> None:
         ('{"name": "add", "parameters": {"a": 2}}', "3"),
         ('<|python_tag|>{"name": "add", "arguments": "{\\"a\\": 4}"}', "5"),
         ('<tool_call>{"name": "divide", "arguments": {"a": 1, "b": 2}}', "0.5"),
+        (
+            "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "5",
+        ),
+        (
+            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+            "3",
+        ),
+        ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}}]', "3"),
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}, "id": "x"}]', "3"),
+        ('[TOOL_CALLS]add[ARGS]{"a": 2}', "3"),
+        ('[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"a": 2}', "3"),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+            '{"a": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            "3",
+        ),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+            '{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            "3",
+        ),
     ],
 )
 def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
@@ -116,6 +132,12 @@ def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are no JSON"),
         ("<tool_call>add(1)</tool_call>", "the call is no JSON"),
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
+        ("<tool_call><function=add><parameter=a>x</parameter>", "a='x' is no integer"),
+        ("<tool_call>ad</tool_call>", "no tool 'ad'"),
+        ("<tool_call>add</tool_call>", "add needs the argument 'a'"),
+        ("[TOOL_CALLS]add(1)", "the calls are no JSON"),
+        ('[TOOL_CALLS]add[ARGS]{"a"', "its arguments are no JSON"),
+        ("<｜tool▁call▁begin｜>add", "its arguments are no JSON"),
         ('{"name": "divide", "arguments": {"a": 1, "b": 0}}', "ZeroDivisionError"),
     ],
 )
@@ -130,6 +152,21 @@ def test_calls_of_one_turn_are_answered_in_their_order() -> None:
     calls = [{"name": "add", "arguments": {"a": number}} for number in (1, 1, 3)]
     text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
     assert answers(text) == [("2", False), ("2", False), ("4", False)]
+    assert answers(f"[TOOL_CALLS]{json.dumps(calls)}") == answers(text)
+    named = "".join(f"[TOOL_CALLS]add[ARGS]{json.dumps(call['arguments'])}" for call in calls)
+    assert answers(named) == answers(text)
+
+
+def test_texts_for_arguments_become_what_the_schema_says() -> None:
+    def note(text: str, number: int, several: list[int], either: int | None, any_: Any) -> str:
+        "What was given."
+        return repr((text, number, several, either, any_))
+
+    tool = Tool.of(note, "t")
+    given = {"text": "1", "number": "2", "several": "[3]", "either": "null", "any_": "4"}
+    inner = "".join(f"<parameter={name}>\n{one}\n</parameter>" for name, one in given.items())
+    (call,) = calls_in(f"<tool_call>\n<function=note>\n{inner}\n</function>\n</tool_call>")
+    assert answer_call(call, {"note": tool}) == ("('1', 2, [3], None, '4')", False)
 
 
 @pytest.mark.parametrize("text", ["5", "", "{", '{"a": 1}', "[1]", '{"name": 3}'])
@@ -140,10 +177,35 @@ def test_an_answer_that_is_no_call_is_an_answer(text: str) -> None:
 def test_no_text_raises() -> None:
     parts = ['{"name": "add"', '"arguments"', ":", "{", "}", "[", '"a"', "<tool_call>", "1" * 5000]
     parts += ["</tool_call>", "\ud800", "\\u0000", ",", "null", "[" * 3000, "\n", "true", "1e999"]
+    parts += ["[TOOL_CALLS]", "[ARGS]", "add", "<function=add>", "<parameter=a>", "</parameter>"]
+    parts += ["<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>"]
+    parts += ["<｜tool▁sep｜>", "\n```json\n", "\n```", "NaN", "<｜tool▁call▁end｜>", "</function>"]
     chance = random.Random(0)
-    for _ in range(2000):
-        for said, _ in answers("".join(chance.choices(parts, k=chance.randrange(8)))):
+    for _ in range(4000):
+        for said, _ in answers("".join(chance.choices(parts, k=chance.randrange(10)))):
             assert isinstance(said, str)
+
+
+def test_any_ids_are_a_call_or_a_text() -> None:
+    """Of a tokenizer whose tokens are a byte, a letter, or a piece of a call."""
+    pieces = [*map(chr, range(256)), '{"name": "add", "arguments": ', "<tool_call>", "{}", "\ufffd"]
+    chance = random.Random(1)
+    loaded = EnvironmentSpec(f"{HERE}:Counter", tools=[f"{HERE}:add"]).load()
+    for _ in range(500):
+        episode = Episode(loaded, (0, 1))
+        episode.reset({"number": 1})
+        ids = chance.choices(range(len(pieces)), k=chance.randrange(30))
+        answer = json.loads(json.dumps(episode.step("".join(pieces[one] for one in ids))))
+        assert answer.get("end") or isinstance(answer["messages"][0]["content"], str)
+
+
+def test_a_text_of_many_openings_is_read_in_its_length() -> None:
+    """No pattern goes back over what it has read, again and again."""
+    for opening in ("<parameter=a>", "<arg_key>", "\n```json\n", "[CALL_ID]", "a", "{"):
+        for start in ("<tool_call><function=f>", "<tool_call>f<arg_key>", "[TOOL_CALLS]f"):
+            began = time.monotonic()
+            calls_in(start + opening * 5000)
+            assert time.monotonic() - began < 2
 
 
 def test_an_environment_of_trl_plays_as_it_is() -> None:
@@ -153,6 +215,15 @@ def test_an_environment_of_trl_plays_as_it_is() -> None:
     assert episode.reset({"number": 4, "prompt": "x"}) == {"text": "start at 4"}
     found = episode.step('<tool_call>{"name": "increment", "arguments": {"step": 2}}</tool_call>')
     assert found["messages"] == [{"role": "tool", "name": "increment", "content": "6"}]
+    assert episode.step("done") == {"end": True, "reward": 6.0}
+
+
+def test_trls_get_reward_is_the_reward_and_no_tool() -> None:
+    loaded = EnvironmentSpec(path=f"{HERE}:Judged").load()
+    assert [tool.name for tool in loaded.tools] == ["write"]
+    episode = Episode(loaded, (0, 1))
+    assert episode.reset({"prompt": "x", "level": 2}) == {"text": None}
+    episode.step('<tool_call>{"name": "write", "arguments": {"text": "abc"}}</tool_call>')
     assert episode.step("done") == {"end": True, "reward": 6.0}
 
 

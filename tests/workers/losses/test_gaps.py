@@ -193,6 +193,23 @@ def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name: str, whole:
     assert_equal(flat(FORMULAS[name](with_gradients(gaps)), wide), compact)
 
 
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_was_observed_changes_no_bit(name: str, batch: Columns) -> None:
+    batch["weights"] = batch["weights"].abs()
+    mask = batch["response_mask"]
+    outside = mask == 0
+    assert outside.any()
+    expected = flat(FORMULAS[name](with_gradients(batch)), mask)
+    for garbage in (torch.nan, -torch.inf, 1e30):
+        other = {
+            key: column if key == "response_mask" else column.masked_fill(outside, garbage)
+            for key, column in batch.items()
+        }
+        found = flat(FORMULAS[name](with_gradients(other)), mask)
+        for key, value in expected.items():
+            assert torch.equal(found[key].nan_to_num(7), value.nan_to_num(7)), key
+
+
 @pytest.mark.parametrize("by_blocks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float64])
 @pytest.mark.parametrize("name", FORMULAS)

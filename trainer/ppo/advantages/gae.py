@@ -13,6 +13,7 @@ from trainer.ppo.advantages.returns import (
     put_in_order,
 )
 from trainer.ppo.advantages.whiten import whiten_
+from verl_like.tensor_ops.masked import zero_outside
 
 
 @ADVANTAGE_ESTIMATORS.register("gae")
@@ -39,7 +40,7 @@ def compute_gae_advantage_return(
     """
     inside = (response_mask != 0).to(values.dtype)
     order = order_inside_first(response_mask)
-    values = values * inside
+    values = zero_outside(values, response_mask)
     ordered_values = put_in_order(values, order)
 
     errors = put_in_order(inside.mul_(token_level_rewards), order).sub_(ordered_values)

@@ -28,7 +28,7 @@ from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.grouped_attention import grouped_decoding
-from workers.rollout.native.kv_cache import CacheMemory, slot_width, slots_that_fit
+from workers.rollout.native.kv_cache import CacheMemory, KeptMemory, slot_width, slots_that_fit
 from workers.rollout.native.linear import goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.proof import check_decoding, check_model
@@ -66,6 +66,7 @@ class NativeEngine(ModuleEngine):
         )
         self.max_active = min(limits.max_num_seqs, num_slots)
         self.cache_memory = CacheMemory()
+        self.kept_memory = KeptMemory(int(limits.kv_cache_gb * 2**30))
         self._scheduler: Scheduler | None = None
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -81,7 +82,9 @@ class NativeEngine(ModuleEngine):
         if self._scheduler is None:
             forward_class = DirectForward if self._can_be_direct() else ModuleForward
             memory, self.cache_memory = self.cache_memory, CacheMemory()
-            self._scheduler = Scheduler(self, sampling, forward_class, memory, self.max_active)
+            self._scheduler = Scheduler(
+                self, sampling, forward_class, memory, self.kept_memory, self.max_active
+            )
         self._scheduler.add(samples)
 
     def _advance(self, budget: Budget) -> dict[int, Sample]:
@@ -134,12 +137,15 @@ def _limit_kernel_caches() -> None:
 @contextmanager
 def _inference(module: Any) -> Iterator[None]:
     """Evaluation mode, no gradients, one CPU thread, fast decoding; all is given back as it was."""
-    was_training, num_threads = module.training, torch.get_num_threads()
-    module.eval()
+    num_threads = torch.get_num_threads()
+    was_training = module.training
+    if any(part.training for part in module.modules()):  # to ask costs less than to set
+        module.eval()
     torch.set_num_threads(1)
     try:
         with torch.no_grad(), grouped_decoding(module):
             yield
     finally:
-        module.train(was_training)
+        if was_training:
+            module.train()
         torch.set_num_threads(num_threads)

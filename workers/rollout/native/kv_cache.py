@@ -15,6 +15,8 @@ happens to be all ones in one batch and not in another.
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +27,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from verl_like.errors import RolloutError
 from workers.models.memory_shapes import cached_widths
+from workers.rollout.sample import KeptStates
 
 BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
@@ -124,6 +127,24 @@ class CacheMemory:
         """A generation has ended well: keep what it gave on a CPU, if that is little."""
         is_little = sum(whole.nbytes for whole in self._free) <= MOST_KEPT
         self._free = [whole for whole in self._free if is_little and whole.device.type == "cpu"]
+
+
+class KeptMemory:
+    """Counts the bytes of keys and values that samples hold between two turns."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.bytes = most, 0
+
+    def has_room(self, kept: KeptStates) -> bool:
+        """Whether these may be held, too; they count until nobody holds them."""
+        if self.bytes + kept.num_bytes > self.most:
+            return False
+        self.bytes += kept.num_bytes
+        weakref.finalize(kept, self._forget, kept.num_bytes).atexit = False
+        return True
+
+    def _forget(self, count: int) -> None:
+        self.bytes -= count
 
 
 class Slots:
@@ -238,6 +259,21 @@ class SlotLayer(CacheLayerMixin):
         self.keys[target] = keys[sources, :, :width]
         self.values[target] = values[sources, :, :width]
 
+    def copy_of(self, slot: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the first `count` tokens of a slot; None: it has none of its own."""
+        if not self.is_initialized:
+            return None
+        return self.keys[slot, :, 1 : 1 + count].clone(), self.values[
+            slot, :, 1 : 1 + count
+        ].clone()
+
+    def put_kept(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Fill a slot with such a copy."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        self.keys[slot, :, 1 : 1 + keys.shape[1]] = keys
+        self.values[slot, :, 1 : 1 + values.shape[1]] = values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended over, first column)."""
         return self.slots.window, 0
@@ -296,6 +332,16 @@ class SlotCache(Cache):
             if layer.is_initialized:
                 self.slots.memory.give(layer.keys)
                 self.slots.memory.give(layer.values)
+
+    def copy_of(self, slot: int, count: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values of the first `count` tokens of a slot, by layer."""
+        return [layer.copy_of(slot, count) for layer in self.slot_layers]
+
+    def put_kept(self, slot: int, states: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Fill a slot with such copies."""
+        for layer, kept in zip(self.slot_layers, states, strict=True):
+            if kept is not None:
+                layer.put_kept(slot, *kept)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""

@@ -20,6 +20,7 @@ from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import DirectForward
 from workers.rollout.native.kv_cache import (
     CacheMemory,
+    KeptMemory,
     SlotCache,
     Slots,
     least_window,
@@ -29,7 +30,7 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.linear import MIN_ROWS, goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.sample import Sample, num_of_older_weights
+from workers.rollout.sample import KeptStates, Sample, num_read_at_once
 from workers.rollout.sampling import choose_tokens, uniforms
 
 ROWS_STEP = 16
@@ -53,6 +54,8 @@ class _Waiting:
     sample: Sample
     read_at_once: int
     """Tokens of its response that are read in one pass with the prompt."""
+    kept: KeptStates | None = None
+    """Keys and values with which it goes on instead."""
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -67,7 +70,8 @@ class Scheduler:
     into freed slots, so a pass runs over a prefix. A sample that begins with tokens already made
     (`forced`) reads those of older weights in one pass with its prompt, and is fed the others one
     by one instead of drawing. So its keys and values, and with them its bits, are those of an
-    uninterrupted run.
+    uninterrupted run. One that comes back with keys and values of an earlier turn is fed those that
+    were observed since.
     """
 
     def __init__(
@@ -76,11 +80,13 @@ class Scheduler:
         sampling: SamplingParams,
         forward_class: type[DirectForward] | type[ModuleForward],
         memory: CacheMemory,
+        kept_memory: KeptMemory,
         most_active: int,
     ) -> None:
         """At most `most_active` samples are in flight."""
         self.config, self.most_active = engine.module.config.get_text_config(), most_active
         self.engine, self.sampling, self.memory = engine, sampling, memory
+        self.kept_memory = kept_memory
         self.forward_class, self.version = forward_class, engine.version
         first_weight = next(engine.module.parameters())
         self.device = first_weight.device
@@ -114,13 +120,24 @@ class Scheduler:
 
     def add(self, samples: Mapping[int, Sample]) -> None:
         """These wait for a slot, by number; those that go on come before those that begin."""
-        added = [
-            _Waiting(
-                number, sample, num_of_older_weights(sample.versions.tolist(), self.engine.version)
-            )
-            for number, sample in samples.items()
-        ]
+        added = []
+        for number, sample in samples.items():
+            at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
+            one = _Waiting(number, sample, at_once, self._usable(sample, at_once))
+            if one.kept is None:
+                added.append(one)
+            else:
+                self.waiting.appendleft(one)
         self.waiting.extend(sorted(added, key=lambda one: one.read_at_once == 0))
+
+    def _usable(self, sample: Sample, at_once: int) -> KeptStates | None:
+        """What was kept of it, where that is what would be computed again."""
+        kept = sample.kept
+        if kept is None or not kept.states or kept.version != self.engine.version:
+            return None
+        num_read = len(kept.read) - len(sample.prompt)
+        text = [*sample.prompt, *sample.tokens[: max(num_read, 0)].tolist()]
+        return kept if at_once <= num_read and text == kept.read else None
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
         """Let go of these; as far as they are."""
@@ -146,6 +163,7 @@ class Scheduler:
         self._fit_cache()
         self.num_drawn[:] = 0
         while not self.is_empty:
+            self._let_in_kept()
             group = self._next_group()
             if group:
                 self._prefill(group)
@@ -198,6 +216,27 @@ class Scheduler:
         unread = active | {one.number: one.sample for one in self.waiting}
         self.waiting = deque(_Waiting(*each, len(each[1].tokens)) for each in unread.items())
 
+    def _let_in_kept(self) -> None:
+        """Those that come back with their keys and values go into free slots."""
+        group: list[tuple[_Waiting, KeptStates]] = []
+        while self.num_active + len(group) < self.max_active and self.waiting:
+            kept = self.waiting[0].kept
+            if kept is None:
+                break
+            group.append((self.waiting.popleft(), kept))
+        if not group:
+            return
+        assert self.cache is not None, "made before the first pass"
+        longest = max(len(kept.read) for _, kept in group)
+        self.cache.fit(max(longest, self.longest) + 2, self.num_active)
+        self.longest = max(self.longest, longest - 1)  # a group may be read before a decode
+        for one, kept in group:
+            slot = self.num_active
+            self.cache.put_kept(slot, kept.states)
+            self._put_in(slot, one)
+            self.lengths[slot] = len(kept.read) - len(one.sample.prompt) + 1
+            self.num_active += 1
+
     def _next_group(self) -> list[_Waiting]:
         """The next samples to prefill; none while fewer than `MIN_ROWS` of them would fit."""
         count = min(len(self.waiting), self.max_active - self.num_active)
@@ -235,6 +274,7 @@ class Scheduler:
         prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
+        self.longest = max(self.longest, longest - 1)  # the next group may come before a decode
 
         slots = np.arange(self.num_active, self.num_active + len(group))
         for slot, one in zip(slots.tolist(), group, strict=True):
@@ -244,6 +284,8 @@ class Scheduler:
 
     def _put_in(self, slot: int, one: _Waiting) -> None:
         sample, made = one.sample, len(one.sample.tokens)
+        if sample.kept is not None:
+            sample = replace(sample, kept=KeptStates())  # in the slot it goes out of date
         self.numbers[slot], self.samples[slot], self.keys[slot] = one.number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), one.read_at_once
         self.forced[slot], self.num_drawn[slot] = made, 0
@@ -329,8 +371,17 @@ class Scheduler:
         self.all_finite &= bool(np.isfinite(self.log_probs[slot, :length][drawn]).all())
         made = (table[slot, :length] for table in (self.tokens, self.log_probs, self.versions))
         sample: Sample = self.samples[slot]
+        if sample.kept is not None and finish_reason != "abort":
+            sample = replace(sample, kept=self._kept(slot))
         with torch.inference_mode(False):  # autograd refuses tensors that are made within it
             return sample.with_response(*map(torch.from_numpy, made), finish_reason)
+
+    def _kept(self, slot: int) -> KeptStates:
+        """A copy of a slot's keys and values; the newest token is not read yet."""
+        assert self.cache is not None, "slots were filled"
+        read = [*self.samples[slot].prompt, *self.tokens[slot, : self.lengths[slot] - 1].tolist()]
+        kept = KeptStates(self.cache.copy_of(slot, len(read)), read, self.engine.version)
+        return kept if self.kept_memory.has_room(kept) else KeptStates()
 
 
 def rows_of_pass(count: int, least: int) -> int:

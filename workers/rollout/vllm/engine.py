@@ -82,7 +82,6 @@ class VllmEngine(RolloutEngine):
         self._requests: dict[int, _Request] = {}
         self._num_rows = 0
         """Of the table of log-probs in vLLM's processes."""
-        self._prefixes_are_old = False
 
     def _start(self) -> Any:
         settings, limits = self.settings, self.limits
@@ -135,10 +134,8 @@ class VllmEngine(RolloutEngine):
         """From here on tokens are those of `version`, also of requests that are running."""
         super().commit(version)
         self._everywhere("use_version", version)
-        if self._requests:
-            self._prefixes_are_old = True
-            if not self.limits.keep_kv:
-                self.drop_prefixes(of_running=True)
+        if self._requests and not self.limits.keep_kv:
+            self.drop_prefixes(of_running=True)
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
         free = sorted(set(range(self._num_rows)) - {one.row for one in self._requests.values()})
@@ -165,7 +162,12 @@ class VllmEngine(RolloutEngine):
         from vllm.sampling_params import RequestOutputKind
 
         asked = VllmParams(**params, output_kind=RequestOutputKind.DELTA)
-        self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": token_ids}, asked)
+        prompt = {"prompt_token_ids": token_ids, "cache_salt": self._salt()}
+        self.llm.llm_engine.add_request(str(number), prompt, asked)
+
+    def _salt(self) -> str:
+        """Of cached prefixes: a request finds none that other weights have computed."""
+        return f"load {self._num_loads}"
 
     def _step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
         """New tokens of some requests, by number."""
@@ -229,9 +231,6 @@ class VllmEngine(RolloutEngine):
         if not self._requests:
             self._num_rows = 0
             self._everywhere("end_requests")
-            if self._prefixes_are_old:
-                self._prefixes_are_old = False
-                self.drop_prefixes()
         return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

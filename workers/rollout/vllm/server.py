@@ -102,9 +102,14 @@ class VllmServerEngine(VllmEngine):
         self._ask("/resume", {})
 
     def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
-        body = {"token_ids": token_ids, "sampling_params": params, "stream": True}
-        name = {"request_id": f"{self._name}-{number}"}
-        stream = self._streams[number] = self._threads.submit(self._stream, number, body | name)
+        body = {
+            "request_id": f"{self._name}-{number}",
+            "token_ids": token_ids,
+            "cache_salt": f"{self._name} {self._salt()}",
+            "sampling_params": params,
+            "stream": True,
+        }
+        stream = self._streams[number] = self._threads.submit(self._stream, number, body)
         stream.add_done_callback(lambda _: self._streams.pop(number, None))
 
     def _stream(self, number: int, body: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Masks with gaps, of any dtype; steps whose number the policy chooses."""
 
+import inspect
 from itertools import product
 
 import pytest
@@ -52,6 +53,21 @@ def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name, given, seed
         torch.testing.assert_close(ours[wide], compact[mask])
 
 
+@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
+def test_what_was_observed_changes_no_bit(columns, name, given):
+    batch = whole_batch(*columns)
+    outside = columns[2] == 0
+    assert outside.any()
+    arguments = arguments_of(name, batch, given)
+    expected = ADVANTAGE_ESTIMATORS[name](**arguments)
+    for garbage in (torch.nan, -torch.inf, 1e30):
+        other = dict(arguments)
+        for key in arguments.keys() & {"values", "old_log_probs", "sum_pi_squared"}:
+            other[key] = arguments[key].masked_fill(outside, garbage)
+        for ours, own in zip(ADVANTAGE_ESTIMATORS[name](**other), expected, strict=True):
+            assert torch.equal(ours[~outside], own[~outside])
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
 @pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
 def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(columns, name, given, dtype):
@@ -100,12 +116,28 @@ def expected_gradient(name, rewards, samples=3, chance=0.4):
     return float(total), float(true)
 
 
-def test_an_average_over_all_steps_is_biased_and_one_step_by_step_over_the_others_is_not():
-    rewards = [(0.5, 0.3), (0.1, 0.3), (0.0, 0.0)]
-    found, true = expected_gradient("rloo_process", rewards)
-    assert found == pytest.approx(true, abs=1e-6)
-    found, true = expected_gradient("grpo_process", rewards)
-    assert abs(found - true) > 0.1
+STEPWISE = [
+    name
+    for name, estimator in ADVANTAGE_ESTIMATORS.items()
+    if "step_ends" in inspect.signature(estimator).parameters
+]
+UNBIASED = {"rloo_process"}
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+@pytest.mark.parametrize(
+    "rewards", [[(0.5, 0.3), (0.1, 0.3), (0.0, 0.0)], [(0.2, 0.1), (0.2, 0.1), (0.2, 0.1)]]
+)
+def test_only_estimators_that_say_so_are_biased_where_the_policy_chooses_its_turns(name, rewards):
+    found, true = expected_gradient(name, rewards)
+    if name in UNBIASED:
+        assert found == pytest.approx(true, abs=1e-6)
+        assert "Unbiased even if" in ADVANTAGE_ESTIMATORS[name].__doc__
+    else:
+        assert abs(found - true) > 0.1
+        assert "this is biased; `rloo_process` is not" in " ".join(
+            ADVANTAGE_ESTIMATORS[name].__doc__.split()
+        )
 
 
 def test_rloo_process_by_hand():

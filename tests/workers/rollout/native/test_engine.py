@@ -322,3 +322,37 @@ def test_an_unknown_engine_is_refused_and_a_lonely_rollout_needs_a_sync(
         RolloutWorker(config)
     with pytest.raises(WeightSyncError, match="no actor in this process"):
         worker.update_weights(1)
+
+
+def wide_engine(model: Any) -> NativeEngine:
+    engine = NativeEngine(model, EngineLimits(64, RESPONSE), owns_weights=False)
+    engine.commit(0)
+    return engine
+
+
+def test_a_prefill_of_short_prompts_leaves_the_long_ones_before_it(model: Any) -> None:
+    """A pass takes 64 prompts, so that the second one begins before anything is decoded."""
+    random = np.random.default_rng(0)
+    lengths = [60] * 64 + [3] * 8
+    prompts = [random.integers(8, VOCAB, size=length).tolist() for length in lengths]
+    samples = [Sample(prompt, noise_key(0, "x", n)) for n, prompt in enumerate(prompts)]
+    found = wide_engine(model).generate(samples, settings())[0]
+    (alone,) = wide_engine(model).generate(samples[:1], settings())
+    assert torch.equal(found.tokens, alone.tokens)
+    assert torch.equal(found.log_probs, alone.log_probs)
+
+
+def test_a_turn_that_enters_between_two_takes_leaves_those_that_entered_before(model: Any) -> None:
+    random = np.random.default_rng(0)
+    prompts = [random.integers(8, VOCAB, size=length).tolist() for length in (60, 60, 3)]
+    long, other, short = (Sample(prompt, noise_key(0, "x", 7)) for prompt in prompts)
+    other = dataclasses.replace(other, end_at=1)  # its first token is its last
+    (alone,) = wide_engine(model).generate([long], settings())
+
+    engine = wide_engine(model)
+    number, ends = engine.submit([long, other], settings())
+    assert list(engine.take(until_one=True)) == [ends]
+    engine.submit([short], settings())
+    found = engine.take()[number]
+    assert torch.equal(found.tokens, alone.tokens)
+    assert torch.equal(found.log_probs, alone.log_probs)

@@ -1,0 +1,425 @@
+"""Trajectories of several turns beside the native engine.
+
+    python benchmarks/bench_agents.py [--only speed,overhead,crowd,hang,soak] [--rounds 5]
+
+- speed: 64 trajectories of 8 turns, 64 tokens each, against every turn as one batch: by
+  transformers' `generate` on the whole history, encoded anew from its text, and by the native
+  engine that reads the whole history
+- overhead: 256 trajectories of 4 turns of an environment that costs nothing, against samples of as
+  many tokens in one turn
+- crowd: the memory of 1,024 trajectories at the same time, of all processes, beside the engine's
+- hang: what one environment of 256 that never answers adds to a batch
+- soak: processes, handles and memory over 10,000 trajectories
+
+A Qwen2 of a million parameters, one thread; sides take turns in each round, of fresh prompts. CPU
+seconds are those of all processes. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from workers.agents import End, Environment, Turn
+
+HERE = Path(__file__).resolve()
+TURNS, TOKENS, ROWS = 8, 64, 64
+PROMPT = 16
+Side = Callable[[int], int]
+
+
+class Free(Environment):
+    """Answers at once; one of them never does."""
+
+    def __init__(self, turns: int, hangs: int = -1) -> None:
+        self.turns, self.hangs = turns, hangs
+
+    def reset(self, row: Any, rng: Any) -> str:
+        """The row's number is not said."""
+        self.said, self.is_hung = 0, row["number"] == self.hangs
+        return "go"
+
+    def step(self, text: str) -> Turn | End:
+        """An observation of a few tokens."""
+        self.said += 1
+        if self.is_hung:
+            time.sleep(3600)
+        return End(1.0) if self.said == self.turns else Turn(f"next {self.said}", 0.1)
+
+
+class Model:
+    """A Qwen2 of random weights, the tokenizer that fits, and what is asked of them."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        from trainer.cli.make_tiny import make_tokenizer
+
+        self.tokenizer = make_tokenizer()
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(self.tokenizer),
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+        )
+        self.module = Qwen2ForCausalLM(config).eval()
+
+    def engine(self, width: int) -> Any:
+        """A native engine for responses of so many tokens."""
+        from workers.rollout.base import EngineLimits
+        from workers.rollout.native.engine import NativeEngine
+
+        limits = EngineLimits(prompt_width=PROMPT, response_width=width, max_num_seqs=256)
+        engine = NativeEngine(self.module, limits, owns_weights=False)
+        engine.commit(0)
+        return engine
+
+    def chat(self) -> Any:
+        """The turns by the tokenizer's template."""
+        from workers.agents.chat import TurnRenderer
+
+        return TurnRenderer(self.tokenizer, [], ())
+
+    def prompt(self, round_: int, row: int) -> str:
+        """A text of the round's own."""
+        return f"{(7919 * round_ + row) % 100000:05d}"
+
+
+class Trajectories:
+    """Rounds of trajectories by our loop, on one engine and one host."""
+
+    def __init__(self, model: Model, rows: int, turns: int, tokens: int, **kwargs: Any) -> None:
+        from workers.agents.host import EnvironmentHost
+        from workers.agents.loop import TurnLoop
+        from workers.agents.players import spec_of
+        from workers.config import EnvironmentConfig
+        from workers.rollout.base import SamplingParams
+
+        step_s = kwargs.pop("step_s", 60.0)
+        self.model, self.rows = model, rows
+        self.width = turns * tokens + (turns - 1) * 16
+        self.config = EnvironmentConfig(
+            path=f"{HERE}:Free",
+            kwargs={"turns": turns, **kwargs},
+            max_turns=turns,
+            max_tokens_per_turn=tokens,
+            step_s=step_s,
+            retries=0,
+        )
+        self.engine = model.engine(self.width)
+        self.host = EnvironmentHost(spec_of(self.config), step_s)
+        decode = model.tokenizer.decode
+        self.loop = TurnLoop(self.engine, self.host, model.chat(), self.config, decode)
+        self.sampling = SamplingParams(max_tokens=self.width, stop_token_ids=())
+
+    def play(self, round_: int) -> list[Any]:
+        """One round."""
+        from workers.agents.loop import Start
+
+        starts = []
+        for row in range(self.rows):
+            key = 100000 * round_ + row
+            prompt = self.model.prompt(round_, row)
+            starts.append(Start(prompt, {"number": row}, (key, key), key, f"row {row}"))
+        return self.loop.play(starts, self.sampling, num_open=1024)
+
+    def run(self, round_: int) -> int:
+        """Tokens that were drawn."""
+        return sum(int((one.sample.versions >= 0).sum()) for one in self.play(round_))
+
+
+def by_generate(model: Model, rows: int) -> Side:
+    """Each turn: all texts are encoded and generated from in one batch, all wait for all."""
+
+    def run(round_: int) -> int:
+        import torch
+
+        torch.manual_seed(round_)
+        tokenizer, chat = model.tokenizer, model.chat()
+        tokenizer.padding_side = "left"
+        texts = []
+        environments = [Free(TURNS) for _ in range(rows)]
+        for row, env in enumerate(environments):
+            first = env.reset({"number": row}, None)
+            asked = f"{model.prompt(round_, row)}\n{first}"
+            texts.append(tokenizer.decode(chat.prompt([{"role": "user", "content": asked}])))
+        for turn in range(TURNS):
+            batch = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True)
+            made = model.module.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=TOKENS,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[:, batch["input_ids"].shape[1] :]
+            for row, said in enumerate(tokenizer.batch_decode(made)):
+                answer = environments[row].step(said)
+                texts[row] += said
+                if turn + 1 < TURNS:
+                    message = {"role": "user", "content": answer.text}
+                    texts[row] += tokenizer.decode(chat.between(None, [message]))
+        return rows * TURNS * TOKENS
+
+    return run
+
+
+def by_barrier(model: Model, rows: int) -> Side:
+    """Each turn: one batch of the native engine, which reads the whole history first."""
+    engine = model.engine(TURNS * (TOKENS + 16))
+
+    def run(round_: int) -> int:
+        import torch
+
+        from workers.rollout.base import SamplingParams
+        from workers.rollout.sample import Sample
+
+        chat = model.chat()
+        environments = [Free(TURNS) for _ in range(rows)]
+        samples = []
+        for row, env in enumerate(environments):
+            first = env.reset({"number": row}, None)
+            asked = f"{model.prompt(round_, row)}\n{first}"
+            ids = chat.prompt([{"role": "user", "content": asked}])
+            samples.append(Sample(ids, 100000 * round_ + row, end_at=TOKENS))
+        sampling = SamplingParams(max_tokens=TURNS * (TOKENS + 16), stop_token_ids=())
+        for turn in range(TURNS):
+            samples = engine.generate(samples, sampling)
+            if turn + 1 == TURNS:
+                break
+            for row, sample in enumerate(samples):
+                text = model.tokenizer.decode(sample.tokens[-TOKENS:].tolist())
+                answer = environments[row].step(text)
+                ids = torch.tensor(chat.between(None, [{"role": "user", "content": answer.text}]))
+                unknown = torch.full((len(ids),), -1, dtype=torch.int32)
+                read = replace(
+                    sample,
+                    tokens=torch.cat([sample.tokens, ids]),
+                    log_probs=torch.cat([sample.log_probs, torch.full((len(ids),), torch.nan)]),
+                    # of a version that the engine has not: the history is read in one pass
+                    versions=torch.cat([sample.versions.where(sample.versions < 0, 99), unknown]),
+                    finish_reason="abort",
+                    end_at=len(sample.tokens) + len(ids) + TOKENS,
+                )
+                samples[row] = read
+        return rows * TURNS * TOKENS
+
+    return run
+
+
+def compare(sides: dict[str, Side], rounds: int) -> dict[str, Any]:
+    """Medians of every side's seconds, and their ratios to the first side's within each round."""
+    times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in sides}
+    for round_ in range(rounds + 1):
+        order = list(sides.items()) if round_ % 2 else list(sides.items())[::-1]
+        for name, run in order:
+            began, cpu = time.perf_counter(), cpu_seconds()
+            tokens = run(round_)
+            took = time.perf_counter() - began, cpu_seconds() - cpu, tokens
+            if round_:
+                times[name].append(took)
+    found: dict[str, Any] = {}
+    first = times[next(iter(sides))]
+    for name, all_rounds in times.items():
+        ratios = [
+            (one[0] / base[0], one[1] / base[1])
+            for one, base in zip(all_rounds, first, strict=True)
+        ]
+        found[name] = {
+            "s": round(statistics.median(one[0] for one in all_rounds), 3),
+            "cpu_s": round(statistics.median(one[1] for one in all_rounds), 3),
+            "tokens_per_s": round(statistics.median(one[2] / one[0] for one in all_rounds)),
+            "times_the_first": [round(one[0], 2) for one in ratios],
+            "times_the_first_cpu": [round(one[1], 2) for one in ratios],
+        }
+    return found
+
+
+def speed(rounds: int) -> dict[str, Any]:
+    """Ours, and the two ways with a barrier."""
+    model = Model()
+    ours = Trajectories(model, ROWS, TURNS, TOKENS)
+    try:
+        sides = {
+            "ours": ours.run,
+            "generate": by_generate(model, ROWS),
+            "native, a batch a turn": by_barrier(model, ROWS),
+        }
+        return compare(sides, rounds)
+    finally:
+        ours.host.close()
+
+
+def overhead(rounds: int) -> dict[str, Any]:
+    """256 trajectories of 4 turns, and as many tokens in one turn."""
+    from workers.rollout.base import SamplingParams
+    from workers.rollout.sample import Sample
+
+    model = Model()
+    ours = Trajectories(model, 256, 4, 32)
+    row = ours.play(0)[0].sample
+    drawn, length = int((row.versions >= 0).sum()), len(row.tokens)
+
+    def of_length(tokens: int) -> Side:
+        engine = model.engine(tokens)
+        chat = model.chat()
+
+        def run(round_: int) -> int:
+            sampling = SamplingParams(max_tokens=tokens, stop_token_ids=())
+            samples = []
+            for number in range(256):
+                asked = f"{model.prompt(round_, number)}\ngo"
+                ids = chat.prompt([{"role": "user", "content": asked}])
+                samples.append(Sample(ids, 100000 * round_ + number))
+            return sum(len(one.tokens) for one in engine.generate(samples, sampling))
+
+        return run
+
+    try:
+        sides = {
+            f"one turn, {length} tokens as in a row": of_length(length),
+            f"one turn, {drawn} tokens as drawn": of_length(drawn),
+            "four turns": ours.run,
+        }
+        return compare(sides, rounds)
+    finally:
+        ours.host.close()
+
+
+def crowd(rounds: int) -> dict[str, Any]:
+    """Memory of 1,024 trajectories whose environments have begun and answered once."""
+    model = Model()
+    before = memory_mib()
+    ours = Trajectories(model, 1024, 4, 32)
+    host = ours.host
+    for number in range(1024):
+        host.open(number, (0, number), {"number": number})
+    hear_all(host, 1024)
+    begun = memory_mib()
+    for number in range(1024):
+        host.say(number, "a")
+    hear_all(host, 1024)
+    answered, processes = memory_mib(), len(descendants())
+    host.close()
+    return {
+        "processes": processes,
+        "MiB before": round(before),
+        "MiB begun": round(begun - before),
+        "MiB answered": round(answered - before),
+    }
+
+
+def hear_all(host: Any, count: int) -> None:
+    """Wait for an answer of each."""
+    while count:
+        for _, answer in host.answers(1.0):
+            assert "failed" not in answer, answer
+            count -= 1
+
+
+def hang(rounds: int) -> dict[str, Any]:
+    """256 trajectories, of which one hangs for its deadline."""
+    model = Model()
+    plain = Trajectories(model, 256, 4, 16, step_s=5.0)
+    hung = Trajectories(model, 256, 4, 16, step_s=5.0, hangs=7)
+    try:
+        found = compare({"none hangs": plain.run, "one hangs": hung.run}, rounds)
+        ended = {one.ended for one in hung.play(99)}
+    finally:
+        plain.host.close()
+        hung.host.close()
+    found["ended"] = sorted(ended)
+    found["step_s"] = 5.0
+    return found
+
+
+def soak(rounds: int) -> dict[str, Any]:
+    """10,000 trajectories on one host: what there is after each thousand."""
+    ours = Trajectories(Model(), 1000, 2, 4)
+    found = []
+    for round_ in range(10):
+        ours.run(round_)
+        found.append(
+            {
+                "trajectories": 1000 * (round_ + 1),
+                "processes": len(descendants()),
+                "handles": len(os.listdir("/proc/self/fd")),
+                "MiB": round(memory_mib(), 1),
+                "own MiB": round(memory_mib([os.getpid()]), 1),
+            }
+        )
+    ours.host.close()
+    return {"after": found, "processes in the end": len(descendants())}
+
+
+def descendants() -> list[int]:
+    """This process and all below it."""
+    import psutil
+
+    me = psutil.Process()
+    return [me.pid, *(child.pid for child in me.children(recursive=True))]
+
+
+def cpu_seconds() -> float:
+    """Of all processes, those that have ended too."""
+    total = 0.0
+    for pid in descendants():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def memory_mib(pids: list[int] | None = None) -> float:
+    """The proportional set size of all processes."""
+    total = 0
+    for pid in pids or descendants():
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+PARTS = {"speed": speed, "overhead": overhead, "crowd": crowd, "hang": hang, "soak": soak}
+
+
+def main() -> None:
+    """Measure what was chosen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+
+    import torch
+
+    torch.set_num_threads(1)
+    found = {}
+    for name in options.only.split(","):
+        found[name] = PARTS[name](options.rounds)
+        print(f"{name} is done", file=sys.stderr)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What the folder of a synchronous run predicts of detached ones, beside what these take.
+
+    python benchmarks/bench_prediction.py [--longer 4] [--json FILE]
+
+Rollout and actor sleep for known seconds at every row, update and delivery, `--longer` times as
+long where a busy machine's own milliseconds would count; everything else is a run as it is. Prints
+a line for each topology: seconds a step measured, predicted (`verl-like bench overlap DIR`), and
+their ratio, which is to be within 15 per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from trainer import load_config, run
+from trainer.cli import make_tiny
+from trainer.detached.plan import Phases, measured_phases, setup_of, simulate
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.config import PPOConfig
+from verl_like import Dispatch, register
+from verl_like.batch.protocol import DataProto
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.sample import Sample
+from workers.weights.channel import SyncReport
+
+ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
+LONGER = "BENCH_SLEEP_LONGER"
+"""The environment variable by which workers' processes know how many times as long to sleep."""
+WITHIN = 0.15
+SETTINGS = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=16",
+    "data.max_response_length=2",
+    "trainer.total_training_steps=8",
+    "trainer.backend=local",
+    "trainer.logger=[]",
+    "role_workers.rollout=bench_prediction.SleepingRollout",
+    "role_workers.actor=bench_prediction.SleepingActor",
+)
+A_POOL_EACH = (
+    "role_mapping.rollout=maker_pool",
+    "resource_pool_spec.maker_pool=[1]",
+    "trainer.n_gpus_per_node=2",
+)
+TOPOLOGIES = (
+    ("detached.makers=1", "detached.max_staleness=1"),
+    ("detached.makers=2", "detached.max_staleness=0"),
+)
+"""The makers' seconds decide the one, those of all phases the other."""
+
+
+def sleep(seconds: float) -> None:
+    """So many times as long as asked for on the command line."""
+    time.sleep(seconds * float(os.environ[LONGER]))
+
+
+class SleepingRollout(RolloutWorker):
+    """As long at every row, and at taking weights."""
+
+    def requests_of(self, data: DataProto) -> list[Sample]:
+        """The engine's, after a rest."""
+        sleep(ROW_S * len(data))
+        return super().requests_of(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        """The actor's, after a rest."""
+        sleep(TAKE_S)
+        return super().receive_weights(address, version)
+
+
+class SleepingActor(ActorWorker):
+    """As long at every update."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        """PPO's, after a rest."""
+        sleep(UPDATE_S)
+        return super().update_actor(data, ptx)
+
+
+class Times:
+    """A callback: when each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Note it."""
+        self.ends.append(time.monotonic())
+
+
+def phases_of_synchronous(tiny: list[str], folder: Path) -> Phases:
+    """Those of its middle step: all have the same work, and others may disturb some of them."""
+    where = f"trainer.default_local_dir={folder}"
+    # A synchronous run's pools of one are processes, too, as those of makers and trainers are.
+    apart = property(lambda config: frozenset({"global_pool", "maker_pool"}))
+    with patch.object(PPOConfig, "child_pools", apart):
+        run(load_config([*tiny, *SETTINGS, *A_POOL_EACH, where]))
+    found = measured_phases(folder)[0]
+    seconds = (found.generate, found.score, found.update, found.sync)
+    return Phases(*([median(of_steps)] for of_steps in seconds))
+
+
+def measured_and_predicted(
+    phases: Phases, tiny: list[str], folder: Path, topology: tuple[str, ...]
+) -> tuple[float, float]:
+    """Seconds a step of a detached run, and those that the phases predict of it."""
+    where = f"trainer.default_local_dir={folder}"
+    config = load_config([*tiny, *SETTINGS, *topology, where], DETACHED)
+    times = Times()
+    run(config, callbacks=[times])
+    steps = [end - before for before, end in pairwise(times.ends[1:])]  # the first two warm up
+    return median(steps), simulate(phases, setup_of(config)).seconds
+
+
+def measure(folder: Path) -> list[dict[str, Any]]:
+    """A row for every topology."""
+    made = make_tiny.make(folder / "tiny")
+    tiny = [
+        f"actor_rollout_ref.model.path={made}/model",
+        f"data.train_files={made}/train.parquet",
+    ]
+    phases = phases_of_synchronous(tiny, folder / "synchronous")
+    rows = []
+    for number, topology in enumerate(TOPOLOGIES):
+        measured, predicted = measured_and_predicted(phases, tiny, folder / str(number), topology)
+        ratio = round(measured / predicted, 3)
+        row = {"measured_s": measured, "predicted_s": predicted, "ratio": ratio}
+        rows.append({"topology": " ".join(topology), **row, "holds": abs(ratio - 1) < WITHIN})
+    return rows
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--longer", type=float, default=4, help="times as long a sleep")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    os.environ[LONGER] = str(arguments.longer)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder))
+    for row in rows:
+        print("{topology}: {measured_s:.3f} s, predicted {predicted_s:.3f}: {ratio}".format(**row))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""A number from 1 to 10, to be found in four guesses: one that ignores the hints finds 4 in 10."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.agents import End, Environment, Turn
+
+
+class Guess(Environment):
+    def reset(self, row: Any, rng: Any) -> None:
+        self.secret, self.left = int(rng.integers(1, 11)), 4
+
+    def step(self, text: str) -> Turn | End:
+        guess, self.left = int(text) if text.isdecimal() else 0, self.left - 1
+        if guess == self.secret or not self.left:
+            return End(reward=float(guess == self.secret))
+        return Turn("higher" if guess < self.secret else "lower")

@@ -1,0 +1,79 @@
+"""Policies learn to act in several turns, and use what they see; an agent that asks is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.scripts import EXAMPLES, bash
+from tests.integration.runs import lines
+
+RUN = EXAMPLES / "agents" / "run.sh"
+LIAR = '''
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return (a + b - 19) % 39 + 20
+'''
+
+
+def train(
+    which: str, folder: Path, python: Path, *settings: str, run: str = "run"
+) -> tuple[str, list[dict[str, float]]]:
+    """What the script printed, and its steps; a run goes to `run` in the folder."""
+    where = f"trainer.default_local_dir={folder / run}"
+    done = bash(RUN, which, *settings, where, RUN_DIR=folder, PYTHON=python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, lines(folder / run)
+
+
+def success(steps: list[dict[str, float]]) -> list[float]:
+    return [step["critic/score/mean"] for step in steps if "critic/score/mean" in step]
+
+
+@pytest.mark.example
+def test_a_guesser_learns_to_follow_hints(tmp_path: Path, forked_python: Path) -> None:
+    found = success(train("guess", tmp_path, forked_python)[1])
+    assert found[0] < 0.2
+    assert sum(found[-5:]) / 5 >= 0.8, found
+
+
+@pytest.mark.example
+def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_python: Path) -> None:
+    found = success(train("calculator", tmp_path, forked_python)[1])
+    assert found[0] < 0.2
+    assert sum(found[-5:]) / 5 >= 0.8, found
+
+    (tmp_path / "liar.py").write_text(LIAR)
+    (lied_to,) = success(
+        train(
+            "calculator",
+            tmp_path,
+            forked_python,
+            f"tools=[{tmp_path}/liar.py:add]",
+            f"actor_rollout_ref.model.path={tmp_path}/run/model",
+            "trainer.total_training_steps=1",
+            run="lied",
+        )[1]
+    )
+    assert lied_to < 0.4
+
+
+@pytest.mark.example
+def test_an_agents_requests_are_trained(tmp_path: Path, forked_python: Path) -> None:
+    said, steps = train("agent", tmp_path, forked_python, "trainer.total_training_steps=2")
+    assert "'bbb'" in said  # played without a model first
+    assert "the same seed plays the same game" in said
+    for step in steps:
+        assert step["agents/num_turns/mean"] == 2
+        assert step["agents/ended/terminated"] == 1
+        assert step["training/num_proven_samples"] == 64
+        assert step["critic/score/mean"] > 0
+        assert step["actor/grad_norm"] > 0
+
+
+@pytest.mark.example
+@pytest.mark.slow
+def test_an_agent_learns(tmp_path: Path, forked_python: Path) -> None:
+    first, *_, last = train("agent", tmp_path, forked_python)[1]
+    assert last["critic/score/mean"] > 4 * first["critic/score/mean"]

@@ -1,0 +1,180 @@
+"""Agents of the tests: they know OpenAI's client, and nothing of ours."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+
+import httpx
+import openai
+
+
+def any_of_these(row, **given):
+    """The agent that the row names: they share a process that has loaded the client."""
+    needed = inspect.signature(globals()[row["agent"]]).parameters
+    arguments = {"row": row, **given, **row["arguments"]}
+    return globals()[row["agent"]](
+        **{name: arguments[name] for name in arguments if name in needed}
+    )
+
+
+ASK = [{"role": "user", "content": "go"}]
+SHORT = {"model": "any", "max_tokens": 6}
+
+
+def counts(row, turns=3, first="go"):
+    """Three turns, each answered by its number."""
+    client, messages = openai.OpenAI(), [{"role": "user", "content": first}]
+    for number in range(turns):
+        said = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
+        messages += [said, {"role": "user", "content": str(number + 1)}]
+    return float(turns)
+
+
+async def counts_async(row, base_url, api_key):
+    """The same, by the asynchronous client and plain dicts."""
+    client, messages = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), list(ASK)
+    for number in range(3):
+        said = (await client.chat.completions.create(messages=messages, **SHORT)).choices[0].message
+        messages += [
+            {"role": "assistant", "content": said.content},
+            {"role": "user", "content": [{"type": "text", "text": str(number + 1)}]},
+        ]
+        await asyncio.sleep(0)
+    return 3
+
+
+def streams(row):
+    """The same, by streams."""
+    client, messages = openai.OpenAI(), list(ASK)
+    for number in range(3):
+        with client.chat.completions.create(messages=messages, stream=True, **SHORT) as stream:
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": str(number + 1)},
+        ]
+    return 3.0
+
+
+def by_ids(row, base_url, more=4):
+    """Three turns by token ids: two more ids after each."""
+    url = base_url.removesuffix("/v1") + "/inference/v1/generate"
+    ids, settings = [1, 4, 30, 5], {"max_tokens": 6, "stop_token_ids": [2], "logprobs": 1}
+    for _ in range(3):
+        body = {"model": "policy", "token_ids": ids, "sampling_params": settings}
+        found = httpx.post(url, json=body, timeout=60)
+        assert found.status_code == 200, found.text
+        (choice,) = found.json()["choices"]
+        drawn = choice["token_ids"]
+        entries = choice["logprobs"]["content"]
+        assert [one["token"] for one in entries] == [f"token_id:{token}" for token in drawn]
+        assert all(one["logprob"] <= 0 for one in entries)
+        ids = [*ids, *drawn, more, 5]
+    return 3.0
+
+
+def rewards_turns(row):
+    """A reward for each completion, by its id."""
+    client, messages, rewards = openai.OpenAI(), list(ASK), {}
+    for number in range(3):
+        found = client.chat.completions.create(messages=messages, **SHORT)
+        rewards[found.id] = number + 0.5
+        messages += [found.choices[0].message, {"role": "user", "content": "x"}]
+    return rewards
+
+
+def never_stops(row, catches=True):
+    """Asks until it is refused."""
+    client, messages = openai.OpenAI(), list(ASK)
+    try:
+        while True:
+            said = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
+            messages += [said, {"role": "user", "content": "x"}]
+    except openai.BadRequestError as error:
+        if not catches:
+            raise
+        return 0.25 if error.code in ("context_length_exceeded", None) else 0.0
+
+
+def says_marks(row):
+    """Has a special token in its messages."""
+    client, said = openai.OpenAI(), []
+    for text in ("a<eos>", "b<eos>"):
+        messages = [*said, {"role": "user", "content": text}]
+        said = [
+            *messages,
+            client.chat.completions.create(messages=messages, **SHORT).choices[0].message,
+        ]
+    return 1.0
+
+
+def sets(row, name, value):
+    """Sets what is the run's."""
+    openai.OpenAI().chat.completions.create(messages=ASK, **SHORT, **{name: value})
+    return 1.0
+
+
+def says_much(row):
+    """A prompt that does not fit, then one that does."""
+    client, code = openai.OpenAI(), None
+    try:
+        client.chat.completions.create(messages=[{**ASK[0], "content": "x" * 99}], **SHORT)
+    except openai.BadRequestError as error:
+        code = error.code
+    client.chat.completions.create(messages=ASK, **SHORT)
+    return float(code == "context_length_exceeded")
+
+
+def rewrites(row):
+    """Leaves its first exchange out of the second request, and goes on from there."""
+    client = openai.OpenAI()
+    client.chat.completions.create(messages=ASK, **SHORT)
+    messages = [{"role": "user", "content": "other"}]
+    found = client.chat.completions.create(messages=messages, **SHORT)
+    messages += [found.choices[0].message, {"role": "user", "content": "more"}]
+    client.chat.completions.create(messages=messages, **SHORT)
+    return 1.0
+
+
+def raises(row):
+    openai.OpenAI().chat.completions.create(messages=ASK, **SHORT)
+    raise RuntimeError("out of order")
+
+
+def exits(row):
+    openai.OpenAI().chat.completions.create(messages=ASK, **SHORT)
+    raise SystemExit(3)
+
+
+def hangs(row):
+    openai.OpenAI().chat.completions.create(messages=ASK, **SHORT)
+    time.sleep(60)
+
+
+def returns(row, what=None):
+    openai.OpenAI().chat.completions.create(messages=ASK, **SHORT)
+    return float(what) if what in ("nan", "inf") else what
+
+
+def is_silent(row):
+    return 1.0
+
+
+def draws(row, rng):
+    """Chance of its own and of its prompt."""
+    import random
+
+    openai.OpenAI().chat.completions.create(
+        messages=[{"role": "user", "content": str(rng.integers(1000))}], **SHORT
+    )
+    return float(random.random())
+
+
+def needs(row, something): ...
+
+
+def plain(row): ...

@@ -1,0 +1,121 @@
+"""Chat templates in the shapes that models have, as short as they show what each does to a turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AddedToken
+
+from trainer.cli.make_tiny import CHARACTERS, make_tokenizer
+
+RAISES = "{{ raise_exception('no tags in the content') }}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A template, what ends a turn, and what it does to a turn that is followed by another one."""
+
+    template: str
+    special: tuple[str, ...]
+    stops: tuple[str, ...]
+    says: str
+    """A turn as a model says it."""
+    rewrites: bool
+    """Whether it writes an older turn otherwise than it was said."""
+    between: str
+    """What stands between a turn and the next one, after its stop token."""
+
+
+SHAPES = {
+    "chatml": Shape(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("<|im_start|>", "<|im_end|>"),
+        ("<|im_end|>",),
+        "a guess",
+        rewrites=False,
+        between="\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    # reasoning stays behind the last user message alone, and is empty there without any
+    "qwen3": Shape(
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+        "{% set parts = m.content.split('</think>') %}"
+        "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% if loop.index0 > ns.last %}{{ '<think>\n' + parts[0].replace('<think>', '').strip()"
+        " if parts|length > 1 else '<think>\n' }}{{ '\n</think>\n\n' }}{% endif %}"
+        "{{ parts[-1].strip('\n') }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("<|im_start|>", "<|im_end|>"),
+        ("<|im_end|>",),
+        "<think>\nhm\n</think>\n\na guess",
+        rewrites=True,
+        between="\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama3": Shape(
+        "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + "
+        "'<|end_header_id|>\n\n' + m.content|trim + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+        "{% endif %}",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        ("<|eot_id|>",),
+        "a guess",
+        rewrites=False,
+        between="<|start_header_id|>user<|end_header_id|>\n\nno<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    # no end of a turn: the next role's token is what the model stops with
+    "glm": Shape(
+        "{{ '[gMASK]<sop>' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' }}"
+        "{% if m.role == 'assistant' %}{{ '<think></think>\n' + m.content.split('</think>')[-1]"
+        ".strip() }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"),
+        ("<|user|>",),
+        "<think>hm</think>\na guess",
+        rewrites=True,
+        between="\nno<|assistant|>\n",
+    ),
+    # another end for the last turn, and a channel that the model writes itself
+    "gptoss": Shape(
+        "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}"
+        "{% if '<|channel|>' in m.content %}" + RAISES + "{% endif %}"
+        "{{ '<|channel|>final<|message|>' + m.content }}"
+        "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% else %}"
+        "{{ '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"),
+        ("<|return|>",),
+        "a guess",
+        rewrites=True,
+        between="<|start|>user<|message|>no<|end|><|start|>assistant",
+    ),
+    "mistral": Shape(
+        "{{ '<s>' }}{% for m in messages %}{{ '[INST] ' + m.content + '[/INST]' if m.role == 'user'"
+        " else ' ' + m.content + '</s>' }}{% endfor %}",
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        ("</s>",),
+        "a guess",
+        rewrites=True,  # a space before the turn, which the model does not say
+        between="[INST] no[/INST]",
+    ),
+    "gemma": Shape(
+        "{{ '<bos>' }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == "
+        "'assistant' else 'user') + '\n' + m.content|trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+        ("<start_of_turn>", "<end_of_turn>"),
+        ("<end_of_turn>",),
+        "a guess",
+        rewrites=False,
+        between="\n<start_of_turn>user\nno<end_of_turn>\n<start_of_turn>model\n",
+    ),
+}
+
+
+def tokenizer_of(shape: Shape) -> Any:
+    """A tokenizer of characters with the template and its special tokens."""
+    tokenizer = make_tokenizer([*CHARACTERS, *'"{}:_[]<>/|IGMANSTK\u200b'])
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in shape.special])
+    tokenizer.chat_template = shape.template
+    return tokenizer

@@ -1,0 +1,473 @@
+"""Agents that ask the policy by OpenAI's API: their turns, their rows, what they are refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from tests.workers.agents.test_chat import CHATML, TOOL, tokenizer_with, whole
+from tests.workers.agents.test_loop import WIDTH, drawn_of, fresh_engine, same_bits
+from trainer.cli.make_tiny import make_tokenizer
+from verl_like.errors import ConfigError
+from verl_like.process.sandbox import Sandbox
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import EnvironmentSpec
+from workers.agents.gateway import Refused, Session, endpoint
+from workers.agents.host import EnvironmentHost
+from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.agents.requests import check_sampling, ids_to_read
+from workers.config import EnvironmentConfig
+from workers.rollout.base import SamplingParams
+from workers.rollout.sample import Sample
+from workers.rollout.sampling import noise_key
+
+HERE = "tests.workers.agents.agents"
+STEP_S = 30.0
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ASK: Any = [{"role": "user", "content": "go"}]
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": NUMBERS}}
+Play = Callable[..., list[Trajectory]]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[EnvironmentHost]:
+    """Agents in a sandbox that has no network."""
+    spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False))
+    with closing(EnvironmentHost(spec, STEP_S)) as found:
+        yield found
+
+
+@pytest.fixture
+def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
+    """Plays trajectories of an agent of `agents`."""
+
+    def played(
+        name: str, num: int = 1, on: EnvironmentHost = host, retries: int = 0, **more: Any
+    ) -> list[Trajectory]:
+        arguments = more.pop("arguments", {})
+        config = EnvironmentConfig(**{"max_tokens_per_turn": 8, "retries": retries, **more})
+        stops = (tokenizer.eos_token_id,)
+        chat = TurnRenderer(tokenizer, [], stops)
+        loop = TurnLoop(fresh_engine(model), on, chat, config, tokenizer.decode)
+        starts = []
+        for number in range(num):
+            row = {"number": number, "agent": name, "arguments": arguments}
+            key = noise_key(0, "uid", number)
+            seeds = noise_key(0, "uid", -1), key
+            starts.append(Start("a", row, seeds, key, f"sample {number}"))
+        return loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 64)
+
+    return played
+
+
+def test_the_requests_of_an_agent_are_the_turns_of_a_row(play: Play, tokenizer: Any) -> None:
+    for one in play("counts", num=4):
+        assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
+        assert one.turns == sorted(one.turns)
+        assert [reward for _, reward in one.rewards] == [3.0]
+        assert one.rewards[0][0] == len(one.sample.tokens) - 1
+        assert one.sample.log_probs[~drawn_of(one)].isnan().all()
+        observed = tokenizer.decode(one.sample.tokens[~drawn_of(one)])
+        assert observed == "<user>1<assistant><user>2<assistant>"
+        assert tokenizer.decode(one.sample.prompt) == "<bos><user>go<assistant>"
+        for turn in range(3):
+            assert int((drawn_of(one) & (torch.tensor(one.turns) == turn)).sum()) <= 6
+
+
+def test_an_agents_row_is_that_of_an_environment_which_says_the_same(play: Play) -> None:
+    spec = EnvironmentSpec("tests.workers.agents.games:Count")
+    with closing(EnvironmentHost(spec, STEP_S)) as games:
+        expected = play("", num=3, on=games, max_tokens_per_turn=6)
+    for one, other in zip(play("counts", 3, arguments={"first": "a\ngo"}), expected, strict=True):
+        assert list(one.sample.prompt) == list(other.sample.prompt)
+        assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
+        assert torch.equal(one.sample.log_probs.nan_to_num(7), other.sample.log_probs.nan_to_num(7))
+        assert one.turns == other.turns
+
+
+@pytest.mark.parametrize("name", ["counts_async", "streams"])
+def test_any_of_the_clients_ways_gives_the_same_bits(play: Play, name: str) -> None:
+    same_bits(play(name, num=4), play("counts", num=4))
+
+
+def test_a_row_of_token_ids_is_what_was_sent_and_drawn(play: Play) -> None:
+    for one in play("by_ids", num=4):
+        assert (one.problem, one.num_turns) == ("", 3)
+        assert list(one.sample.prompt) == [1, 4, 30, 5]
+        assert one.sample.tokens[~drawn_of(one)].tolist() == [4, 5, 4, 5]
+
+
+def test_ids_outside_the_vocabulary_are_refused(play: Play) -> None:
+    (one,) = play("by_ids", arguments={"more": 10**6})
+    assert one.ended == "environment"
+    assert "not all ids are below" in one.problem
+
+
+def test_rewards_of_completions_stand_at_their_turns(play: Play) -> None:
+    (one,) = play("rewards_turns")
+    assert [reward for _, reward in one.rewards] == [0.0, 0.5, 1.5, 2.5]
+    for turn, (place, _) in enumerate(one.rewards[1:]):
+        assert (one.turns[place], bool(drawn_of(one)[place])) == (turn, True)
+        assert place + 1 == len(one.turns) or not drawn_of(one)[place + 1]
+
+
+@pytest.mark.parametrize("catches", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "ended"), [({"max_turns": 2}, "max_turns"), ({"max_turns": 99}, "length")]
+)
+def test_an_agent_that_is_cut_may_yet_end_with_a_reward(
+    play: Play, settings: dict[str, Any], ended: str, catches: bool
+) -> None:
+    (one,) = play("never_stops", arguments={"catches": catches}, **settings)
+    assert (one.ended, one.problem, one.sample.finish_reason) == (ended, "", "length")
+    assert sum(reward for _, reward in one.rewards) == (0.25 if catches else 0.0)
+    assert drawn_of(one)[-1]
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_a_shorter_one_is_not(play: Play) -> None:
+    (one,) = play("says_much")
+    assert [answer.get("end", False) for answer in one.answers] == [False, True]
+    assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 1)
+    assert one.rewards[0][1] == 1.0
+
+
+def test_a_request_that_rewrites_the_history_opens_a_segment(
+    play: Play, tokenizer: Any, model: Any
+) -> None:
+    for one in play("rewrites", num=4):
+        assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
+        (begin,) = one.sample.segments
+        segment, is_drawn = one.sample.tokens[begin:], drawn_of(one)[begin:]
+        assert drawn_of(one)[begin - 1]
+        observed = tokenizer.decode(segment[~is_drawn])
+        assert observed == "<bos><user>other<assistant><user>more<assistant>"
+        with torch.no_grad():
+            logits = model(segment[None]).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, segment[1:, None])[:, 0]
+        found = one.sample.log_probs[begin + 1 :]
+        torch.testing.assert_close(found[is_drawn[1:]], expected[is_drawn[1:]], atol=1e-5, rtol=0)
+
+
+def test_a_history_by_the_template_is_read_as_it_is_written_now(play: Play, tokenizer: Any) -> None:
+    for one in play("counts", num=4, history="as_template"):
+        assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
+        tokens, is_drawn, messages = one.sample.tokens, drawn_of(one), list(ASK)
+        for turn in range(3):
+            its = is_drawn & (torch.tensor(one.turns) == turn)
+            first = int(its.nonzero()[0])
+            begins = [begin for begin in one.sample.segments if begin < first]
+            before = [*one.sample.prompt, *tokens[:first].tolist()]
+            read = tokens[begins[-1] : first].tolist() if begins else before
+            assert read == whole(tokenizer, messages)
+            said = tokenizer.decode(tokens[its], skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "user", "content": str(turn + 1)})
+
+
+def test_special_tokens_in_messages_are_text(play: Play, tokenizer: Any) -> None:
+    (one,) = play("says_marks")
+    assert (one.problem, one.num_turns) == ("", 2)
+    observed = [*one.sample.prompt, *one.sample.tokens[~drawn_of(one)].tolist()]
+    assert tokenizer.eos_token_id not in observed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_taken"),
+    [("temperature", 1.0, True), ("temperature", 0.5, False), ("stop", ["x"], False)],
+)
+def test_settings_of_a_request_are_the_runs_or_refused(
+    play: Play, name: str, value: Any, is_taken: bool
+) -> None:
+    (one,) = play("sets", arguments={"name": name, "value": value})
+    assert bool(one.problem) is not is_taken
+    assert is_taken or f"{name}={value!r} is not this run's" in one.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("raises", {}, "RuntimeError: out of order"),
+        ("exits", {}, "it called sys.exit(3)"),
+        ("returns", {}, "the agent returned NoneType None, no reward: return a number"),
+        ("returns", {"what": "nan"}, "the agent returned float nan, no reward"),
+        ("returns", {"what": "text"}, "the agent returned str 'text', no reward"),
+        ("returns", {"what": {"chatcmpl-1": 1.0}}, "no completion's id"),
+        ("is_silent", {}, "had asked the policy for nothing"),
+    ],
+)
+def test_what_goes_wrong_in_an_agent_is_a_failure_by_name(
+    play: Play, name: str, arguments: dict[str, Any], words: str
+) -> None:
+    (one,) = play(name, arguments=arguments)
+    assert one.ended == "environment"
+    assert words in one.problem
+
+
+def test_an_agent_that_hangs_ends_at_its_deadline(play: Play) -> None:
+    spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False))
+    with closing(EnvironmentHost(spec, 2.0)) as host:
+        (one,) = play("hangs", on=host)
+    assert (one.ended, one.problem) == ("deadline", "no answer within environment.step_s=2 s")
+
+
+def test_chance_is_the_prompts_in_rng_and_the_samples_elsewhere(play: Play) -> None:
+    found, again = play("draws", num=4), play("draws", num=4)
+    same_bits(found, again)
+    assert len({tuple(one.sample.prompt) for one in found}) == 1
+    assert len({one.rewards[0][1] for one in found}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "tools", "words"),
+    [
+        ("needs", {}, [], "no 'something'"),
+        ("plain", {"size": 3}, [], "it takes no 'size' of environment.kwargs"),
+        ("plain", {}, ["tests.workers.agents.games:add"], "names its tools in its requests"),
+    ],
+)
+def test_what_is_no_agent_is_refused_before_a_trajectory(
+    name: str, kwargs: dict[str, Any], tools: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EnvironmentSpec(f"{HERE}:{name}", kwargs, tools).load()
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """The session of this process."""
+    endpoint().session = session = Session()
+    yield session
+    endpoint().session = None
+
+
+Answered = Callable[..., Any]
+
+
+@pytest.fixture
+def answered(session: Session) -> Iterator[Answered]:
+    """Does something in the place of an agent, whose request is answered by a text.
+
+    Gives the request, as the rollout sees it, and what came of it.
+    """
+    with ThreadPoolExecutor(1) as agent:
+
+        def act(text: str, action: Callable[[], Any], **facts: Any) -> tuple[Any, Any]:
+            done = agent.submit(action)
+            event = session.next()
+            session.answer({"text": text, **facts})
+            return event, done.result(10)
+
+        yield act
+
+
+def url(session: Session, path: str = "v1") -> str:
+    return f"http://127.0.0.1:{endpoint().server_port}/{session.name}/{path}"
+
+
+def create_of(session: Session) -> Any:
+    return openai.OpenAI(base_url=url(session), api_key="any").chat.completions.create
+
+
+def test_calls_of_tools_are_parsed_and_their_results_go_on(
+    session: Session, answered: Answered
+) -> None:
+    create = create_of(session)
+    messages: list[Any] = [{"role": "user", "content": "what is 1 + 2?"}]
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    call += "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"
+    event, found = answered(
+        f"I add.{call}", lambda: create(model="any", messages=messages, tools=[ADD])
+    )
+    assert event["request"]["tools"] == [ADD]
+    (choice,) = found.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+    arguments = [json.loads(one.function.arguments) for one in choice.message.tool_calls]
+    assert arguments == [{"a": 1, "b": 2}, {"a": 1}]
+
+    messages.append(choice.message)
+    for one in choice.message.tool_calls:
+        messages.append({"role": "tool", "tool_call_id": one.id, "content": "3"})
+    event, found = answered("3", lambda: create(model="any", messages=messages, tools=[ADD]))
+    assert event["request"]["extends"]
+    assert event["calls"] == 2
+    heard = [(one["role"], one["name"], one["content"]) for one in event["messages"]]
+    assert heard == [("tool", "add", "3")] * 2
+    assert (found.choices[0].finish_reason, found.choices[0].message.content) == ("stop", "3")
+    messages += [found.choices[0].message, *ASK]
+    event, _ = answered("3", lambda: create(model="any", messages=messages))
+    assert not event["request"]["extends"]  # without its tools it is another prompt
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", '{"name": 3}', "add"])
+def test_what_is_no_whole_call_stays_text(text: str, session: Session, answered: Answered) -> None:
+    create = create_of(session)
+    _, found = answered(text, lambda: create(model="any", messages=ASK, tools=[ADD]))
+    assert (found.choices[0].message.content, found.choices[0].message.tool_calls) == (text, None)
+
+
+def test_a_stream_has_calls_the_reason_and_the_usage(session: Session, answered: Answered) -> None:
+    def stream() -> list[Any]:
+        options = {"stream_options": {"include_usage": True}, "stream": True}
+        return list(create_of(session)(model="any", messages=ASK, tools=[ADD], **options))
+
+    text = '{"name": "add", "arguments": {}}'
+    _, found = answered(text, stream, finish_reason="length", num_read=7, num_drawn=5)
+    first, last, usage = found
+    assert first.choices[0].delta.role == "assistant"
+    assert first.choices[0].delta.tool_calls[0].function.name == "add"
+    assert last.choices[0].finish_reason == "length"
+    assert (usage.usage.prompt_tokens, usage.usage.total_tokens) == (7, 12)
+
+
+def test_an_agent_that_returns_while_it_asks_ends_after_the_answer(session: Session) -> None:
+    with ThreadPoolExecutor(1) as agent:
+        done = agent.submit(lambda: create_of(session)(model="any", messages=ASK))
+        assert "request" in session.next()
+        session.end(1.0)
+        session.answer({"text": "late"})
+        assert session.next() == {"end": True, "reward": 1.0, "rewards": []}
+        assert done.result(10).choices[0].message.content == "late"
+
+
+def test_of_two_requests_at_the_same_time_one_is_refused(session: Session) -> None:
+    with ThreadPoolExecutor(1) as agent:
+        done = agent.submit(lambda: create_of(session)(model="any", messages=ASK))
+        assert "request" in session.next()
+        with pytest.raises(openai.ConflictError, match="last request is not answered yet"):
+            create_of(session)(model="any", messages=ASK)
+        session.answer({"text": "first"})
+        assert done.result(10).choices[0].message.content == "first"
+
+
+def test_the_model_is_listed(session: Session) -> None:
+    models = openai.OpenAI(base_url=url(session), api_key="any").models.list()
+    assert [one.id for one in models] == ["policy"]
+
+
+def test_a_session_that_is_not_there_or_has_ended_is_not_found(
+    session: Session, answered: Answered
+) -> None:
+    create = create_of(session)
+    answered("a", lambda: create(model="any", messages=ASK))
+    session.end(1.0)
+    with pytest.raises(openai.NotFoundError, match="the agent of this session has ended"):
+        create(model="any", messages=ASK)
+    endpoint().session = Session()
+    with pytest.raises(openai.NotFoundError, match=f"there is no session '{session.name}'"):
+        create(model="any", messages=ASK)
+
+
+CHAT, IDS = "v1/chat/completions", "inference/v1/generate"
+
+
+def message(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a", **more}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("v1/completions", {}, 404, "there is no POST v1/completions"),
+        (CHAT, "{", 400, "the body is no JSON"),
+        (CHAT, "[]", 400, "the body is no JSON object"),
+        (CHAT, {}, 400, "messages is no list"),
+        (CHAT, message(role="judge"), 400, "is no message of"),
+        (CHAT, message(content=7), 400, "content is no text: 7"),
+        (CHAT, message(content=[{"type": "image_url"}]), 400, "content is no text"),
+        (CHAT, message(tool_calls=[{"function": {"name": "a"}}]), 400, "is no call of a tool"),
+        (CHAT, {**message(), "n": 2}, 400, "n can only be 1 here"),
+        (CHAT, {**message(), "logprobs": True}, 400, "logprobs can only be false here"),
+        (CHAT, {**message(), "seed": 1}, 400, "seed is not there for agents: leave it out"),
+        (CHAT, {**message(), "max_tokens": 0}, 400, "0 tokens cannot be drawn"),
+        (CHAT, {**message(), "tools": [{"name": "add"}]}, 400, "tools are functions"),
+        (IDS, {"token_ids": ["a"]}, 400, "token_ids is no list of ids"),
+        (IDS, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params is no JSON object"),
+        (IDS, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n can only be 1 here"),
+        (IDS, {"token_ids": [1], "features": {}}, 400, "features is not there for agents"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_openais_words(
+    path: str, body: Any, status: int, words: str, session: Session
+) -> None:
+    content = body if isinstance(body, str) else json.dumps(body)
+    found = httpx.post(url(session, path), content=content, timeout=10)
+    error = found.json()["error"]
+    assert (found.status_code, error["type"]) == (status, "invalid_request_error")
+    assert words in error["message"]
+
+
+def test_a_body_that_is_too_long_is_not_read(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agents.gateway.LONGEST_BODY", 8)
+    found = httpx.post(url(session, CHAT), content="x" * 9, timeout=10)
+    assert (found.status_code, found.headers["x-should-retry"]) == (413, "false")
+
+
+def test_a_history_written_otherwise_goes_on_where_its_text_does() -> None:
+    """The whole request is rendered where its messages are not those that were sent before."""
+    tokenizer = tokenizer_with(CHATML)
+    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
+    drawn = [*tokenizer("a guess", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    sample = Sample(chat.prompt(ASK), tokens=torch.tensor(drawn), finish_reason="stop")
+    observed = {"role": "user", "content": "no"}
+    messages = [*ASK, {"role": "assistant", "content": "a guess"}, observed]
+    request: dict[str, Any] = {"extends": False, "ids": None, "chat": messages}
+    expected = chat.between(drawn[-1], [observed])
+    assert ids_to_read(sample, request, [], chat, True) == (expected, False)
+    extends = {**request, "extends": True}
+    assert ids_to_read(sample, extends, [observed], chat, True) == (expected, False)
+    assert ids_to_read(sample, extends, [observed], chat, False) == (expected, False)
+
+    messages[1] = {"role": "assistant", "content": "another"}
+    whole_chat = whole(tokenizer, messages)
+    assert ids_to_read(sample, request, [], chat, True) == (whole_chat, True)
+    split = Sample([1], tokens=torch.tensor([5, *whole_chat, 7]), segments=(1,))
+    by_ids = {**request, "ids": [*whole_chat, 7, 8]}
+    assert ids_to_read(split, by_ids, [], chat, True) == ([8], False)
+    assert ids_to_read(split, {**by_ids, "ids": [1, 5, 9]}, [], chat, True) == ([1, 5, 9], True)
+
+
+def test_tools_of_a_request_are_in_its_prompt() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
+    assert chat.with_tools([TOOL]).prompt(ASK) == whole(tokenizer, ASK, [TOOL])
+    assert chat.with_tools([TOOL]) is chat.with_tools([dict(TOOL)])
+    with pytest.raises(ConfigError, match="does not write tools"):
+        TurnRenderer(make_tokenizer(), [], [2]).with_tools([TOOL])
+
+
+def test_settings_are_compared_with_how_a_run_draws() -> None:
+    drawn = SamplingParams(
+        max_tokens=9, stop_token_ids=(2, 3), top_p=0.9, stop_strings=("b", "a"), do_sample=False
+    )
+    same = {"temperature": 0, "top_p": 0.9, "stop": ["a", "b"], "stop_token_ids": [3], "top_k": -1}
+    check_sampling(same, drawn)
+    for name, value in {"temperature": 1, "top_k": 5, "stop": "a", "stop_token_ids": [4]}.items():
+        with pytest.raises(Refused, match=f"{name}=.* is not this run's"):
+            check_sampling({name: value}, drawn)
+
+
+def test_a_request_that_the_client_sends_once_more_gets_the_answer_of_the_first_time() -> None:
+    session, server = Session(), endpoint()
+    server.session = session
+    url = f"http://127.0.0.1:{server.server_port}/{session.name}/v1"
+    client = openai.OpenAI(base_url=url, api_key="x", timeout=0.3, max_retries=4)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(client.chat.completions.create, model="policy", messages=ASK)
+        assert session.next()["request"]["chat"] == [{"role": "user", "content": "go"}]
+        time.sleep(0.6)  # by then it has been sent once more
+        session.answer({"text": "hi", "finish_reason": "stop", "num_read": 1, "num_drawn": 1})
+        found = asked.result()
+    assert (found.choices[0].message.content, found.id) == ("hi", f"{session.name}-0")
+    session.end(1.0)
+    assert session.next()["end"], "no second request has come"

@@ -1,0 +1,120 @@
+"""Trajectories of several turns on vLLM: tools, log-probs, and cached prefixes of older weights."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout_engines import load
+from trainer.cli.make_tiny import make_model
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import EnvironmentSpec
+from workers.agents.host import EnvironmentHost
+from workers.agents.loop import Start, TurnLoop
+from workers.config import EnvironmentConfig
+from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.sample import Sample
+
+pytestmark = pytest.mark.vllm
+
+HERE = "tests.workers.agents.games"
+BLOCK = 32
+"""Tokens that vLLM caches together."""
+PROMPT, WIDTH = 16, 200
+CALL = '{"name": "add", "arguments": {"a": 20, "b": 22}}'
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer: Any) -> list[Any]:
+    return [make_model(tokenizer, seed, hidden_size=128).eval() for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: Any, models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    gc.collect()  # an older engine that goes later takes the process groups of this one along
+    folder = tmp_path_factory.mktemp("vllm")
+    models[0].save_pretrained(folder)
+    limits = EngineLimits(PROMPT, WIDTH, max_num_seqs=16, kv_cache_gb=1.0)
+    return VllmEngine(VllmSettings(str(folder), options={"block_size": BLOCK}), limits)
+
+
+@pytest.fixture
+def host() -> Iterator[EnvironmentHost]:
+    host = EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", tools=[f"{HERE}:add"]), 60.0)
+    yield host
+    host.close()
+
+
+def expected_log_probs(model: Any, sample: Sample) -> torch.Tensor:
+    ids = torch.tensor([[*sample.prompt, *sample.tokens.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(sample.prompt) - 1 : -1]
+    found: torch.Tensor = logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
+    return found
+
+
+def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
+    engine: Any, host: EnvironmentHost, tokenizer: Any, models: list[Any]
+) -> None:
+    """Four answers are taken for calls, whatever was drawn."""
+    load(engine, models[0], 3)
+    stops, said = (tokenizer.eos_token_id,), []
+
+    def decode(ids: list[int]) -> str:
+        said.append(ids)
+        return CALL if len(said) <= 4 else "go on"
+
+    config = EnvironmentConfig(max_tokens_per_turn=20, step_s=60.0, retries=0)
+    loop = TurnLoop(engine, host, TurnRenderer(tokenizer, [], stops), config, decode)
+    starts = [Start("a", {"number": n}, (n, n), n, f"sample {n}") for n in range(4)]
+    sampling = SamplingParams(
+        max_tokens=WIDTH, stop_token_ids=stops, top_k=20, truncated_log_probs=True
+    )
+    played = loop.play(starts, sampling, num_open=4)
+    assert [sum(one.num_calls for one in played), sum(one.num_call_errors for one in played)] == [
+        4,
+        0,
+    ]
+    for one in played:
+        sample, drawn = one.sample, one.sample.versions >= 0
+        assert (one.ended, one.num_turns, one.problem) == ("terminated", 3 + one.num_calls, "")
+        assert tokenizer.decode(sample.tokens[~drawn]).count("42") == one.num_calls
+        expected = expected_log_probs(models[0], sample)[drawn]
+        torch.testing.assert_close(sample.log_probs[drawn], expected, atol=1e-4, rtol=0)
+        assert sample.truncated_log_probs is not None
+        assert sample.truncated_log_probs.isnan().tolist() == (~drawn).tolist()
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_no_turn_finds_a_prefix_that_older_weights_have_computed(
+    engine: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch, keep_kv: bool
+) -> None:
+    """The weights come while another sample runs, which keeps vLLM's cache as it is."""
+    monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv=keep_kv))
+    load(engine, models[0], 3)
+    sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=())
+    (first,) = engine.generate([Sample([7, 8, 9], key=1, end_at=3 * BLOCK)], sampling)
+    engine.submit([Sample([10], key=2)], sampling)
+    engine.take(max_tokens=1)
+    load(engine, models[1], 4)
+    gap = torch.tensor([torch.nan])
+    second = replace(
+        first,
+        tokens=torch.cat([first.tokens, torch.tensor([9])]),
+        log_probs=torch.cat([first.log_probs, gap]),
+        versions=torch.cat([first.versions, torch.tensor([-1], dtype=torch.int32)]),
+        finish_reason="abort",
+        end_at=3 * BLOCK + 9,
+    )
+    (number,) = engine.submit([second], sampling)
+    sample = engine.take()[number]
+    begun = len(second.tokens)
+    expected = expected_log_probs(models[1], sample)[begun:]
+    torch.testing.assert_close(sample.log_probs[begun:], expected, atol=1e-4, rtol=0)

@@ -1,0 +1,271 @@
+"""Chats that the template rewrites: each turn is trained under what its engine read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.agents.test_chat import CHATML, FORGETS
+from tests.workers.agents.test_loop import HERE, fresh_engine, same_bits
+from tests.workers.gradients import gradients
+from tests.workers.samples import started, tiny_config
+from trainer.cli.make_tiny import make_model, make_tokenizer
+from trainer.ppo.compute_advantage import compute_advantage
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import BatchError, ConfigError
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import EnvironmentSpec
+from workers.agents.host import EnvironmentHost
+from workers.agents.loop import Start, Trajectory, TurnLoop, _asked
+from workers.agents.players import trajectory_columns, with_prompts
+from workers.config import EnvironmentConfig
+from workers.roles.actor import ActorWorker
+from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.batches import sample_columns
+from workers.rollout.draws import check_draws, draw_hashes
+from workers.rollout.sample import Sample
+from workers.rollout.sampling import noise_key
+from workers.training.engine import INPUTS
+from workers.training.microbatch import Budget, Rows
+from workers.training.packing import last_token_reads, packed_feed, response_reads
+from workers.training.row_proof import RowPasses
+
+PROMPT, WIDTH = 16, 160
+SHORTENS = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content[-2:] if not loop.last and m.role == 'assistant' else m.content }}",
+)
+"""Keeps two characters of an older turn."""
+Play = Callable[..., list[Trajectory]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("segments")
+    make_model(make_tokenizer()).save_pretrained(path / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+@pytest.fixture
+def play(model: Any) -> Iterator[Play]:
+    hosts: list[EnvironmentHost] = []
+
+    def played(
+        history: str = "as_template",
+        template: str = SHORTENS,
+        name: str = "Count",
+        num: int = 4,
+        num_open: int = 64,
+        width: int = WIDTH,
+        truncated: bool = False,
+        **settings: Any,
+    ) -> list[Trajectory]:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = template
+        defaults = {"max_tokens_per_turn": 6, "step_s": 5.0, "retries": 0}
+        config = EnvironmentConfig(history=history, **{**defaults, **settings})
+        host = EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}"), config.step_s)
+        hosts.append(host)
+        stops = (tokenizer.eos_token_id,)
+        limits = EngineLimits(prompt_width=PROMPT, response_width=width, kv_cache_gb=0.5)
+        chat = TurnRenderer(tokenizer, [], stops)
+        engine = fresh_engine(model, limits)
+        loop = TurnLoop(engine, host, chat, config, tokenizer.decode)
+        starts = []
+        for number in range(num):
+            key = noise_key(0, "uid", number)
+            starts.append(Start("a", {}, (noise_key(0, "uid", -1), key), key, f"sample {number}"))
+        sampling = SamplingParams(
+            max_tokens=width, stop_token_ids=stops, truncated_log_probs=truncated
+        )
+        return loop.play(starts, sampling, num_open)
+
+    yield played
+    for host in hosts:
+        host.close()
+
+
+def parts_of(sample: Sample) -> list[Sample]:
+    """Every segment as a sample of its own."""
+    begins = [0, *(begin + 1 for begin in sample.segments)]
+    ends = [*sample.segments, len(sample.tokens)]
+    firsts = [list(sample.prompt), *([int(sample.tokens[begin])] for begin in sample.segments)]
+    return [
+        Sample(
+            first,
+            tokens=sample.tokens[begin:end],
+            log_probs=sample.log_probs[begin:end],
+            versions=sample.versions[begin:end],
+        )
+        for first, begin, end in zip(firsts, begins, ends, strict=True)
+    ]
+
+
+def batch_of(played: list[Trajectory]) -> DataProto:
+    """As the rollout makes it."""
+    ids = Ragged.of_rows([torch.tensor([1])] * len(played), PROMPT, at_end=True)
+    ones = ids.with_values(torch.ones_like(ids.values))
+    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones}
+    objects = {"uid": ["uid"] * len(played)}
+    samples = [one.sample for one in played]
+    asked = with_prompts(DataProto.from_dict(columns), played, 0)
+    made = sample_columns(asked, samples, WIDTH, 0)
+    made["draw_hash"] = draw_hashes(samples, len(played))
+    made["sample_index"] = torch.arange(len(played))
+    batch = DataProto.from_dict(made, objects)
+    return batch.union(trajectory_columns(batch, played))
+
+
+def apart(played: list[Trajectory]) -> DataProto:
+    """Every segment a row of its own."""
+    parts = [part for one in played for part in parts_of(one.sample)]
+    start = played[0].start
+    return batch_of([Trajectory(start, part, [0] * len(part.tokens)) for part in parts])
+
+
+def drawn(batch: DataProto, name: str) -> torch.Tensor:
+    found: torch.Tensor = batch.padded(name)[batch.padded("response_mask") != 0]
+    return found
+
+
+@pytest.mark.parametrize("template", [SHORTENS, FORGETS, CHATML])
+@pytest.mark.parametrize("history", ["as_template", "as_drawn"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_trainers_log_probs_are_the_engines(
+    history: str, template: str, packed: bool, play: Play, folder: Path
+) -> None:
+    played = play(history, template)
+    splits = history == "as_template" and template == SHORTENS
+    assert {len(one.sample.segments) for one in played} <= ({2} if splits else {0, 1, 2})
+    batch = batch_of(played)
+    config = tiny_config(folder)
+    config.actor_rollout_ref.model.use_remove_padding = packed
+    actor = started(ActorWorker, config, 1)
+    assert actor.engine.packs == packed
+    ours = drawn(batch.union(actor.compute_log_prob(batch)[0]), "old_log_probs")
+    torch.testing.assert_close(ours, drawn(batch, "rollout_log_probs"), atol=1e-5, rtol=0)
+
+    single = apart(played)
+    theirs = drawn(single.union(actor.compute_log_prob(single)[0]), "old_log_probs")
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_one_turn_or_more_learn_as_rows_of_their_own_would(play: Play, folder: Path) -> None:
+    """The gradient of seq-mean, beside that of a plain pass over each segment."""
+    played = play(num=2)
+    batch = batch_of(played)
+    actor = started(ActorWorker, tiny_config(folder, loss_agg_mode="seq-mean-token-mean"), 1)
+    batch = batch.union(actor.compute_log_prob(batch)[0])
+    lead = torch.tensor([[0.5], [-0.5]]) * batch.padded("response_mask")
+    batch = batch.set_columns({"advantages": lead, "returns": lead})
+    found = gradients(actor, batch, ("old_log_probs", "advantages"), Budget(rows=2))
+
+    module = actor.engine.module
+    module.zero_grad()
+    for one, sign in zip(played, (0.5, -0.5), strict=True):
+        log_probs = []
+        for part in parts_of(one.sample):
+            whole = torch.tensor([[*part.prompt, *part.tokens.tolist()]])
+            logits = module(whole).logits[0, len(part.prompt) - 1 : -1].log_softmax(-1)
+            chosen = logits.gather(1, part.tokens[:, None])[:, 0]
+            log_probs.append(chosen[part.versions >= 0])
+        (-sign * torch.cat(log_probs).mean() / 2).backward()
+    assert len(found) > 10
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_a_trajectory_of_segments_is_one_sample_of_its_group(play: Play) -> None:
+    """Rewards 1 (in three segments) and 0: the baseline is 0.5, not 0.75."""
+    split, plain = play(num=1)[0], play("as_drawn", num=1)[0]
+    assert len(split.sample.segments) == 2
+    batch = batch_of([split, plain])
+    rewards = torch.zeros(2, WIDTH)
+    rewards[0, split.rewards[-1][0]] = 1.0
+    batch = batch.set_columns({"token_level_rewards": rewards})
+    settings = {"norm_adv_by_std_in_grpo": False}
+    batch = compute_advantage(batch, "grpo", **settings)
+    lead = torch.tensor([[0.5], [-0.5]]) * batch.padded("response_mask")
+    assert torch.equal(batch.padded("advantages"), lead)
+
+
+def test_positions_that_are_changed_are_found(play: Play) -> None:
+    batch = batch_of(play(num=2))
+    assert check_draws(batch)["training/num_proven_samples"] == 2
+    as_one = batch.padded("attention_mask").cumsum(-1) - 1
+    with pytest.raises(BatchError, match="2 of 2 samples are not what the rollout drew"):
+        check_draws(batch.set_columns({"position_ids": as_one}))
+
+
+def test_a_reward_model_reads_the_last_segment_alone(play: Play) -> None:
+    played = play(num=2)
+    columns = Rows.take(batch_of(played), INPUTS).columns
+    feed = packed_feed(columns, last_token_reads(columns), torch.device("cpu"))
+    expected = [one.sample.tokens[one.sample.segments[-1] :] for one in played]
+    assert torch.equal(feed.inputs["input_ids"][0], torch.cat(expected))
+    assert feed.inputs["position_ids"][0].tolist() == [
+        place for part in expected for place in range(len(part))
+    ]
+
+
+def test_bits_of_segments_do_not_depend_on_who_waits_for_whom(play: Play) -> None:
+    expected = play(num=8)
+    same_bits(play(num=8, name="Jitter"), expected)
+    same_bits(play(num=8, num_open=1), expected)
+
+
+def test_segments_draw_with_noise_of_their_own() -> None:
+    sample = Sample([1], key=5, tokens=torch.arange(9), finish_reason="abort")
+    versions = torch.full((9,), -1, dtype=torch.int32)
+    sample = replace(sample, log_probs=torch.zeros(9), versions=versions)
+    asked = [_asked(replace(sample, segments=places), 20) for places in ((), (4,), (4, 7))]
+    assert len({one.key for one in asked}) == 3
+    assert [list(one.prompt) for one in asked] == [[1], [4], [7]]
+    assert [len(one.prompt) + len(one.tokens) for one in asked] == [10, 5, 2]
+    assert [one.longest(20) for one in asked] == [20, 15, 12]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_all_segments_share_the_room_of_a_response(play: Play, truncated: bool) -> None:
+    settings: dict[str, Any] = {"max_turns": 99, "max_tokens_per_turn": None}
+    for one in play(num=4, truncated=truncated, **settings, width=40):
+        assert one.ended in ("length", "terminated")
+        assert len(one.sample.tokens) <= 40
+        assert len(one.turns) == len(one.sample.tokens) == len(one.sample.log_probs)
+        assert (one.sample.truncated_log_probs is not None) == truncated
+
+
+def test_what_a_template_refuses_is_left_out_with_its_words(play: Play) -> None:
+    refuses = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' and m.content|length == 6 %}"
+        "{{ raise_exception('six letters') }}{% endif %}{{ m.content }}",
+    )
+    played = play(template=refuses)
+    assert {one.ended for one in played} <= {"environment", "terminated"}
+    problems = [one.problem for one in played if one.ended == "environment"]
+    assert problems
+    assert all("six letters" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("passes", [RowPasses("single"), RowPasses("packed", border=99)])
+def test_a_model_whose_rows_share_no_pass_refuses_segments(play: Play, passes: RowPasses) -> None:
+    for history, refused in (("as_template", True), ("as_drawn", False)):
+        columns = Rows.take(batch_of(play(history, num=1)), INPUTS).columns
+        expected: Any = pytest.raises(ConfigError, match="=as_drawn") if refused else nullcontext()
+        with expected:
+            passes.feed(columns, response_reads(columns), torch.device("cpu"))

@@ -1,0 +1,118 @@
+"""Samples of several turns, as a report shows them: their turns, and how they came out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN = 6, 24, 600
+"""Shown of a step, of a trajectory, and of a turn, in characters."""
+SUCCESS, NO_SUCCESS, FAILED = "success", "no success", "environment failed"
+MOST_ROWS = 12
+SECONDS = ("engine", "environment", "waiting")
+
+
+@dataclass(frozen=True)
+class ShownTurn:
+    """What was said, or observed."""
+
+    role: str
+    text: str
+    is_drawn: bool
+    reward: float | None = None
+    seconds: tuple[float, ...] = ()
+    """In the engine, in the environment, waiting."""
+    facts: str = ""
+    """Its tokens, and calls of tools."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A sample of several turns."""
+
+    turns: Sequence[ShownTurn]
+    ended: str
+    problem: str
+    facts: str
+    """Turns, tokens and seconds in all."""
+    longest: float
+    """Seconds of the turn that took longest."""
+
+
+def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
+    """The turns of a line of samples; a line that has none has none here."""
+    found = _turns(row)
+    said = _said(found)
+    turns = [_shown(turn) for turn in found[:MOST_TURNS]]
+    if len(found) > MOST_TURNS:
+        turns.append(ShownTurn("", f"… {len(found) - MOST_TURNS} more", is_drawn=False))
+    seconds = [sum(_seconds(turn)) for turn in said]
+    drawn, observed = (sum(_number(t, n) for t in said) for n in ("tokens", "observed_tokens"))
+    counts = f"{_counted(len(said), 'turn')}, {_counted(drawn, 'token')} drawn"
+    return Trajectory(
+        turns,
+        ended=str(row.get("ended") or ""),
+        problem=shorten(row.get("problem") or "", LONGEST_TURN),
+        facts=f"{counts}, {observed:.0f} observed, {sum(seconds):.3g} s",
+        longest=max(seconds, default=0.0),
+    )
+
+
+def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    turns = row.get("turns")
+    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def _said(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [turn for turn in turns if turn.get("role") == "assistant"]
+
+
+def _shown(turn: Mapping[str, Any]) -> ShownTurn:
+    text = shorten(turn.get("text", ""), LONGEST_TURN)
+    if turn.get("role") != "assistant":
+        return ShownTurn(str(turn.get("role", "")), text, is_drawn=False)
+    facts = _counted(_number(turn, "tokens"), "token")
+    if "calls" in turn:
+        failed = f"{_number(turn, 'errors'):.0f} failed"
+        facts = f"{facts}, {_counted(_number(turn, 'calls'), 'call')}, {failed}"
+    reward = turn["reward"] if isinstance(turn.get("reward"), int | float) else None
+    return ShownTurn("policy", text, True, reward, _seconds(turn), facts)
+
+
+def _seconds(turn: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(_number(turn, f"{name}_s") for name in SECONDS)
+
+
+def _counted(number: float, what: str) -> str:
+    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
+
+
+def _number(turn: Mapping[str, Any], name: str) -> float:
+    value = turn.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Number of turns -> how trajectories of so many came out -> how many.
+
+    A success scores above 0. The longest are one row, where there are too many.
+    """
+    counts: dict[int, Counter[str]] = {}
+    for row in rows:
+        if said := _said(_turns(row)):
+            outcome = SUCCESS if _number(row, "score") > 0 else NO_SUCCESS
+            counts.setdefault(len(said), Counter())[FAILED if row.get("problem") else outcome] += 1
+    numbers = sorted(counts)
+    found = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
+    if rest := numbers[MOST_ROWS:]:
+        found[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
+    return found
+
+
+def shorten(text: Any, longest: int) -> str:
+    """The text, or its beginning and how much more there is."""
+    text = str(text)
+    more = len(text) - longest
+    return text if more <= 0 else f"{text[:longest]} … ({more} more characters)"

@@ -1,0 +1,141 @@
+"""Trajectories as text, turn by turn: what the policy said and observed, with rewards and times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verl_like.batch.protocol import DataProto
+from workers.agents.chat import Message, with_observation
+from workers.columns import read_columns, token_rows
+from workers.rewards.decoding import decode_rows
+from workers.rewards.environment import trajectory_metrics
+
+EPISODE = "episode"
+"""Column: what is known of each row's trajectory beside its tokens."""
+SAID = "assistant"
+DIGITS = 6
+"""Of seconds."""
+ENVIRONMENTS = "environments"
+"""Their lane in the timeline."""
+MOST_WAITS = 100
+Turn = dict[str, Any]
+
+
+def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
+    """Fields of trajectories -> a value for every row; none where samples have one turn.
+
+    `turns` is a list of {role, text, reward}. What the policy said has its environment's reward,
+    its tokens and those that were observed after it, and its seconds; what was observed has none of
+    these. The first observation stands in the prompt.
+    """
+    facts = batch.non_tensor_batch.get(EPISODE)
+    if facts is None:
+        return {}
+    drawn: list[list[int]] = []
+    found: list[list[Turn]] = []
+    rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), facts, strict=True)
+    for tokens, mask, numbers, of_row in rows:
+        said = _said(tokens, mask != 0, numbers, drawn)
+        found.append([turn for one in said for turn in _with_answer(one, of_row)])
+
+    texts = decode_rows(tokenizer, drawn)
+    for turn in (turn for turns in found for turn in turns if turn["role"] == SAID):
+        turn["text"] = texts[turn["text"]]
+    return {
+        "turns": found,
+        "ended": [of_row.get("ended") for of_row in facts],
+        "problem": [of_row.get("problem") or None for of_row in facts],
+    }
+
+
+def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
+    """Every trajectory's messages, from its row's prompt on; None for a sample of one turn."""
+    fields = turn_fields(batch, tokenizer)
+    if not fields:
+        return [None] * len(batch)
+    chats: list[list[Message] | None] = []
+    columns = batch.non_tensor_batch
+    rows = zip(columns["raw_prompt"], columns[EPISODE], fields["turns"], strict=True)
+    for prompt, facts, turns in rows:
+        first = facts["answers"][0].get("text") if facts["answers"] else None
+        said = [{"role": turn["role"], "content": turn["text"]} for turn in turns]
+        chats.append([*map(dict, with_observation(prompt, first)), *said])
+    return chats
+
+
+def played_metrics(batch: DataProto) -> dict[str, float]:
+    """Success, turns, ends and tool calls of trajectories; nothing where samples are none.
+
+    A success is a score above 0 of an environment that has not failed.
+    """
+    facts = batch.non_tensor_batch.get(EPISODE)
+    if facts is None:
+        return {}
+    scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(-1).tolist()
+    good = [score > 0 and not one["problem"] for score, one in zip(scores, facts, strict=True)]
+    names = ("agents/num_turns", "agents/num_call", "agents/ended")
+    every = trajectory_metrics(facts.tolist())
+    found = {name: value for name, value in every.items() if name.startswith(names)}
+    return {"agents/success": sum(good) / max(len(good), 1), **found}
+
+
+def _said(
+    tokens: np.ndarray, is_drawn: np.ndarray, numbers: np.ndarray, drawn: list[list[int]]
+) -> list[Turn]:
+    """The policy's turns of a row; for its text each has the place of its tokens in `drawn`."""
+    end = int(is_drawn.nonzero()[0].max(initial=-1)) + 1
+    tokens, is_drawn, numbers = tokens[:end], is_drawn[:end], numbers[:end]
+    turns = []
+    for number in np.unique(numbers[is_drawn]).tolist():
+        is_its = numbers == number
+        ids = tokens[is_its & is_drawn].tolist()
+        observed = int((is_its & ~is_drawn).sum())
+        turn = {"role": SAID, "text": len(drawn), "reward": None, "turn": number}
+        turns.append({**turn, "tokens": len(ids), "observed_tokens": observed})
+        drawn.append(ids)
+    return turns
+
+
+def _with_answer(turn: Turn, facts: Mapping[str, Any]) -> list[Turn]:
+    """A turn with reward and seconds, and what was observed then; the first answer is `reset`'s."""
+    place = turn.pop("turn") + 1
+    times, answers = facts["times"][place : place + 1], facts["answers"][place : place + 1]
+    for each in times:
+        names = ("engine", "environment", "waiting")
+        turn |= {f"{name}_s": round(each[name], DIGITS) for name in names}
+    observed: list[Turn] = []
+    for answer in answers:
+        turn["reward"] = answer.get("reward")
+        turn |= {name: answer[name] for name in ("calls", "errors") if name in answer}
+        for one in answer.get("messages", ()):
+            observed.append({"role": one["role"], "text": one["content"], "reward": None})
+    return [turn, *observed]
+
+
+def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
+    """When trajectories waited for their environments, as calls of a timeline.
+
+    A call is the time in which at least one did; `busy_s` adds up what the environments' processes
+    worked for its answers. Pauses of less than a hundredth of the whole are not told apart.
+    """
+    waits = sorted(
+        (each["asked"], each["heard"], each["environment"])
+        for facts in batch.non_tensor_batch[EPISODE]
+        for each in facts.get("times", ())
+        if each["heard"]
+    )
+    if not waits:
+        return []
+    shortest = (max(end for _, end, _ in waits) - waits[0][0]) / MOST_WAITS
+    calls: list[dict[str, Any]] = []
+    for start, end, busy in waits:
+        if not calls or start - calls[-1]["end"] > shortest:
+            calls.append({"start": start, "end": end, "busy_s": 0.0, "num_answers": 0})
+        last = calls[-1]
+        last["end"] = max(last["end"], end)
+        last["busy_s"] = round(last["busy_s"] + busy, DIGITS)
+        last["num_answers"] += 1
+    return [{"role": ENVIRONMENTS, "rank": 0, "method": ENVIRONMENTS, **call} for call in calls]

@@ -1,0 +1,34 @@
+"""`gem:ID` plays an environment of GEM, such as `gem:game:GuessTheNumber-v0-easy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.agents.adapters.ids import check_id, imported, seed_from
+from workers.agents.environment import Adapter, End, Turn
+
+
+class Gem(Adapter):
+    """It takes what was said and gives text."""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Look the id up."""
+        registry = imported("gem.envs.registration", f"gem:{cls.id}", "verl-like[gem]")
+        check_id(cls.id, registry.ENV_REGISTRY, f"gem:{cls.id}")
+
+    def reset(self, row: Mapping[str, Any], rng: Any) -> str:
+        """Its instructions."""
+        import gem
+
+        self._env = gem.make(self.id, **self.kwargs)
+        observation, _ = self._env.reset(seed=seed_from(rng))
+        return str(observation)
+
+    def step(self, text: str) -> Turn | End:
+        """Its answer."""
+        observation, reward, terminated, truncated, _ = self._env.step(text)
+        if terminated or truncated:
+            return End(float(reward), truncated=not terminated)
+        return Turn(observation, float(reward))

@@ -1,0 +1,83 @@
+"""`gymnasium:ID` plays an environment of Gymnasium by text.
+
+What is observed is its JSON, and its drawing where it has one of text (`render_mode="ansi"`), with
+highlighted letters in brackets. An action is the last number, or numbers, of what the policy says;
+what holds none is answered by what may be said, and takes no step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl_like.errors import ConfigError
+from workers.agents.adapters.ids import check_id, imported, seed_from
+from workers.agents.environment import Adapter, End, Turn
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
+HIGHLIGHTED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
+BRACKETS = r"[\1]"
+
+
+class Gymnasium(Adapter):
+    """Observations and actions as text."""
+
+    render: Mapping[str, Any]
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make it once: its action space must be one of numbers."""
+        gymnasium = imported("gymnasium", f"gymnasium:{cls.id}", "verl-like[gymnasium]")
+        module, _, name = cls.id.rpartition(":")
+        if module:
+            imported(module, f"gymnasium:{cls.id}", module)
+        check_id(name, gymnasium.registry, f"gymnasium:{cls.id}")
+        with gymnasium.make(cls.id, **cls.kwargs) as env:
+            draws = "ansi" in (env.metadata.get("render_modes") or ())
+            shape, kind = env.action_space.shape, type(env.action_space).__name__
+        if shape is None or kind == "Text":
+            raise ConfigError(
+                f"environment=gymnasium:{cls.id}: an action of its space {kind} is no list of "
+                "numbers. Write a class whose `step` makes actions of text."
+            )
+        cls.render = {"render_mode": "ansi"} if draws else {}
+
+    def reset(self, row: Mapping[str, Any], rng: Any) -> str:
+        """What is observed first, and what may be said."""
+        import gymnasium
+
+        self._env = gymnasium.make(self.id, **{**self.render, **self.kwargs})
+        observation, _ = self._env.reset(seed=seed_from(rng))
+        return f"{self._shown(observation)}\n{self._ask()}"
+
+    def step(self, text: str) -> Turn | End:
+        """Act by the last numbers of the text."""
+        import numpy as np
+
+        space = self._env.action_space
+        size = int(np.prod(space.shape))
+        numbers = [float(number) for number in NUMBER.findall(text)[-size:]]
+        if len(numbers) < size or not np.isfinite(numbers).all():
+            return Turn(self._ask())
+        action: Any = np.array(numbers).reshape(space.shape).astype(space.dtype)
+        action = action if space.shape else action[()]
+        if not space.contains(action):
+            return Turn(self._ask())
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        if terminated or truncated:
+            return End(float(reward), truncated=not terminated)
+        return Turn(self._shown(observation), float(reward))
+
+    def _ask(self) -> str:
+        space = self._env.action_space
+        if space.shape:
+            return f"Say {' x '.join(map(str, space.shape))} numbers of {space}."
+        return f"Say a number from {space.start} to {space.start + space.n - 1}."
+
+    def _shown(self, observation: Any) -> str:
+        shown = json.dumps(observation, default=lambda one: one.tolist())
+        if self._env.render_mode != "ansi":
+            return shown
+        return f"{shown}\n{HIGHLIGHTED.sub(BRACKETS, self._env.render()).strip()}"

@@ -1,0 +1,35 @@
+"""Packages and ids that adapters look up, refused by name where they are not there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from verl_like.errors import ConfigError, nearest
+
+
+def imported(module: str, setting: str, install: str) -> Any:
+    """The module of another package; `install` is what pip is asked for."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"environment={setting} needs the package {package} ({error}): pip install '{install}'."
+        ) from error
+
+
+def check_id(name: str, ids: Iterable[str], setting: str) -> None:
+    """Refuse an id that its package does not know."""
+    known = list(ids)
+    if name not in known:
+        raise ConfigError(
+            f"environment={setting}: there is no {name!r} among the {len(known)} ids of its "
+            f"package.{nearest(name, known)}"
+        )
+
+
+def seed_from(rng: Any) -> int:
+    """A seed that every package takes."""
+    return int(rng.integers(2**31))

@@ -1,0 +1,90 @@
+"""`openenv:URL` plays an environment that a server of OpenEnv's has, a session a trajectory.
+
+Where its actions have one field of text that must be given, that is what the policy says; else the
+policy says an action as JSON. What is observed is its one text, or its JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from verl_like.errors import ConfigError
+from workers.agents.adapters.ids import imported, seed_from
+from workers.agents.environment import Adapter, End, Turn
+
+CONNECT_S = 10.0
+NOT_OBSERVED = {"done", "reward", "metadata"}
+
+
+class OpenEnv(Adapter):
+    """A client of the server's WebSocket."""
+
+    field: str
+    """The one that a text goes into; "": an action is JSON."""
+    fields: Sequence[str]
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Ask for the schema of its actions."""
+        imported("websockets", f"openenv:{cls.id}", "verl-like[openenv]")
+        try:
+            with urllib.request.urlopen(f"{cls.id}/schema", timeout=CONNECT_S) as answer:
+                action = json.load(answer)["action"]
+        except (OSError, ValueError, LookupError) as error:
+            raise ConfigError(
+                f"environment=openenv:{cls.id}: {cls.id}/schema does not answer as a server of "
+                f"OpenEnv does: {error!r}"
+            ) from error
+        fields = action.get("properties", {})
+        needed = [name for name in action.get("required", ()) if name in fields]
+        has_one_text = len(needed) == 1 and fields[needed[0]].get("type") == "string"
+        cls.fields = list(fields)
+        cls.field = needed[0] if has_one_text else ""
+
+    def reset(self, row: Mapping[str, Any], rng: Any) -> str:
+        """Connect, and begin with a seed."""
+        from websockets.sync.client import connect
+
+        address = f"ws{self.id.removeprefix('http')}/ws"
+        session = ExitStack()
+        weakref.finalize(self, session.close)
+        self._socket = session.enter_context(
+            connect(address, open_timeout=CONNECT_S, max_size=None)
+        )
+        return _shown(self._ask("reset", {"seed": seed_from(rng), **self.kwargs}))
+
+    def step(self, text: str) -> Turn | End:
+        """Send what was said as an action."""
+        if self.field:
+            action = {self.field: text}
+        else:
+            try:
+                action = json.loads(text)
+            except (ValueError, RecursionError):
+                action = None
+            if not isinstance(action, dict):
+                return Turn(f"error: an action is a JSON object of {', '.join(self.fields)}")
+        found = self._ask("step", action)
+        reward = found.get("reward") or 0.0
+        return End(reward) if found.get("done") else Turn(_shown(found), reward)
+
+    def _ask(self, kind: str, data: Any) -> dict[str, Any]:
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(self._socket.recv())
+        if answer["type"] != "observation":
+            raise RuntimeError(f"the server answers {kind} with {answer!r:.300}")
+        found: dict[str, Any] = answer["data"]
+        return found
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    observed = {
+        name: value for name, value in found["observation"].items() if name not in NOT_OBSERVED
+    }
+    texts = [value for value in observed.values() if isinstance(value, str)]
+    return texts[0] if len(observed) == len(texts) == 1 else json.dumps(observed)

@@ -1,0 +1,41 @@
+"""`reasoning_gym:NAME` asks a question of a generator of Reasoning Gym, and scores the answer.
+
+The answer is what stands between the last <answer> and </answer>, or all that was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.agents.adapters.ids import check_id, imported, seed_from
+from workers.agents.environment import Adapter, End
+
+
+class ReasoningGym(Adapter):
+    """One turn: every prompt has a question of its own, all samples of a prompt have the same."""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make one question: the generator checks its settings."""
+        setting = f"reasoning_gym:{cls.id}"
+        factory = imported("reasoning_gym.factory", setting, "verl-like[reasoning-gym]")
+        check_id(cls.id, factory.DATASETS, setting)
+        factory.create_dataset(cls.id, size=1, seed=0, **cls.kwargs)[0]
+
+    def reset(self, row: Mapping[str, Any], rng: Any) -> str:
+        """A question."""
+        import reasoning_gym
+
+        seed = seed_from(rng)
+        self._data = reasoning_gym.create_dataset(self.id, size=1, seed=seed, **self.kwargs)
+        self._entry = self._data[0]
+        return str(self._entry["question"])
+
+    def step(self, text: str) -> End:
+        """Its score."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(text)
+        said = text.strip() if answer is None else answer
+        return End(self._data.score_answer(answer=said, entry=self._entry))

@@ -1,0 +1,57 @@
+"""`skyrl_gym:NAME` plays an environment of SkyRL's: its own, or `skyrl_gym:FILE.py:CLASS`.
+
+It gets the row's columns as SkyRL's `extras`, a ground truth also as `reward_spec`, and
+`environment.kwargs` as its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.agents.adapters.ids import check_id, imported
+from workers.agents.environment import Adapter, End, Turn, in_full, object_at
+
+
+class SkyRLGym(Adapter):
+    """It takes what was said and gives messages, whose texts are observed."""
+
+    @classmethod
+    def id_in_full(cls, name: str) -> str:
+        """The file of a class of the user's."""
+        return in_full(name)
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Look the name up, or load the class."""
+        gym = imported("skyrl_gym", f"skyrl_gym:{cls.id}", "verl-like[skyrl-gym]")
+        if ":" not in cls.id:
+            check_id(cls.id, gym.registry, f"skyrl_gym:{cls.id}")
+            return
+        made = object_at(cls.id, "environment")
+        gym.register(id=cls.id, entry_point=made)
+
+    def reset(self, row: Mapping[str, Any], rng: Any) -> None:
+        """Begin with the row's prompt."""
+        import skyrl_gym
+        from omegaconf import OmegaConf
+
+        truth = {"method": "rule", "ground_truth": row.get("ground_truth")}
+        extras = {"reward_spec": truth, **row}
+        config = OmegaConf.create(self.kwargs)
+        self._env = skyrl_gym.make(self.id, env_config=config, extras=extras)
+        prompt = row["prompt"]
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        begun, _ = self._env.init(chat)
+        if begun != chat:
+            raise ValueError("`init` changes the prompt: write it into the rows of the data")
+
+    def step(self, text: str) -> Turn | End:
+        """The texts of its messages."""
+        found = self._env.step(text)
+        if found.get("postprocessed_action", text) not in (None, text):
+            raise ValueError("`step` changes what was said, and drawn tokens stay as they are")
+        if found["done"]:
+            return End(found["reward"])
+        texts = [message["content"] for message in found["observations"]]
+        return Turn("\n".join(texts), found["reward"])

@@ -1,0 +1,44 @@
+"""Recorded answers in the place of environments: a trajectory is played against them once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+RECORDED = "recorded_answers"
+"""Column: what the environment of each row's trajectory answered, in order."""
+OVER = {"failed": "no further answer was recorded", "reason": "environment"}
+
+
+class RecordedHost:
+    """Called as `EnvironmentHost` is; a trajectory's row has its answers."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.tools = tools
+        self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
+        self._asked: list[int] = []
+
+    def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
+        """Begin with the first answer."""
+        self._left[number] = iter(row[RECORDED])
+        self._asked.append(number)
+
+    def say(self, number: int, text: str, delay_s: float = 0.0) -> None:
+        """Ask for the next answer, whatever was said."""
+        self._asked.append(number)
+
+    def answers(self, seconds: float) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Those that were asked for."""
+        asked, self._asked = self._asked, []
+        for number in asked:
+            yield number, next(self._left[number], OVER)
+
+    def busy_s(self, number: int) -> float:
+        """Nobody works."""
+        return 0.0
+
+    def kill(self, number: int) -> None:
+        """Nobody is there."""
+
+    def end(self, number: int) -> None:
+        """Nothing is held."""
