@@ -211,7 +211,7 @@ class RayTransport(ProcessTransport):
             ray.kill(actor)
 
     def join(self, references: Sequence[Any]) -> Any | None:
-        """By a task, where they are many: every reference among a task's arguments has its price."""
+        """By a task, where they are many: each reference among a call's arguments has its price."""
         return _joined.remote(*references) if len(references) > MOST_APART else None
 
     def share(self, value: Any) -> tuple[Any, Any]:
