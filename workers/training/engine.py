@@ -41,6 +41,7 @@ from workers.models.lora import adapter_parts, add_adapter, merged_tensors, spli
 from workers.models.precision import computing_in, frozen, precision_of
 from workers.models.quantize import quantize_linears
 from workers.models.state import named_state, persistent_buffers
+from workers.parallel import tensor as tensor_parallel
 from workers.parallel.fsdp import (
     add_up_gradients,
     begin_pass,
@@ -141,6 +142,10 @@ class TrainEngine:
                 quantize_linears(self.module, self.device)
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
+        self.cut: tensor_parallel.Cut | None = None
+        if self.groups.tp is not None:
+            tensor_parallel.check(self.module, self.dims.tp, "parallel.tp")
+            self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])
         if self.is_sharded:
             mesh, strategy = self.groups.fsdp_mesh, self.sharding.strategy
             self.is_one_unit = shard(self.module, mesh, precision.cast, strategy)
@@ -250,6 +255,8 @@ class TrainEngine:
             totals |= self._run_passes(other, budget, its_loss)
         if not self.is_sharded:
             add_up_gradients(self.parameters(), self.groups.loss)
+        if self.cut is not None:
+            self.cut.add_up_gradients()
         summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
         return dict(zip(totals, summed.tolist(), strict=True))
 
@@ -296,6 +303,7 @@ class TrainEngine:
                 feed.own(columns["responses"].values[inside]).to(self.device),
                 wanted,
                 may_chunk=self.model_config.use_fused_kernels,
+                words=None if self.cut is None else self.cut.words,
             )
         else:
             found = {"values": read(self.module, feed)[:, 0].float()}
