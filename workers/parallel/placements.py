@@ -7,6 +7,7 @@ torch's own rules know no packed ones, and no rows that the cuts leave uneven.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 Gather = Callable[[Tensor, int, dist.ProcessGroup], Tensor | None]
 """(a rank's rows, the number of all rows, the ranks that have them) -> all rows, where it says."""
+
+
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,51 @@ def own_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[range]
     for cut in cuts_of(tensor)[:num_cuts]:
         ranges[cut.dim] = cut.part(ranges[cut.dim], coordinate[cut.axis])
     return ranges
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a tensor without a gap: where in its part, and where in the whole."""
+
+    local: Slices
+    place: tuple[range, ...]
+
+    @classmethod
+    def at(cls, begins: Sequence[int], sizes: Sequence[int]) -> Piece:
+        """A tensor of these sizes that begins there."""
+        places = zip(begins, sizes, strict=True)
+        return cls(
+            tuple(slice(0, size) for size in sizes),
+            tuple(range(begin, begin + size) for begin, size in places),
+        )
+
+    def shared_with(self, other: Piece) -> tuple[Slices, Slices] | None:
+        """What both have of the whole: where in the own part, and where in the other's."""
+        both = []
+        for ours, theirs in zip(self.place, other.place, strict=True):
+            both.append(range(max(ours.start, theirs.start), min(ours.stop, theirs.stop)))
+        return (self._where(both), other._where(both)) if all(both) else None
+
+    def _where(self, place: Sequence[range]) -> Slices:
+        found = []
+        for local, ours, one in zip(self.local, self.place, place, strict=True):
+            begin = local.start + one.start - ours.start
+            found.append(slice(begin, begin + len(one)))
+        return tuple(found)
+
+
+def pieces_of(tensor: Tensor) -> list[Piece]:
+    """Together, all that this rank holds of it."""
+    whole = [[range(size)] for size in tensor.shape]
+    ranges = own_ranges(tensor) if isinstance(tensor, DTensor) else whole
+    along = []
+    for of_dim in ranges:
+        ends = itertools.accumulate(map(len, of_dim))
+        along.append(
+            [(slice(end - len(one), end), one) for end, one in zip(ends, of_dim, strict=True)]
+        )
+    boxes = itertools.product(*along)
+    return [Piece(tuple(n for n, _ in box), tuple(n for _, n in box)) for box in boxes]
 
 
 def is_first_replica(tensor: DTensor) -> bool:

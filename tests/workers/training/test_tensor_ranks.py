@@ -27,12 +27,10 @@ from tests.workers.training.test_sequence_ranks import (
     saved,
 )
 from workers.config import OptimConfig, ParallelConfig
-from workers.models.state import named_state, own_part
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
-from workers.weights.checksum import checksum_of
 
 CUT = [family for family in FAMILIES if family not in ("gpt-oss", "outnumbered heads")]
 CUT.remove("qwen2, one head of keys")
@@ -94,9 +92,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def assert_trains_as_one(
-    folder: Path, family: str, num_ranks: int, how: dict[str, Any]
-) -> None:
+def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[str, Any]) -> None:
     saved(folder, family)
     alone = trained(folder, family, how)
     for result in run_kept(num_ranks, trained, folder, family, how, deadline_s=150):
