@@ -24,7 +24,7 @@ from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.sharding import Sharding, settle
+from workers.parallel.sharding import Sharding, axes_key, settle
 from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_at_once
 
@@ -61,10 +61,18 @@ class HeldModel:
 
     @property
     def sharding(self) -> Sharding:
-        """How it is laid over its ranks; int8 weights are whole on each."""
-        strategy = "ddp" if self.quantization else self.strategy
-        section = f"{self.section}.fsdp_config".lstrip(".")
-        return settle(strategy, self.fsdp, self.parallel, section)
+        """How it is laid over its ranks."""
+        key = self._fsdp_key
+        return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
+
+    @property
+    def axes_key(self) -> str:
+        """The name of its `parallel`."""
+        return axes_key(self._fsdp_key)
+
+    @property
+    def _fsdp_key(self) -> str:
+        return f"{self.section}.fsdp_config".lstrip(".")
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""

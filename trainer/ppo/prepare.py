@@ -21,6 +21,7 @@ from trainer.rollouts.reward_trial import try_rewards
 from workers.config import scores_by_rule
 from workers.models.memory_shapes import check_adapter
 from workers.models.tokenizers import check_same_tokenizer
+from workers.parallel.model_axes import check_axes
 from workers.rewards.weighted import make_rewards
 
 
@@ -70,6 +71,7 @@ def preflight(config: PPOConfig) -> None:
             check_adapter(model.model, model.head)
         elif model.head == "token":
             check_same_tokenizer(model.model.path, policy, role)
+        check_axes(model)
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         from workers.training.router_loss import check_routers  # with the engine: a second
 

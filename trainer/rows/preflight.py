@@ -13,6 +13,7 @@ from workers.config.rows import LONGEST_ROW
 from workers.memory import HeldModel, LargestPass, RoleMemory
 from workers.models.memory_shapes import check_adapter
 from workers.models.random_init import check_weights
+from workers.parallel.model_axes import check_axes
 
 WAYS_OUT = (
     "Take smaller passes (data.max_token_len_per_gpu, or data.micro_batch_size_per_gpu and "
@@ -42,6 +43,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
                 f"Lower it by {longest - limit}."
             )
         check_adapter(own.model, own.head)
+        check_axes(own)
 
     devices = devices_of(config.trainer)
     if devices.bytes is not None:

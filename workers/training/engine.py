@@ -109,8 +109,7 @@ class TrainEngine:
     ) -> None:
         self.model_config = model_config
         self.quantization = quantization
-        # int8 weights are whole on every rank
-        self.sharding = settle("ddp" if quantization else strategy, fsdp_config, parallel)
+        self.sharding = settle(strategy, fsdp_config, parallel, quantization=quantization)
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
@@ -159,7 +158,11 @@ class TrainEngine:
 
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
-        rows = {"may_pack": self.model_config.use_remove_padding, "group": self.groups.sp}
+        rows = {
+            "may_pack": self.model_config.use_remove_padding,
+            "group": self.groups.sp,
+            "cut_over": self.groups.tp,
+        }
         with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers import distributed
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
@@ -64,9 +65,9 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     if family in WITH_ROUTER_LOSS and "lora_rank" not in change:
         actor_section.router_aux_loss_coef = 0.5
     actor_section.strategy = change.pop("strategy", "fsdp")
-    actor_section.fsdp_config.fsdp_size = change.pop("fsdp_size", -1) if world > 1 else -1
-    sp = change.pop("sp", 1)
+    fsdp_size, sp = change.pop("fsdp_size", -1), change.pop("sp", 1)
     if world > 1:
+        actor_section.fsdp_config.fsdp_size = fsdp_size
         config.critic.strategy = actor_section.strategy
         config.critic.model.fsdp_config.fsdp_size = actor_section.fsdp_config.fsdp_size
         actor_section.parallel = config.critic.parallel = ParallelConfig(tp=2, sp=sp)
@@ -95,7 +96,9 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
 def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[str, Any]) -> None:
     saved(folder, family)
     alone = trained(folder, family, how)
-    for result in run_kept(num_ranks, trained, folder, family, how, deadline_s=150):
+    # torch keeps meshes of equal looks, whose groups end with a test of a kept process
+    run = run_kept if num_ranks == 2 else distributed.run
+    for result in run(num_ranks, trained, folder, family, how, deadline_s=150):
         assert result["loaded"] == alone["loaded"]
         expected = alone["log_probs"][result["rows"]]
         torch.testing.assert_close(result["log_probs"], expected, atol=1e-6, rtol=0)
@@ -104,7 +107,7 @@ def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[st
                 distance(result[f"{role}{what}"], alone[f"{role}{what}"])
                 for what in ("gradients", "weights")
             ]
-            print(family, role, float((result["log_probs"] - expected).abs().max()), errors)
+
             assert distance(result[f"{role}gradients"], alone[f"{role}gradients"]) < 2e-6
             assert distance(result[f"{role}weights"], alone[f"{role}weights"]) < 1e-6
             for ours, theirs in zip(result[f"{role}metrics"], alone[f"{role}metrics"], strict=True):
