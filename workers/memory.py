@@ -149,10 +149,11 @@ def memory_of(
     """
     precision = precision_of(held.model, device_type)
     kept = precision.weights if held.trains else precision.compute
-    shapes, sharding = model_shapes(held.model, held.head, precision.compute), held.sharding
-    shards = 1
-    if ranks > 1 and sharding.strategy not in ("ddp", "single"):
-        shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
+    sharding = held.sharding
+    shapes = model_shapes(held.model, held.head, precision.compute, sharding.tp)
+    shards, holders = 1, ranks // sharding.tp  # of one part of the matrices
+    if holders > 1 and sharding.strategy not in ("ddp", "single"):
+        shards = holders if sharding.fsdp_size == -1 else sharding.fsdp_size * sharding.sp
 
     trained = held.trains * shapes.num_trained * kept.itemsize
     averages = _averages(held, shapes, kept)
@@ -164,10 +165,12 @@ def memory_of(
     copied = 0.0
     if copies:
         saved = {"optimizer": 2 * trained, "model": averages + (trained or shapes.held(kept))}
-        copied = sum(saved.get(name, 0) for name in held.saved) / (shards if shards > 1 else ranks)
+        writers = ranks if shards == sharding.tp == 1 else shards
+        copied = sum(saved.get(name, 0) for name in held.saved) / writers
         if "hf_model" in held.saved:  # the first rank's, in the type of the model's folder
             stored = getattr(hf_config_of(held.model), "dtype", None) or precision.compute
-            copied += shapes.num_weights * stored.itemsize
+            whole = model_shapes(held.model, held.head, precision.compute)
+            copied += whole.num_weights * stored.itemsize
     names = [held.quantization or name_of(kept), name_of(precision.compute)]
     return RoleMemory(
         role=role,
@@ -212,7 +215,8 @@ def _activations(held: HeldModel, shapes: ModelShapes, largest: LargestPass) -> 
     """Bytes of a pass beside the weights; None where the model cannot be traced."""
     model, at_once, chunked = held.model, largest.reads, 0
     if held.head == "token":
-        at_once = positions_at_once(hf_config_of(model), largest.reads, model.use_fused_kernels)
+        config, num_words = hf_config_of(model), shapes.outputs_per_read
+        at_once = positions_at_once(config, largest.reads, model.use_fused_kernels, num_words)
         if at_once < largest.reads:
             chunked = shapes.beside_chunks(largest.reads, held.trains)
     kept: float | None = shapes.logits(at_once)
@@ -252,7 +256,8 @@ def rollout_memory(
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
     if rollout.server_urls:
         weights = cache = 0  # on the servers' devices
-    is_whole = ranks_of_actor == 1 or (ranks_of_actor and policy.actor.strategy == "ddp")
+    is_copied = policy.actor.strategy == "ddp" and policy.actor.parallel.tp == 1
+    is_whole = ranks_of_actor == 1 or (ranks_of_actor and is_copied)
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:
         weights = 0  # the actor's own module

@@ -16,8 +16,9 @@ micro-batches and the ranks with unlike rows (`workers.parallel.groups`). So nei
 number of ranks changes a result beyond float rounding.
 
 Rows run without their padding where that is proven right (`workers.training.row_proof`). The
-strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the
-module is a plain one, so that a rollout engine in the same process can read it by reference.
+strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp without
+tensor parallelism, the module is a plain one, so that a rollout engine in the same process can read
+it by reference.
 
 Engines for other rows extend it: one number a row (`score_engine`), pairs of rows (`pairs`).
 """
@@ -166,6 +167,11 @@ class TrainEngine:
         with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds every weight, as a plain tensor."""
+        return self.cut is None and not self.is_sharded
 
     @property
     def packs(self) -> bool:
