@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from workers.models.causal_lm import body_of
 from workers.models.memory_shapes import meta_model
 from workers.models.proof import attention_of
+from workers.parallel import tensor
 from workers.training.row_proof import NOT_ASKED, refuse_split
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 def check_axes(held: HeldModel) -> None:
     """Refuse axes that the model of a role cannot have, in words with its sizes."""
     dims = held.sharding
-    if dims.sp == 1:
-        return
     module = meta_model(held.model, held.head)
-    attention = held.model.attn_implementation
-    if attention == "auto":
-        attention = body_of(module).config.get_text_config()._attn_implementation
-    why_not = "" if held.model.use_remove_padding else NOT_ASKED
-    refuse_split(module.config, attention_of(attention), dims.sp, why_not)
+    if dims.sp > 1:
+        attention = held.model.attn_implementation
+        if attention == "auto":
+            attention = body_of(module).config.get_text_config()._attn_implementation
+        why_not = "" if held.model.use_remove_padding else NOT_ASKED
+        refuse_split(module.config, attention_of(attention), dims.sp, why_not)
+    if dims.tp > 1:
+        tensor.check(module, dims.tp, f"{held.axes_key}.tp")
