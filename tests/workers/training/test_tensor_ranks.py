@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from tests.workers import distributed
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
@@ -30,12 +31,14 @@ from tests.workers.training.test_sequence_ranks import (
     saved,
 )
 from workers.config import OptimConfig, ParallelConfig
-from workers.parallel import sharding
+from workers.models.state import own_part
+from workers.parallel import fsdp, sharding
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import lm_head
 from workers.training.checkpoint import averages, optimizer_state, weights
+from workers.training.mfu import needed_flops
 from workers.training.microbatch import Budget
 
 CUT = [family for family in FAMILIES if family not in ("gpt-oss", "outnumbered heads")]
@@ -55,6 +58,8 @@ QUICK_FOUR = [("qwen3", "shards, too")]
 FOUR: dict[str, dict[str, Any]] = {
     "shards, too": {"rows": 2},
     "copies, too": {"rows": 2, "fsdp_size": 1},
+    "layers apart": {"rows": 2, "one_unit": 0},
+    "gathered once": {"rows": 2, "one_unit": 0, "strategy": "shard_grad_op"},
     "whole weights": {"rows": 2, "strategy": "ddp"},
     "sequences, too": {"rows": 2, "sp": 2},
     "lora": {"rows": 2, "lora_rank": 4, "target_modules": "all-linear"},
@@ -64,10 +69,11 @@ FOUR: dict[str, dict[str, Any]] = {
 def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, gradients and three updates of actor and critic."""
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
-    rows, chunk = change.pop("rows"), change.pop("chunk", None)
+    rows, chunk, one_unit = (change.pop(name, None) for name in ("rows", "chunk", "one_unit"))
     if world > 1:
         sharding.NOT_YET = {}
         lm_head.CHUNK_BYTES = chunk or lm_head.CHUNK_BYTES
+        fsdp.SMALL_ELEMENTS = fsdp.SMALL_ELEMENTS if one_unit is None else one_unit
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     actor_section = config.actor_rollout_ref.actor
     actor_section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)
@@ -91,6 +97,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     start, real = data.shard.start, data.num_real_rows
     budget = Budget(rows=rows)
     return {
+        "flops": needed_flops(actor.engine, data, trains=True),
         "rows": slice(start, start + real),
         "loaded": actor.weights_checksum(),
         "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
@@ -110,6 +117,8 @@ def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[st
     run = run_kept if num_ranks == 2 else distributed.run
     for result in run(num_ranks, trained, folder, family, how, deadline_s=150):
         assert result["loaded"] == alone["loaded"]
+        if num_ranks == 2:
+            assert result["flops"] == alone["flops"]
         expected = alone["log_probs"][result["rows"]]
         torch.testing.assert_close(result["log_probs"], expected, atol=1e-6, rtol=0)
         for role in ("", "critic_"):
@@ -168,6 +177,12 @@ def updated_and_saved(folder: Path, parallel: ParallelConfig, lora_rank: int) ->
     dims = actor.engine.dims
     actor.update_actor(own_piece(data, dims.data_rank(actor.rank), dims.data_size))
     actor.save_checkpoint(str(folder / "first"))
+    for weight in actor.engine.parameters():
+        if isinstance(weight, DTensor) and weight.placements[-1].is_replicate():
+            own, group = own_part(weight), actor.engine.groups.tp
+            of_ranks = [torch.empty_like(own) for _ in range(dims.tp)]
+            torch.distributed.all_gather(of_ranks, own, group=group)
+            assert all(other.equal(own) for other in of_ranks)
     return state_of(actor), actor.weights_checksum()
 
 
