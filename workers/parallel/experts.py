@@ -97,6 +97,17 @@ def check_experts(module: nn.Module, size: int) -> None:
             )
 
 
+def cut_of_experts(weight: Tensor, size: int) -> Shard:
+    """Along which dim FSDP2 cuts the experts' weights: inside every expert, in even parts."""
+    for dim in range(1, weight.ndim):
+        if weight.shape[dim] % size == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"experts whose weights are {list(weight.shape)} cannot be sharded over {size} ranks: no "
+        "dim but the first divides; raise parallel.ep, or lower fsdp_config.fsdp_size."
+    )
+
+
 def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts of every layer; the layers send tokens from now on."""
     group, size = mesh.get_group(), mesh.size()
