@@ -29,7 +29,7 @@ from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
 from workers.models.random_init import random_weights
-from workers.models.state import named_state, own_part, own_rows
+from workers.models.state import named_state, own_part, own_rows, own_slices
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -230,10 +230,26 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
 
 
 def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> None:
-    """What was read for one group is gone before the next is read."""
-    for own, value in group.read(lambda piece: source.find(piece)[:]).items():
-        if own in missing:
-            _copy(missing.pop(own), value)
+    """What was read for one group is gone before the next is read.
+
+    Of experts that have pieces of their own a rank reads those that it holds.
+    """
+    weights = {name: missing.pop(name) for name in group.names if name in missing}
+    experts = _own_experts(group, weights.values())
+    if experts is not None and not experts:
+        return
+    read = group.read(lambda piece: source.find(piece)[:], experts)
+    for name, weight in weights.items():
+        rows, *others = own_slices(weight)
+        own_part(weight).copy_(read[name][(rows if experts is None else slice(None), *others)])
+
+
+def _own_experts(group: Group, weights: Iterable[Tensor]) -> range | None:
+    """The experts that this rank holds, where each of them has pieces of its own."""
+    if {weight.shape[:1] for weight in weights} != {(group.num_experts,)}:
+        return None
+    first, *others = [own_slices(weight)[0] for weight in weights]
+    return range(first.start, first.stop) if others.count(first) == len(others) else None
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
@@ -141,7 +142,9 @@ def test_ranks_with_a_part_of_the_experts_train_as_one(
     folder, how = saved(tmp_path, family), CHANGES[change]
     alone = trained(folder, family, how, NUM_ROWS)
     how = how | {"ep": 2}
-    found = run_kept(num_ranks, trained, folder, family, how, NUM_ROWS, deadline_s=150)
+    # torch keeps the groups of a mesh of these sizes, which others have
+    start = run if change == "rows on several ranks" else run_kept
+    found = start(num_ranks, trained, folder, family, how, NUM_ROWS, deadline_s=150)
     assert_equal(found, alone)
     copies = 2 if change == "whole copies" else 1
     assert sum(result["held"] for result in found) == copies * alone["held"]
