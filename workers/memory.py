@@ -24,7 +24,7 @@ from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.sharding import Sharding, settle
+from workers.parallel.sharding import Sharding, dims_of, settle
 from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_at_once
 
@@ -142,9 +142,8 @@ def memory_of(
     precision = precision_of(held.model, device_type)
     kept = precision.weights if held.trains else precision.compute
     shapes, sharding = model_shapes(held.model, held.head, precision.compute), held.sharding
-    shards = 1
-    if ranks > 1 and sharding.strategy not in ("ddp", "single"):
-        shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
+    dims = dims_of(ranks, sharding)
+    shards = 1 if sharding.strategy in ("ddp", "single") else dims.shard * dims.sp
 
     trained = held.trains * shapes.num_trained * kept.itemsize
     averages = _averages(held, shapes, kept)

@@ -6,7 +6,7 @@ Rules between fields are the recipe's (`Recipe.checks`), those between the run's
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.keys import Key, leaf_keys, read
 from trainer.config.schema import RunConfig
@@ -15,6 +15,9 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import registry_of
 from workers.parallel.sharding import Sharding, dims_of
+
+if TYPE_CHECKING:
+    from workers.memory import HeldModel
 
 
 def check_fields(config: RunConfig) -> None:
@@ -103,6 +106,19 @@ def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
         dims_of(ranks, sharding)
     except ConfigError as error:
         raise ConfigError(f"role {role!r} on pool {pool!r}: {error}") from error
+
+
+def check_axes_of(role: str, held: HeldModel) -> None:
+    """Refuse axes that the role's model cannot be laid over."""
+    sharding = held.sharding
+    if max(sharding.sp, sharding.tp, sharding.pp, sharding.ep) == 1:
+        return
+    from workers.training.axes import check_axes  # with the engine: a second
+
+    try:
+        check_axes(held)
+    except ConfigError as error:
+        raise ConfigError(f"role {role!r}: {error}") from error
 
 
 def check_run(config: RunConfig) -> None:

@@ -131,23 +131,26 @@ def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_passes(config: PPOConfig) -> Iterator[str]:
-    """A pass of tokens has room for a row of full length."""
+    """A pass of tokens, on as many ranks as share one, has room for a row of full length."""
     actor, data = config.actor_rollout_ref.actor, config.data
     if not actor.use_dynamic_bsz:
         return
-    longest = data.max_prompt_length + data.max_response_length
-    budgets = {
-        f"{ACTOR}.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
-        "critic.ppo_max_token_len_per_gpu": config.critic.ppo_max_token_len_per_gpu,
-    }
-    for key, tokens in budgets.items():
-        if tokens is not None and tokens < longest:
-            yield (
-                f"{key}={tokens} tokens is less than one sample of data.max_prompt_length + "
-                f"data.max_response_length = {longest} tokens; raise it to that."
-            )
-    longest, budget = longest_row(config), tokens_per_pass(config)
-    if config.ptx.train_files and longest > budget:
+    longest, budget = data.max_prompt_length + data.max_response_length, tokens_per_pass(config)
+    models = models_of(config, without_users=True)
+    sizes: dict[str, str] = {}
+    for role, held in models.items():
+        name = "critic" if held.tokens is not None else ACTOR
+        size = f"{name}.ppo_max_token_len_per_gpu={held.tokens or budget} tokens"
+        num_ranks = held.sharding.sp
+        if num_ranks * (held.tokens or budget) < longest:
+            sizes.setdefault(size, f" on {num_ranks} ranks of {role}" * (num_ranks > 1))
+    for size, ranks in sizes.items():
+        yield (
+            f"{size}{ranks} is less than one sample of data.max_prompt_length + "
+            f"data.max_response_length = {longest} tokens; raise it to that."
+        )
+    longest, room = longest_row(config), budget * models["actor"].sharding.sp
+    if config.ptx.train_files and longest > room:
         yield (
             f"ptx.max_length={longest} tokens does not fit into a pass of "
             f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens; lower the one, or raise the other."

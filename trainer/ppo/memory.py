@@ -25,6 +25,8 @@ from workers.memory import (
     pool_bytes,
     rollout_memory,
 )
+from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import dims_of
 
 
 def role_memories(
@@ -58,27 +60,30 @@ def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
     """(tokens, response positions) of the role's largest pass, all of full length."""
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
+    dims = _dims_of_role(config, role)
+    width = -(-width // dims.sp)
     most = 0
     for row in rows_of(config):
         if row.role == role:
+            num_samples = row.prompts * config.actor_rollout_ref.rollout.n
             at_once = row.micro_samples * width if row.micro_samples else row.micro_tokens
-            most = max(most, min(at_once, _on_a_rank(config, role, row.prompts) * width))
+            most = max(most, min(at_once, -(-num_samples // dims.data_size) * width))
     if config.kind_of(role) in model_rewards(config):  # a row has one number
         return most // width * width, most // width
     reads = round(most * share)
     if role == "actor" and config.ptx.train_files:
         actor = config.actor_rollout_ref.actor
-        of_ptx = actor.ppo_micro_batch_size_per_gpu * longest_row(config)
+        of_ptx = actor.ppo_micro_batch_size_per_gpu * -(-longest_row(config) // dims.sp)
         if actor.use_dynamic_bsz:
             of_ptx = tokens_per_pass(config)
         return max(most, of_ptx), max(reads, of_ptx)  # every token of a text is in the loss
     return most, reads
 
 
-def _on_a_rank(config: PPOConfig, role: str, num_prompts: int) -> int:
-    """Samples of so many prompts that one rank of the role has at most."""
+def _dims_of_role(config: PPOConfig, role: str) -> ParallelDims:
+    """The axes of the role's ranks."""
     ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
-    return -(-num_prompts * config.actor_rollout_ref.rollout.n // ranks)
+    return dims_of(ranks, models_of(config)[role].sharding)
 
 
 def check_memory(config: PPOConfig, devices: Devices) -> None:

@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack, closing
 from typing import Any
 
+from trainer.config.checks import check_axes_of
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -66,6 +67,7 @@ def preflight(config: PPOConfig) -> None:
         if model.head == "score":
             continue  # check_reward_models knows its key
         check_model(config, model.key, model.model.path)
+        check_axes_of(role, model)
         if model.trains:
             check_adapter(model.model, model.head)
         elif model.head == "token":

@@ -176,7 +176,8 @@ class PPOTrainer(SamplingTrainer):
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The samples in an order that gives the actor's ranks like numbers of tokens."""
-        return sample.balance(batch, self.config, self.groups["actor"].world_size)
+        num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
+        return sample.balance(batch, self.config, num_ranks)
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Readings of the samples, and how far trainer and rollout are apart in them."""

@@ -47,7 +47,7 @@ def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
     """Refuse rows of which `num_sides` may be longer than a pass."""
     data = config.data
     room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
-    if data.use_dynamic_bsz and num_sides * longest > room:
+    if data.use_dynamic_bsz and num_sides * longest > room * config.parallel.sp:
         length = f"data.max_length={data.max_length or f'null, at most {LONGEST_ROW}'}"
         raise ConfigError(
             f"{problem.format(length)} into a pass of data.max_token_len_per_gpu={room} tokens; "

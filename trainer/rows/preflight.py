@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.config.checks import check_ranks
+from trainer.config.checks import check_axes_of, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import check_fit, held_memory, held_model, memory_table
@@ -13,6 +13,7 @@ from workers.config.rows import LONGEST_ROW
 from workers.memory import HeldModel, LargestPass, RoleMemory
 from workers.models.memory_shapes import check_adapter
 from workers.models.random_init import check_weights
+from workers.parallel.sharding import dims_of
 
 WAYS_OUT = (
     "Take smaller passes (data.max_token_len_per_gpu, or data.micro_batch_size_per_gpu and "
@@ -41,6 +42,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
                 f"data.max_length={longest} tokens, but {own.key}={path} has {limit} positions. "
                 f"Lower it by {longest - limit}."
             )
+        check_axes_of(role, own)
         check_adapter(own.model, own.head)
 
     devices = devices_of(config.trainer)
@@ -66,8 +68,9 @@ def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[R
 
 def largest_pass(config: RowConfig, held: HeldModel, num_sides: int, ranks: int) -> LargestPass:
     """The largest pass of a rank, which never has more than its share of a step's rows."""
-    data, length = config.data, longest_row(config)
-    num_rows = -(-data.train_batch_size // ranks) * num_sides
+    data, dims = config.data, dims_of(ranks, held.sharding)
+    length = -(-longest_row(config) // dims.sp)
+    num_rows = -(-data.train_batch_size // dims.data_size) * num_sides
     tokens = num_rows * length
     if data.use_dynamic_bsz:
         tokens = min(tokens, data.max_token_len_per_gpu)

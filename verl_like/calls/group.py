@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -85,7 +86,10 @@ class BoundMethod:
         return self._launch(one, args, kwargs)
 
     def collecting_ranks(self) -> list[int]:
-        """The ranks whose results count: with tensor parallelism one of those that work as one."""
+        """The ranks whose results count: one of those that share a model.
+
+        There are as many as a batch has chunks.
+        """
         return self._collecting_ranks(self._on_all_ranks())
 
     def _on_all_ranks(self) -> CallTarget:
@@ -162,6 +166,8 @@ class WorkerGroup:
         self._ended = threading.Event()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
         self._mesh_known_at: dict[int, float] = {}
+        self._layouts: dict[tuple[str, str], MeshFacts] = {}
+        """By mesh and role: what was found and checked since anything changed."""
         self.learn_mesh_facts(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
             setattr(self, name, BoundMethod(self, role, method, function, mark))
@@ -186,7 +192,7 @@ class WorkerGroup:
                     f"Roles: {', '.join(self.roles)}."
                 )
             spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=())
-            for shared in ("_ended", "_mesh", "_mesh_known_at"):
+            for shared in ("_ended", "_mesh", "_mesh_known_at", "_layouts"):
                 setattr(spawned[role], shared, getattr(self, shared))
         return spawned
 
@@ -248,6 +254,8 @@ class WorkerGroup:
         the same processes registered.
         """
         role, where = (site.role, site.name) if site else (next(iter(self.roles)), self.name)
+        if layout := self._layouts.get((mesh_name, role)):
+            return layout
         facts = self._find_mesh(mesh_name, role)
         if len(facts) < self.world_size:
             names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
@@ -260,7 +268,9 @@ class WorkerGroup:
                 "was read before this one."
             )
         _check_mesh(f"{where}: mesh '{mesh_name}'", facts)
-        return [facts[rank] for rank in range(self.world_size)]
+        layout = [facts[rank] for rank in range(self.world_size)]
+        self._layouts[mesh_name, role] = layout
+        return layout
 
     def _find_mesh(self, mesh_name: str, called_role: str) -> dict[int, tuple[int, bool]]:
         for role in sorted(self.roles, key=lambda role: role != called_role):
@@ -269,12 +279,16 @@ class WorkerGroup:
         return {}
 
     def learn_mesh_facts(self, headers: Sequence[Header]) -> None:
-        """Take in what workers reported: every header carries it, so nothing is ever asked for."""
+        """Take in what workers registered: headers carry it, so nothing is ever asked for.
+
+        The first one does, and later ones once something else was registered than then.
+        """
         for header in headers:
-            if header.end < self._mesh_known_at.get(header.rank, 0.0):
+            if not header.mesh_facts or header.end < self._mesh_known_at.get(header.rank, 0.0):
                 continue  # read late: the group has heard of a later call on this rank
             self._mesh_known_at[header.rank] = header.end
-            for role, meshes in (header.mesh_facts or {}).items():
+            self._layouts.clear()
+            for role, meshes in header.mesh_facts.items():
                 for mesh, fact in meshes.items():
                     self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
 
@@ -336,11 +350,14 @@ _RESERVED = {name for name in dir(WorkerGroup) if not name.startswith("__")} | {
 
 
 def _check_mesh(where: str, facts: dict[int, tuple[int, bool]]) -> None:
-    dp_ranks = [dp for dp, _ in facts.values()]
-    for dp in range(max(dp_ranks) + 1):
-        collecting = [rank for rank, fact in facts.items() if fact == (dp, True)]
-        if len(collecting) != 1:
+    collecting: dict[int, list[int]] = defaultdict(list)
+    for rank, (dp, is_collect) in facts.items():
+        if is_collect:
+            collecting[dp].append(rank)
+    count = 1 + max(dp for dp, _ in facts.values())
+    for dp in range(count):
+        if len(collecting[dp]) != 1:
             raise DispatchError(
-                f"{where}: data-parallel rank {dp} of {max(dp_ranks) + 1} needs exactly one rank "
-                f"that collects, it has {collecting}. Registered by rank: {facts}."
+                f"{where}: data-parallel rank {dp} of {count} needs exactly one rank that "
+                f"collects, it has {collecting[dp]}. Registered by rank: {facts}."
             )

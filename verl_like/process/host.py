@@ -53,6 +53,8 @@ Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 Outcome = tuple[Any, dict[str, Any]]
 """The payload of a result, and what its header says of it."""
 NOTHING: Outcome = None, {}
+START = "__init__"
+"""What headers call the construction of roles."""
 
 
 class WorkerHost:
@@ -77,6 +79,8 @@ class WorkerHost:
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._num_calls = 0
+        self._known_meshes: dict[str, Any] | None = None
+        """What a driver knows that the roles have registered; None if a call registered more."""
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
         self._master: tuple[str, int] | None = None
@@ -102,15 +106,18 @@ class WorkerHost:
 
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
-        start = Call(self.facts.name, "__init__")
-        return self._timed(lambda *_: self._begin(master), start, ())[1]
+        return self._timed(lambda *_: self._begin(master), Call(self.facts.name, START), ())[1]
+
+    def started(self) -> Header:
+        """What `start` has said, for another driver."""
+        return self._timed(lambda *_: NOTHING, Call(self.facts.name, START), ())[1]
 
     def construct_again(self) -> Header:
         """Construct every role anew, with the random state that it began with.
 
         The process stays, and so does its process group; what the roles held is freed before.
         """
-        again = Call(self.facts.name, "__init__")
+        again = Call(self.facts.name, START)
         return self._timed(lambda *_: self._construct_again(), again, ())[1]
 
     def located(self, place: Callable[[], Any]) -> tuple[Any, Header]:
@@ -285,13 +292,28 @@ class WorkerHost:
                 raise
             error = RemoteError.of(failure)
 
-        mesh_facts = None
-        for role, state in self._states.items():
-            if facts := getattr(state.worker, "_mesh_facts", None):
-                mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
+        mesh_facts = self._news_of_meshes(call)
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
         return payload, Header(*place, *times, error=error, mesh_facts=mesh_facts, **about)
+
+    def _news_of_meshes(self, call: Call) -> dict[str, Any] | None:
+        """What the roles have registered of meshes, unless constructors did all of it.
+
+        Drivers read the header of `start`; a call's they may leave unread, so all others tell then.
+        """
+        registered = {
+            role: dict(facts)
+            for role, state in self._states.items()
+            if (facts := getattr(state.worker, "_mesh_facts", None))
+        }
+        if call.method == START:
+            self._known_meshes = registered
+        elif registered == self._known_meshes:
+            return None
+        else:
+            self._known_meshes = None
+        return registered
 
     def _ends_the_process(self, failure: BaseException) -> bool:
         """Whether an error is meant for the process: Ctrl-C in the driver's, an exit in our own."""

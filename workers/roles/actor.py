@@ -11,7 +11,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
-from verl_like.process.worker import Worker
 from workers.columns import SEQUENCES, batch_columns, drawn_from
 from workers.config import shuffle_seed
 from workers.config.conditions import policy_loss_of
@@ -25,6 +24,7 @@ from workers.losses.registry import facts_of, get_policy_loss
 from workers.memory import HeldModel
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
@@ -43,7 +43,7 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-class ActorWorker(Checkpointed, WeightSender, Worker):
+class ActorWorker(Checkpointed, WeightSender, ModelWorker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
@@ -66,8 +66,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.log_prob_budget = pass_budget(config, rows)
         coef = self.config.router_aux_loss_coef
         engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
-        self.engine = self.held_model(config).engine(
-            engine_cls, optim_config=self.config.optim, grad_clip=self.config.grad_clip
+        self.engine = self.engine_of(
+            self.held_model(config),
+            engine_cls,
+            optim_config=self.config.optim,
+            grad_clip=self.config.grad_clip,
         )
 
     @classmethod
@@ -96,7 +99,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="old log-probs")
     def compute_log_prob(self, data: DataProto) -> Result:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
@@ -110,7 +113,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return Result(DataProto.from_dict(columns), mfu)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(
         reads=(
             *(*SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),

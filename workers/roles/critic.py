@@ -15,7 +15,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.memory import HeldModel
 from workers.models.precision import precision_of
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
@@ -48,8 +48,11 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
-        self.engine = self.held_model(config).engine(
-            TrainEngine, optim_config=critic_optim(config), grad_clip=own.grad_clip
+        self.engine = self.engine_of(
+            self.held_model(config),
+            TrainEngine,
+            optim_config=critic_optim(config),
+            grad_clip=own.grad_clip,
         )
 
     @classmethod
@@ -77,7 +80,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         # a frozen copy holds the type that passes compute in
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`: entry j is read at the position before response token j.
@@ -87,7 +90,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         columns = self.engine.forward_rows(data, self.budget)
         return DataProto.from_dict(columns)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> Metrics:
         """One update towards the returns; gives metrics, which but for perf/ all ranks share."""

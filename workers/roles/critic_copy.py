@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.dispatch import register
 from verl_like.errors import WeightSyncError
 from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.roles.critic import CriticWorker, value_budget
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.refresh import FollowingEngine
 from workers.weights.receiver import WeightReceiver
 
@@ -33,14 +33,14 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.budget = value_budget(config)
-        self.engine = self.held_model(config).engine(FollowingEngine, decay=0.0)
+        self.engine = self.engine_of(self.held_model(config), FollowingEngine, decay=0.0)
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
         """The critic's model, frozen."""
         return replace(CriticWorker.held_model(config), trains=False, saved=())
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` as the critic writes them, and `value_version`, that of the weights."""

@@ -18,7 +18,7 @@ from workers.config.preference import PreferenceWorkerConfig, has_reference, los
 from workers.losses.preference.measures import LABELLED_COLUMNS, measures
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget, Columns, MiniBatch
@@ -59,12 +59,12 @@ class PreferenceWorker(RowWorker):
             shares[name] = torch.where(is_real, values, 0).sum() / number
         return shares["loss"], shares
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`response_log_probs`, [pairs, 2] or [rows]: sums over tokens."""
         return response_log_probs(self.engine, data, self.budget)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`response_log_probs` of the model without its adapters.
 
@@ -90,7 +90,7 @@ class PreferenceReferenceWorker(ModelWorker):
         self.budget = Budget.of(
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
-        self.engine = self.held_model(config).engine(engine_class(config))
+        self.engine = self.engine_of(self.held_model(config), engine_class(config))
 
     @classmethod
     def held_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> HeldModel:
@@ -106,7 +106,7 @@ class PreferenceReferenceWorker(ModelWorker):
             parallel=config.parallel,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`response_log_probs`, as the model in training has them."""
         return response_log_probs(self.engine, data, self.budget)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.process.worker import Worker
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import is_actors_module, reference_model
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import SavesInBackground
 from workers.training.lm_head import Wanted
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
+class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
     """Scores responses under the weights that training started from, or under later ones."""
 
     engine: Any
@@ -46,7 +46,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
         engine_cls = FollowingEngine if self.follows else TrainEngine
-        self.engine = self.held_model(config).engine(engine_cls, **settings)
+        self.engine = self.engine_of(self.held_model(config), engine_cls, **settings)
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "ref") -> HeldModel:
@@ -76,10 +76,11 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
         actor: Any = self.sibling("actor")
         if actor is not None and is_actors_module(actor.policy):
             self.engine = actor.engine
+            self.deal_by(self.engine)
         else:
             self.engine.build(self)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="reference")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""

@@ -16,7 +16,7 @@ from workers.columns import SEQUENCES, as_responses, batch_columns
 from workers.config import ModelConfig, RewardConfig, model_rewards
 from workers.memory import HeldModel
 from workers.models.tokenizers import check_same_tokenizer
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import Budget, budget_of_actor
 from workers.training.score_engine import ScoreEngine
 
@@ -38,7 +38,7 @@ class RewardModelWorker(ModelWorker):
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
         self.budget = budget_of_actor(config) if rows is None else Budget(rows=rows)
-        self.engine = self.held_model(config, self.role).engine(ScoreEngine)
+        self.engine = self.engine_of(self.held_model(config, self.role), ScoreEngine)
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str) -> HeldModel:
@@ -57,7 +57,7 @@ class RewardModelWorker(ModelWorker):
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
         super().init_model(total_steps)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores`: the sample's score at its last response token, zero elsewhere.

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.dispatch import register
 from workers.config.rows import RewardTrainingConfig
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
+from workers.roles.model_worker import TRAIN
 from workers.roles.rows import RowWorker
 from workers.training.microbatch import Columns, MiniBatch
 from workers.training.pairs import PairScoreEngine
@@ -36,7 +37,7 @@ class RewardTrainingWorker(RowWorker):
         """Where the score is read."""
         return {"score_at": self.config.score_at}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     def compute_scores(self, data: DataProto) -> DataProto:
         """The column `scores` [pairs, 2]: the chosen side's, then the rejected side's."""
         scores = self.engine.score_rows(data, self.budget)

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.dispatch import register
 from verl_like.calls.result import Metrics
 from workers.config.rows import RowWorkerConfig
 from workers.memory import HeldModel
 from workers.models.causal_lm import Head
 from workers.models.memory import memory_in_use
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
@@ -40,7 +40,8 @@ class RowWorker(Checkpointed, ModelWorker):
         self.budget = Budget.of(
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
-        self.engine = self.held_model(config).engine(
+        self.engine = self.engine_of(
+            self.held_model(config),
             self.engine_class,
             optim_config=config.optim,
             grad_clip=config.grad_clip,
@@ -72,7 +73,7 @@ class RowWorker(Checkpointed, ModelWorker):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The micro-batch's share of the loss, and of the metrics."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     def update_model(self, data: DataProto) -> Metrics:
         """One optimizer step on all of these rows; gives its metrics."""
         num_rows = len(data) if data.shard is None else data.shard.total

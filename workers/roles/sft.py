@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.dispatch import register
 from workers.losses.lm import compute_lm_loss
+from workers.roles.model_worker import TRAIN
 from workers.roles.rows import RowWorker
 from workers.training.microbatch import Columns, MiniBatch
 
@@ -14,7 +15,7 @@ from workers.training.microbatch import Columns, MiniBatch
 class SFTWorker(RowWorker):
     """Learns the tokens of rows that are in the loss, and says how likely they are."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`log_probs` of the tokens in the loss, zero elsewhere."""
         columns = self.engine.forward_rows(data, self.budget)

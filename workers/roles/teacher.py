@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.dispatch import register
 from workers.columns import SEQUENCES, Column, batch_columns
 from workers.config import teacher_model
 from workers.memory import HeldModel
 from workers.roles.actor import log_prob_temperature
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import Wanted
 from workers.training.microbatch import pass_budget
@@ -30,7 +30,7 @@ class TeacherWorker(ModelWorker):
         self.temperature = distillation.temperature or log_prob_temperature(policy.rollout)
         rows = distillation.teacher_model.log_prob_micro_batch_size_per_gpu
         self.budget = pass_budget(config, rows)
-        self.engine = self.held_model(config).engine(TrainEngine)
+        self.engine = self.engine_of(self.held_model(config), TrainEngine)
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "teacher") -> HeldModel:
@@ -47,7 +47,7 @@ class TeacherWorker(ModelWorker):
             parallel=own.parallel,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(
         reads=SEQUENCES,
         writes=[Column("teacher_log_prob", "[rows, R]", "float32", role="teacher")],

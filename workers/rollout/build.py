@@ -154,7 +154,6 @@ def _vllm_engine(
     devices: str | None,
 ) -> RolloutEngine:
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
-    from workers.rollout.vllm.server import VllmServerEngine
 
     policy = config.actor_rollout_ref
     if devices is not None:
@@ -168,6 +167,8 @@ def _vllm_engine(
         options=dict(policy.rollout.engine_kwargs),
     )
     if urls := policy.rollout.server_urls:
+        from workers.rollout.vllm.server import VllmServerEngine
+
         return VllmServerEngine(urls[worker.rank], settings, limits, decode=decode)
     return VllmEngine(settings, limits, decode=decode)
 

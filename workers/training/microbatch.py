@@ -84,14 +84,19 @@ class Rows:
     """The response mask (or else the first column) as it came, pad rows included."""
 
     @classmethod
-    def take(cls, data: DataProto, names: Sequence[str], world_size: int = 1) -> Rows:
-        """Columns of the real rows; on several ranks a piece that no dispatch cut is refused."""
+    def take(cls, data: DataProto, names: Sequence[str], num_ranks: int = 1) -> Rows:
+        """Columns of the real rows; a piece that was not cut for so many ranks is refused."""
         require(data, *names)
-        if data.shard is None and world_size > 1:
+        if data.shard is None and num_ranks > 1:
             raise BatchError(
-                f"a batch of {len(data)} rows reached one of {world_size} ranks without its place "
+                f"a batch of {len(data)} rows reached one of {num_ranks} ranks without its place "
                 "in the whole batch; call the method through its worker group, which splits the "
                 "batch."
+            )
+        if data.shard is not None and data.shard.count != num_ranks:
+            raise BatchError(
+                f"a batch was cut for {data.shard.count} ranks, and the model's rows are dealt "
+                f"over {num_ranks}: register the method with workers.roles.model_worker.TRAIN."
             )
 
         real = data.num_real_rows

@@ -59,6 +59,8 @@ SPLITS = (
 )
 LARGEST_SQUARE = 2048
 """Tokens of a pass whose attention grows with their square, unless a row alone has more."""
+NOT_ASKED = "model.use_remove_padding=False"
+"""Why rows that could run packed do not."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Tokens of the rows that prove: together more than a stand-in has positions."""
 
@@ -138,7 +140,7 @@ def prove_rows(
 
     ranks = None
     if group is not None:
-        reason = reasons.get("packed", "" if may_pack else "model.use_remove_padding=False")
+        reason = reasons.get("packed", "" if may_pack else NOT_ASKED)
         refuse_split(config, attention, group.size(), reason)
         ranks = SequenceRanks(group, config.get_text_config().num_attention_heads)
     if reasons:

@@ -54,7 +54,6 @@ def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> No
     "words",
     [
         f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.megatron.param_offload=True",
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.model.trust_remote_code=True",
         "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
     ],
@@ -114,6 +113,7 @@ def test_older_micro_batches_are_divided_by_the_processes() -> None:
     words += f" {ACTOR}.ulysses_sequence_parallel_size=2"
     config = composed(translated_whole("verl", f"{MAIN} {words} critic.model.path=y"))
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 8
+    assert config.actor_rollout_ref.actor.parallel.sp == 2
 
 
 def test_a_reward_model_s_score_stands_alone() -> None:
@@ -199,6 +199,7 @@ def test_sft_by_engines() -> None:
     config = composed(translated_whole("verl", line))
     assert (config.optim.lr, config.optim.lr_scheduler_type) == (2e-5, "cosine")
     assert (config.data.use_dynamic_bsz, config.data.max_token_len_per_gpu) == (True, 4096)
+    assert config.parallel.sp == 2
     with pytest.raises(ConfigError, match="models with images"):
         translated_whole("verl", line.replace("model.path=y", "model.path=Qwen3-VL-2B"))
 

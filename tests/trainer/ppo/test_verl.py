@@ -150,6 +150,7 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
     assert settings == [
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.actor.strategy=fsdp",
+        "actor_rollout_ref.actor.parallel.sp=1",
         "actor_rollout_ref.model.attn_implementation=sdpa",
         "trainer.val_before_train=False",
         "trainer.max_ckpt_to_keep=3",
@@ -190,10 +191,12 @@ def test_scripts_of_verls_start_as_they_are(script: str) -> None:
 def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> None:
     script = [
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.rollout.expert_parallel_size=2",
         "trainer.val_only=True",
     ]
-    with pytest.raises(ConfigError, match="(?s)sharded by FSDP.*not cut over devices.*steps once"):
+    with pytest.raises(
+        ConfigError, match="(?s)sharded by FSDP.*take tensor parallelism.*steps once"
+    ):
         load_config([*NEEDED, *script])
 
 

@@ -52,7 +52,7 @@ def test_columns_with_padding_and_without_are_the_same_rows(holes: bool) -> None
         {name: spans[name].like(column) for name, column in dense.columns.items()}
     )
     for ours, theirs in ((ragged, dense), (split_rows(ragged, 4)[2], split_rows(dense, 4)[2])):
-        own, other = (Rows.take(data, INPUTS, 2 if data.shard else 1) for data in (ours, theirs))
+        own, other = (Rows.take(data, INPUTS, 4 if data.shard else 1) for data in (ours, theirs))
         assert same_value(own.columns, other.columns)
 
         mask = own.columns["response_mask"]
@@ -127,7 +127,9 @@ def test_a_micro_batch_of_no_samples_is_refused() -> None:
 
 def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None:
     with pytest.raises(BatchError, match="worker group"):
-        Rows.take(make_batch(4), NAMES, world_size=2)
+        Rows.take(make_batch(4), NAMES, num_ranks=2)
+    with pytest.raises(BatchError, match="cut for 4 ranks, and the model's rows are dealt over 2"):
+        Rows.take(split_rows(make_batch(4), 4)[0], NAMES, num_ranks=2)
 
 
 def test_a_missing_column_names_its_writer() -> None:
