@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
 from workers.models.random_init import random_weights
-from workers.models.state import named_state, own_part, own_rows, own_slices
+from workers.models.state import named_state, own_part, own_rows
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -235,21 +236,40 @@ def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> Non
     Of experts that have pieces of their own a rank reads those that it holds.
     """
     weights = {name: missing.pop(name) for name in group.names if name in missing}
-    experts = _own_experts(group, weights.values())
+    experts = _own_experts(group, [*weights.values()])
     if experts is not None and not experts:
         return
     read = group.read(lambda piece: source.find(piece)[:], experts)
     for name, weight in weights.items():
-        rows, *others = own_slices(weight)
-        own_part(weight).copy_(read[name][(rows if experts is None else slice(None), *others)])
+        _copy(weight, read[name] if experts is None else _Experts(read[name], experts.start))
 
 
-def _own_experts(group: Group, weights: Iterable[Tensor]) -> range | None:
-    """The experts that this rank holds, where each of them has pieces of its own."""
-    if {weight.shape[:1] for weight in weights} != {(group.num_experts,)}:
+def _own_experts(group: Group, weights: list[Tensor]) -> range | None:
+    """The experts that this rank holds, if some and of all alike, each with pieces of its own."""
+    count, held = group.num_experts, set[tuple[int, ...]]()
+    if count is None or {len(weight) for weight in weights if weight.ndim} != {count}:
         return None
-    first, *others = [own_slices(weight)[0] for weight in weights]
-    return range(first.start, first.stop) if others.count(first) == len(others) else None
+    for weight in weights:
+        others = weight.ndim - 1
+        numbers = torch.arange(count, dtype=torch.int16).view(-1, *[1] * others)
+        own = own_rows(weight, numbers.expand(weight.shape))
+        held.add(tuple(own[(..., *[0] * others)].tolist()) if own.numel() else ())
+    numbers_held = held.pop()
+    if held or len(numbers_held) == count:
+        return None
+    return range(numbers_held[0], numbers_held[-1] + 1) if numbers_held else range(0)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Stands for a weight of all experts, of which those from `first` on were read."""
+
+    read: Tensor
+    first: int
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        experts, *others = where
+        return self.read[(slice(experts.start - self.first, experts.stop - self.first), *others)]
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:

@@ -49,16 +49,6 @@ def own_part(tensor: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def own_slices(weight: Tensor) -> tuple[slice, ...]:
-    """Where in a whole weight this rank's part lies, along every dim."""
-    sizes, offsets = tuple(weight.shape), (0,) * weight.ndim
-    if isinstance(weight, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(
-            weight.shape, weight.device_mesh, weight.placements
-        )
-    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
-
-
 def own_rows(weight: Tensor, whole: Any) -> Tensor:
     """The part of a whole tensor, or of a file's, that this rank holds of the weight.
 
@@ -67,5 +57,9 @@ def own_rows(weight: Tensor, whole: Any) -> Tensor:
     if not isinstance(weight, DTensor):
         part: Tensor = whole[...]
         return part
-    part = whole[own_slices(weight)]
+    sizes, offsets = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    ranges = zip(offsets, sizes, strict=True)
+    part = whole[tuple(slice(begin, begin + size) for begin, size in ranges)]
     return part

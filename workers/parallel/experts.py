@@ -69,8 +69,8 @@ def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def check_experts(module: nn.Module, size: int) -> None:
-    """Refuse a model whose experts cannot be spread over `size` ranks."""
+def check_experts(module: nn.Module, size: int, efsdp: int = 1) -> None:
+    """Refuse a model whose experts cannot be spread over `size` ranks, each cut `efsdp` times."""
     found = list(experts_of(module))
     if not found:
         raise ConfigError(
@@ -95,6 +95,8 @@ def check_experts(module: nn.Module, size: int) -> None:
             raise ConfigError(
                 f"parallel.ep={size} does not divide the {count} experts of {name}; valid: {valid}."
             )
+        for weight in kept:
+            cut_of_experts(weight, efsdp)
 
 
 def cut_of_experts(weight: Tensor, size: int) -> Shard:
@@ -103,8 +105,8 @@ def cut_of_experts(weight: Tensor, size: int) -> Shard:
         if weight.shape[dim] % size == 0:
             return Shard(dim)
     raise ConfigError(
-        f"experts whose weights are {list(weight.shape)} cannot be sharded over {size} ranks: no "
-        "dim but the first divides; raise parallel.ep, or lower fsdp_config.fsdp_size."
+        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: they divide "
+        "no dim but the first. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
     )
 
 
