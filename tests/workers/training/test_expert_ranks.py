@@ -243,7 +243,7 @@ def scored_by_reference(folder: Path) -> tuple[slice, torch.Tensor, str, set[int
     dims = worker.engine.dims
     data = own_piece(make_batch(NUM_ROWS), dims.data_rank(worker.rank), dims.data_size)
     start, real = data.shard.start, data.num_real_rows
-    log_probs = worker.compute_ref_log_prob(data)[0].batch["ref_log_prob"][:real]
+    log_probs = worker.compute_ref_log_prob(data).batch["ref_log_prob"][:real]
     return slice(start, start + real), log_probs, worker.weights_checksum(), read
 
 
