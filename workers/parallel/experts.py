@@ -163,7 +163,9 @@ class _Spread:
         if not len(rows):  # or the backward pass of this rank would leave the exchange out
             done = done + _nothing_of((rows, factors, *kept.values()))
         (back,) = Exchange.apply(self.group, received, sent, done)
-        return torch.zeros_like(hidden).index_add(0, tokens, back.to(hidden.dtype))
+        # by places, not by index_add, which adds up in another order each time on a GPU
+        in_place = back.index_select(0, order.argsort())
+        return in_place.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _local(weight: Tensor) -> Tensor:
