@@ -178,7 +178,9 @@ def memory_of(
         weights=weights,
         gradients=trained / shards,
         moments=moments,
-        whole=_whole(shapes, shards, kept != precision.compute, held.trains, sharding.strategy),
+        whole=_whole(
+            shapes, shards, kept != precision.compute, held.trains, sharding.strategy, dims.ep
+        ),
         activations=_activations(held, shapes, largest),
         host=host,
         copies=copied if copied >= LEAST_BYTES else 0,
@@ -195,17 +197,25 @@ def _averages(held: HeldModel, shapes: ModelShapes, kept: torch.dtype) -> int:
 
 
 def _whole(
-    shapes: ModelShapes, shards: int, casts: bool, trains: bool, strategy: str = "fsdp"
+    shapes: ModelShapes,
+    shards: int,
+    casts: bool,
+    trains: bool,
+    strategy: str = "fsdp",
+    ep: int = 1,
 ) -> float:
     """Weights that a pass holds beside its shards: gathered ones, or a copy in the compute type.
 
     FSDP holds what is outside the layers, and two layers of which one is on its way (all of them
-    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait.
+    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait. Of
+    experts it gathers those of the rank.
     """
     if shards > 1:
-        layer = (shapes.num_weights - shapes.num_outside_layers) / shapes.num_layers
+        gathered = shapes.num_weights - shapes.num_in_experts * (1 - 1 / ep)
+        layer = (gathered - shapes.num_outside_layers) / shapes.num_layers
         in_use = shapes.num_outside_layers + 2 * layer
-        gathered = shapes.num_weights if strategy == "shard_grad_op" else in_use
+        if strategy != "shard_grad_op":
+            gathered = in_use
         return (gathered + trains * in_use) * shapes.compute_bytes
     return shapes.num_weights * shapes.compute_bytes if casts else 0
 

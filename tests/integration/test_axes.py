@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
+from verl_like.errors import ConfigError
 
 POLICY = "actor_rollout_ref"
 OF_TWO = {
@@ -40,3 +43,62 @@ def test_two_ranks_that_share_tokens_follow_one_process(
         assert {"actor/pg_loss", "critic/vf_loss", "actor/grad_norm"} <= shared
         for name in shared:
             assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def with_experts(tiny: Path, folder: Path) -> str:
+    """A small mixture of experts beside the tiny model's tokenizer; its key and path."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shutil.copytree(tiny / "model", folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    known = AutoConfig.from_pretrained(folder).to_dict()
+    names = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "hidden_size")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**EXPERTS, **sizes, **{name: known[name] for name in names})
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return f"{POLICY}.model.path={folder}"
+
+
+def test_two_ranks_that_share_experts_follow_one_process(tiny_dir: Path, tmp_path: Path) -> None:
+    model = with_experts(tiny_dir, tmp_path / "model")
+    more = (model, f"critic.model.path={tmp_path / 'model'}")
+    of_one = two_steps(tiny_dir, tmp_path / "one", *more)
+    axes = [f"{section}.parallel.ep=2" for section in OF_TWO["actor, critic and reference"]]
+    found = two_steps(tiny_dir, tmp_path / "two", *more, "trainer.n_gpus_per_node=2", *axes)
+    for own, expected in zip(found, of_one, strict=True):
+        shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}
+        assert {"actor/pg_loss", "critic/vf_loss", "actor/grad_norm"} <= shared
+        for name in shared:
+            assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (["ep=3"], "actor.*ep=3 does not divide the 4 ranks .*nearest that do: 2 or 4"),
+        (["ep=2", "tp=2"], "tp=2"),
+        (["ep=4", "shard=2"], "does not divide the 2 ranks .*nearest that do: 2"),
+    ],
+)
+def test_ranks_that_cannot_share_experts_are_refused(
+    axes: list[str], message: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    asked = [f"{POLICY}.actor.parallel.{axis}" for axis in axes]
+    with pytest.raises(ConfigError, match=message):
+        two_steps(tiny_dir, tmp_path, "trainer.n_gpus_per_node=4", *asked)
+
+
+def test_a_model_whose_experts_cannot_be_shared_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    four = "trainer.n_gpus_per_node=8", f"{POLICY}.actor.parallel.ep=8"
+    with pytest.raises(ConfigError, match="role 'actor': .*ep=8: .* has no routed experts"):
+        two_steps(tiny_dir, tmp_path, *four)
+    model = with_experts(tiny_dir, tmp_path / "model")
+    with pytest.raises(ConfigError, match="role 'actor': .*ep=8 does not divide the 4 experts of"):
+        two_steps(tiny_dir, tmp_path, model, *four)
+    with pytest.raises(ConfigError, match="strategy=ddp .* keeps the whole model on every rank"):
+        two_steps(tiny_dir, tmp_path, model, *four, f"{POLICY}.actor.strategy=ddp")

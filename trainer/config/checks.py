@@ -98,8 +98,7 @@ def _with_hint(key: Key, words: str) -> str:
 
 def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
     """Refuse a sharding that the ranks of the role's pool cannot have."""
-    pool = expand_roles(config.role_mapping).get(role, "")
-    ranks = sum(config.resource_pool_spec.get(pool, []))
+    pool, ranks = _pool_of(config, role)
     if ranks == 0:
         return  # the placement says what is wrong with such a pool
     try:
@@ -108,15 +107,21 @@ def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
         raise ConfigError(f"role {role!r} on pool {pool!r}: {error}") from error
 
 
-def check_axes_of(role: str, held: HeldModel) -> None:
+def _pool_of(config: RunConfig, role: str) -> tuple[str, int]:
+    """The pool that a role is on, and its ranks."""
+    pool = expand_roles(config.role_mapping).get(role, "")
+    return pool, sum(config.resource_pool_spec.get(pool, []))
+
+
+def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
     """Refuse axes that the role's model cannot be laid over."""
-    sharding = held.sharding
-    if max(sharding.sp, sharding.tp, sharding.pp, sharding.ep) == 1:
+    sharding, (_, ranks) = held.sharding, _pool_of(config, role)
+    if ranks == 0 or max(sharding.sp, sharding.tp, sharding.pp, sharding.ep) == 1:
         return
     from workers.training.axes import check_axes  # with the engine: a second
 
     try:
-        check_axes(held)
+        check_axes(held, ranks)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: {error}") from error
 

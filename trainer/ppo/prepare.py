@@ -67,7 +67,7 @@ def preflight(config: PPOConfig) -> None:
         if model.head == "score":
             continue  # check_reward_models knows its key
         check_model(config, model.key, model.model.path)
-        check_axes_of(role, model)
+        check_axes_of(config, role, model)
         if model.trains:
             check_adapter(model.model, model.head)
         elif model.head == "token":

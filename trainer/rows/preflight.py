@@ -42,7 +42,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
                 f"data.max_length={longest} tokens, but {own.key}={path} has {limit} positions. "
                 f"Lower it by {longest - limit}."
             )
-        check_axes_of(role, own)
+        check_axes_of(config, role, own)
         check_adapter(own.model, own.head)
 
     devices = devices_of(config.trainer)

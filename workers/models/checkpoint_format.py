@@ -12,6 +12,7 @@ weights at a time, as they come: for exports, for vLLM, and for loading without 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -40,10 +41,26 @@ class Group:
         """Whether a checkpoint holds the very same tensor under the same name."""
         return self.names == tuple(self.stored)
 
-    def read(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The module's weights from the checkpoint's tensors."""
-        tensors = {name: read(name) for name in self.stored}
+    def read(
+        self, read: Callable[[str], Tensor], experts: range | None = None
+    ) -> dict[str, Tensor]:
+        """The module's weights from the checkpoint's tensors; of some experts alone if named."""
+        tensors = {}
+        for name in self.stored:
+            if experts is None or _expert_of(name) in experts:
+                tensors[name] = read(name)
         return tensors if self.is_same else self.transforms.to_module(tensors)
+
+    @property
+    def num_experts(self) -> int | None:
+        """How many experts the pieces are of, if each is of one of them."""
+        numbers = {_expert_of(name) for name in self.stored}
+        return len(numbers) if numbers == {*range(len(numbers))} else None
+
+
+def _expert_of(name: str) -> int | None:
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 class Transforms:

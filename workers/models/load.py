@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -247,10 +248,45 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
 
 
 def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> None:
-    """What was read for one group is gone before the next is read."""
-    for own, value in group.read(lambda piece: source.find(piece)[:]).items():
-        if own in missing:
-            _copy(missing.pop(own), value)
+    """What was read for one group is gone before the next is read.
+
+    Of experts that have pieces of their own a rank reads those that it holds.
+    """
+    weights = {name: missing.pop(name) for name in group.names if name in missing}
+    experts = _own_experts(group, [*weights.values()])
+    if experts is not None and not experts:
+        return
+    read = group.read(lambda piece: source.find(piece)[:], experts)
+    for name, weight in weights.items():
+        _copy(weight, read[name] if experts is None else _Experts(read[name], experts.start))
+
+
+def _own_experts(group: Group, weights: list[Tensor]) -> range | None:
+    """The experts that this rank holds, if some and of all alike, each with pieces of its own."""
+    count, held = group.num_experts, set[tuple[int, ...]]()
+    if count is None or {len(weight) for weight in weights if weight.ndim} != {count}:
+        return None
+    for weight in weights:
+        others = weight.ndim - 1
+        numbers = torch.arange(count, dtype=torch.int16).view(-1, *[1] * others)
+        own = own_rows(weight, numbers.expand(weight.shape))
+        held.add(tuple(own[(..., *[0] * others)].tolist()) if own.numel() else ())
+    numbers_held = held.pop()
+    if held or len(numbers_held) == count:
+        return None
+    return range(numbers_held[0], numbers_held[-1] + 1) if numbers_held else range(0)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Stands for a weight of all experts, of which those from `first` on were read."""
+
+    read: Tensor
+    first: int
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        experts, *others = where
+        return self.read[(slice(experts.start - self.first, experts.stop - self.first), *others)]
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:

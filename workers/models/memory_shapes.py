@@ -24,6 +24,7 @@ from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
 from workers.models.quantize import quantizable
+from workers.parallel.experts import experts_of
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -48,6 +49,8 @@ class ModelShapes:
     num_layers: int
     num_outside_layers: int
     """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
+    num_in_experts: int
+    """Weights of routed experts, that ranks can share."""
     hidden_size: int
     outputs_per_read: int
     """Numbers of the head's output at one position: the vocabulary's size, or one."""
@@ -139,6 +142,9 @@ def _counted(config: ModelConfig, head: Head, compute: torch.dtype, tp: int) -> 
         num_scales=sum(len(weight) for weight in linears),
         num_layers=text.num_hidden_layers,
         num_outside_layers=num_weights - numel(inside.values()),
+        num_in_experts=sum(
+            weight.numel() for _, each in experts_of(module) for weight in each.parameters()
+        ),
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),

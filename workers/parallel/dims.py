@@ -52,6 +52,11 @@ class ParallelDims:
         """Ranks that hold the same rows."""
         return self.pp * self.sp * self.tp
 
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share the weights of the same experts."""
+        return self.shard * self.sp * self.tp // self.ep
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is along every axis."""
         found = {}

@@ -69,8 +69,8 @@ def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def check_experts(module: nn.Module, size: int) -> None:
-    """Refuse a model whose experts cannot be spread over `size` ranks."""
+def check_experts(module: nn.Module, size: int, efsdp: int = 1) -> None:
+    """Refuse a model whose experts cannot be spread over `size` ranks, each cut `efsdp` times."""
     found = list(experts_of(module))
     if not found:
         raise ConfigError(
@@ -95,6 +95,19 @@ def check_experts(module: nn.Module, size: int) -> None:
             raise ConfigError(
                 f"parallel.ep={size} does not divide the {count} experts of {name}; valid: {valid}."
             )
+        for weight in kept:
+            cut_of_experts(weight, efsdp)
+
+
+def cut_of_experts(weight: Tensor, size: int) -> Shard:
+    """Along which dim FSDP2 cuts the experts' weights: inside every expert, in even parts."""
+    for dim in range(1, weight.ndim):
+        if weight.shape[dim] % size == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: they divide "
+        "no dim but the first. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
+    )
 
 
 def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -150,7 +163,9 @@ class _Spread:
         if not len(rows):  # or the backward pass of this rank would leave the exchange out
             done = done + _nothing_of((rows, factors, *kept.values()))
         (back,) = Exchange.apply(self.group, received, sent, done)
-        return torch.zeros_like(hidden).index_add(0, tokens, back.to(hidden.dtype))
+        # by places, not by index_add, which adds up in another order each time on a GPU
+        in_place = back.index_select(0, order.argsort())
+        return in_place.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _local(weight: Tensor) -> Tensor:

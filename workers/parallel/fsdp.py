@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from workers.parallel.experts import cut_of_experts, experts_of
 from workers.parallel.placements import (
     all_gather_rows,
     gather_rows,
@@ -32,11 +34,16 @@ SMALL_ELEMENTS = 16 * 2**20
 
 
 def shard(
-    module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None, strategy: str = "fsdp"
+    module: Any,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None,
+    strategy: str = "fsdp",
+    efsdp_mesh: DeviceMesh | None = None,
 ) -> bool:
     """FSDP2 with one unit per decoder layer and one for the rest, or one for all.
 
-    Under shard_grad_op layers stay whole from one pass to the next, as the rest does.
+    Under shard_grad_op layers stay whole from one pass to the next, as the rest does. The experts
+    of a layer that are spread over ranks are a unit of their own on their `efsdp_mesh`.
 
     Returns whether it is one for all: so in a small model, where a collective's latency is what it
     costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
@@ -54,6 +61,16 @@ def shard(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
 
+    if efsdp_mesh is not None:
+        stays_whole = one_unit or strategy != "fsdp"
+        for _, experts in experts_of(module):
+            fully_shard(
+                experts,
+                mesh=efsdp_mesh,
+                reshard_after_forward=not stays_whole,
+                mp_policy=policy,
+                shard_placement_fn=partial(cut_of_experts, size=efsdp_mesh["efsdp"].size()),
+            )
     for child in module.modules():
         if type(child).__name__ in layers:
             fully_shard(
@@ -77,9 +94,9 @@ def begin_pass(module: Any, one_unit: bool, last: bool, strategy: str = "fsdp") 
     first, then over the ranks, once; larger models reduce layer by layer, since no rank may hold
     all gradients.
     """
-    module.set_reshard_after_backward(last, recurse=strategy == "shard_grad_op")
+    module.set_reshard_after_backward(last, recurse=one_unit or strategy == "shard_grad_op")
     if one_unit:
-        module.set_requires_gradient_sync(last, recurse=False)
+        module.set_requires_gradient_sync(last)  # spread experts' units, too
 
 
 def reshard(module: Any) -> None:

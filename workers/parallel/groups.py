@@ -60,3 +60,22 @@ class Groups:
         if self.dims.replicate == 1:
             return shards
         return DeviceMesh._concatenate([self.mesh["replicate"], shards])
+
+    @cached_property
+    def _expert_view(self) -> DeviceMesh:
+        dims = self.dims
+        sizes = {"pp": dims.pp, "replicate": dims.replicate, "efsdp": dims.efsdp, "ep": dims.ep}
+        return init_device_mesh(
+            self.mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+
+    @cached_property
+    def ep_mesh(self) -> DeviceMesh:
+        """Ranks with unlike experts, neighbours in number."""
+        return self._expert_view["ep"]
+
+    @cached_property
+    def efsdp_mesh(self) -> DeviceMesh:
+        """What FSDP2 shards experts over: ranks that have the same ones."""
+        replicates = ("replicate",) if self.dims.replicate > 1 else ()
+        return self._expert_view[(*replicates, "efsdp")]

@@ -33,12 +33,9 @@ same (ZeRO-2). Between calls both hold their shards alone.
 
 
 NOT_YET = {
-    "tp": "tensor parallel",
     "pp": "pipeline stages",
-    "ep": "expert parallel",
 }
-"""Axes that no run can have; whoever completes one takes it out, and nothing else refuses it.
-"""
+"""Axes that no run can have; whoever completes one takes it out, and nothing else refuses it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
             f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {whole}{data_size} "
             f"ranks; valid: -1 (all), {valid}."
         )
-    return ParallelDims(
+    dims = ParallelDims(
         pp=sharding.pp,
         replicate=data_size // size,
         shard=size,
@@ -149,3 +146,35 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
         tp=sharding.tp,
         ep=sharding.ep,
     )
+    if dims.ep > 1:
+        _check_experts(dims, sharding.strategy)
+    return dims
+
+
+def _check_experts(dims: ParallelDims, strategy: str) -> None:
+    """Refuse ranks that cannot share the experts."""
+    what = f"parallel.ep={dims.ep}"
+    if dims.tp > 1:
+        raise ConfigError(
+            f"{what} keeps whole experts on their ranks, and parallel.tp={dims.tp} cuts each over "
+            "its ranks; set one of them to 1."
+        )
+    if strategy in ("single", "ddp"):
+        raise ConfigError(
+            f"{what} shares the experts, and strategy={strategy} (int8 weights, too) keeps the "
+            "whole model on every rank; set strategy=fsdp, or leave parallel.ep at 1."
+        )
+    if dims.tp > 1:
+        raise ConfigError(
+            f"{what} and parallel.tp={dims.tp}: ranks that have the same tokens would send each of "
+            "them to the experts. Set one of them to 1; parallel.sp goes with parallel.ep."
+        )
+    size = dims.shard * dims.sp
+    if size % dims.ep:
+        valid = [n for n in range(1, size + 1) if size % n == 0]
+        below = max(n for n in valid if n < dims.ep)
+        above = [n for n in valid if n > dims.ep][:1]
+        raise ConfigError(
+            f"{what} does not divide the {size} ranks that share the weights (shard x sp = "
+            f"{dims.shard} x {dims.sp}); nearest that do: {' or '.join(map(str, [below, *above]))}."
+        )

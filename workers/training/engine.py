@@ -43,6 +43,7 @@ from workers.models.precision import computing_in, frozen, precision_of
 from workers.models.quantize import quantize_linears
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel import tensor as tensor_parallel
+from workers.parallel.experts import spread_experts
 from workers.parallel.fsdp import (
     add_up_gradients,
     begin_pass,
@@ -148,7 +149,11 @@ class TrainEngine:
             self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])
         if self.is_sharded:
             mesh, strategy = self.groups.fsdp_mesh, self.sharding.strategy
-            self.is_one_unit = shard(self.module, mesh, precision.cast, strategy)
+            efsdp_mesh = None
+            if self.dims.ep > 1:
+                spread_experts(self.module, self.groups.ep_mesh)
+                efsdp_mesh = self.groups.efsdp_mesh
+            self.is_one_unit = shard(self.module, mesh, precision.cast, strategy, efsdp_mesh)
         self.cast = None if self.is_sharded else precision.cast  # FSDP casts what it gathers
         load_weights(self.module, self.model_config, self.head, self.device)
 

@@ -115,7 +115,7 @@ def guarded_step(
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     clip: Callable[[], None]
-    if groups is None or groups.model is None:
+    if groups is None or (groups.model is None and groups.dims.ep == 1):
         # all on one mesh, or plain
         norm: Tensor = nn.utils.get_total_norm(gradients)
         if hasattr(norm, "full_tensor"):  # a DTensor, for which the driver need not import it

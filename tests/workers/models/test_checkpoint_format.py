@@ -112,10 +112,10 @@ def test_what_was_read_for_one_group_is_gone_before_the_next_is_read(
     saved(tmp_path, "mixtral")
     read, held, calls = Group.read, list[weakref.ref[Tensor]](), []
 
-    def watched(group: Group, read_piece: Any) -> dict[str, Tensor]:
+    def watched(group: Group, read_piece: Any, experts: range | None) -> dict[str, Tensor]:
         alive = [tensor for tensor in held if tensor() is not None]
         calls.append(len(alive))
-        found = read(group, lambda name: remembered(read_piece(name)))
+        found = read(group, lambda name: remembered(read_piece(name)), experts)
         return {name: remembered(tensor) for name, tensor in found.items()}
 
     def remembered(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3MoeConfig
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.models.architectures import build_tiny, tiny_model_config
@@ -20,6 +20,7 @@ from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig, ParallelConfig
 from workers.cpu.allocator import keep_freed_memory
+from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.models.state import own_part
@@ -215,3 +216,23 @@ def address_space() -> int:
     """Bytes that this process has mapped, filled or not."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_pass_gathers_the_experts_of_its_rank_alone(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 100, "intermediate_size": 8}
+    config = Qwen3MoeConfig(num_experts=8, moe_intermediate_size=32, **sizes)
+    config.save_pretrained(tmp_path)
+    of_layer = 8 * 3 * 32 * 64
+    assert shapes_of(tmp_path).num_in_experts == 3 * of_layer
+
+    def memory(ep: int, strategy: str = "fsdp") -> RoleMemory:
+        model = ModelConfig(path=str(tmp_path))
+        parallel = ParallelConfig(ep=ep)
+        held = HeldModel("", model, strategy=strategy, parallel=parallel, trains=True)
+        return memory_of(held, "actor", "pool", 8, "cuda", LargestPass(1, 1))
+
+    assert memory(4).weights == memory(1).weights
+    left_out = (1 - 1 / 4) * of_layer * 2  # bytes in bfloat16
+    assert memory(1).whole - memory(4).whole == 2 * 2 * left_out  # two layers, and gradients
+    once = "shard_grad_op"
+    assert memory(1, once).whole - memory(4, once).whole == (3 + 2) * left_out
