@@ -224,10 +224,15 @@ def column_table() -> str:
     """The batch's columns, by who writes them."""
     written: dict[str, list[str]] = {}
     for column in COLUMNS.values():
-        whose = f"`{column.name}` `{column.shape}` {column.dtype}"
+        about = (f"`{column.shape}`", str(column.dtype))
+        whose = " ".join((f"`{column.name}`", *(about if about != USUAL_COLUMN else ())))
         written.setdefault(_cell(column.written_by), []).append(whose)
     rows = [[writer, ", ".join(columns)] for writer, columns in written.items()]
     return _list(rows)
+
+
+USUAL_COLUMN = ("`[rows, R]`", "float32")
+"""What the page says once."""
 
 
 def estimator_table() -> str:
