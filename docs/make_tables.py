@@ -77,12 +77,25 @@ def key_table() -> str:
         rows = _rows_of_keys(PPOConfig, of_section, around, leaf_names=True)
         tables.setdefault(rows, []).append(name)
 
-    parts = []
+    parts, said = [], dict[str, str]()
     for rows, (first, *others) in tables.items():
         intro = _section_intro(keys[first], docs[first]) if first else "### Top level"
         same = [f"The same keys: {_code(others)}."] if others else []
-        parts += [intro, rows, *same]
+        parts += [intro, _without_said(rows, first, said), *same]
     return "\n\n".join(parts)
+
+
+def _without_said(rows: str, section: str, said: dict[str, str]) -> str:
+    """The list without what an earlier section says word by word; that section is named."""
+    own, as_in = [], dict[str, list[str]]()
+    for row in rows.splitlines():
+        first = said.setdefault(row, section) if row.startswith("- ") else section
+        if first == section:
+            own.append(row)
+        else:
+            as_in.setdefault(first, []).append(re.findall("`(.+?)`", row)[0])
+    lists = [f"As in `{first}`: {_code(names)}." for first, names in as_in.items()]
+    return "\n\n".join(filter(None, ["\n".join(own).strip(), *lists]))
 
 
 def _rows_of_keys(
@@ -211,10 +224,15 @@ def column_table() -> str:
     """The batch's columns, by who writes them."""
     written: dict[str, list[str]] = {}
     for column in COLUMNS.values():
-        whose = f"`{column.name}` `{column.shape}` {column.dtype}"
+        about = (f"`{column.shape}`", str(column.dtype))
+        whose = " ".join((f"`{column.name}`", *(about if about != USUAL_COLUMN else ())))
         written.setdefault(_cell(column.written_by), []).append(whose)
     rows = [[writer, ", ".join(columns)] for writer, columns in written.items()]
     return _list(rows)
+
+
+USUAL_COLUMN = ("`[rows, R]`", "float32")
+"""What the page says once."""
 
 
 def estimator_table() -> str:
@@ -332,12 +350,22 @@ def preset_card_list() -> str:
 
 def estimator_card_list() -> str:
     """A card for each advantage estimator."""
-    return "\n\n".join(_algorithm_card("estimator", card) for card in estimator_cards())
+    return _algorithm_cards("estimator", estimator_cards())
 
 
 def policy_loss_card_list() -> str:
     """A card for each policy loss."""
-    return "\n\n".join(_algorithm_card("policy_loss", card) for card in policy_loss_cards())
+    return _algorithm_cards("policy_loss", policy_loss_cards())
+
+
+def _algorithm_cards(kind: str, cards: list[Card]) -> str:
+    """What two are watched by stands at the first."""
+    parts, said = [], dict[str, str]()
+    for card in cards:
+        first = said.setdefault(card.watch, card.names[0])
+        watch = card.watch if first == card.names[0] else f"as for `{first}`."
+        parts.append(_algorithm_card(kind, card._replace(watch=watch)))
+    return "\n\n".join(parts)
 
 
 def _algorithm_card(kind: str, card: Card) -> str:
@@ -417,11 +445,6 @@ def _list(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "`null`" if value is None else f"`{str(value).lower()}`"
@@ -448,7 +471,7 @@ def flat_name_table() -> str:
 
 KINDS_OF_MIGRATION = {
     "translated": "**There: here**",
-    "not needed": "**Not needed: instead**",
+    "not needed": "",
     "dropped": "**Dropped: what to do**",
     "refused": "**Refused: what to do**",
 }
@@ -492,7 +515,7 @@ def migration_table(
         words, at = found.groups()[-1], found.groupdict().get("at") or ""
         if kind == "translated" and flag == words:
             same.append(name)
-        elif kind == "translated" or SAYS_WHAT_TO_DO.search(words):
+        elif kind == "translated" or kind != "not needed" and SAYS_WHAT_TO_DO.search(words):
             tables[kind].setdefault(words, {}).setdefault(at, []).append(name)
         else:
             lists[kind].setdefault(at, []).append(name)
@@ -502,7 +525,8 @@ def migration_table(
         lines = [f"- {_joined_by_value(names)}: {said}" for said, names in tables[kind].items()]
         parts += [head, "\n".join(lines)] if lines else []
         if lists[kind]:
-            parts.append(f"{kind.capitalize()}, too: {_joined_by_value(lists[kind])}.")
+            too = ", too" if lines else ""
+            parts.append(f"{kind.capitalize()}{too}: {_joined_by_value(lists[kind])}.")
     return "\n\n".join(parts)
 
 
@@ -535,8 +559,8 @@ def listing_table(system: str, name: str) -> str:
     lines: dict[str, list[str]] = {}
     for line, said in done.lines:
         lines.setdefault(said, []).append(f"`{line}`")
-    rows = [["<br>".join(dict.fromkeys(those)), said] for said, those in lines.items()]
-    return f"{command}\n\n{_table(['there', 'here'], rows)}"
+    rows = [[" ".join(dict.fromkeys(those)), said] for said, those in lines.items()]
+    return f"{command}\n\n{_list(rows)}"
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {

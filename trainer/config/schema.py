@@ -66,7 +66,7 @@ class TrainerConfig:
     )
     """Trainer class: the recipe's or a subclass."""
     total_epochs: int | None = key(None, above=0, hint="or null for one, or as many as steps take")
-    """Passes over the data; the run ends at the first of this and `total_training_steps`."""
+    """Passes over the data, unless `total_training_steps` ends earlier."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: those of `total_epochs`."""
     stop_at: dict[str, float] = key(factory=dict, allows="metric: value")
@@ -74,7 +74,7 @@ class TrainerConfig:
     nnodes: int = key(1, above=0)
     """Machines."""
     n_gpus_per_node: int = key(1, above=0)
-    """Devices per machine; on CPUs, process slots, by default as many as the pools need."""
+    """Devices per machine; on CPUs process slots, unset as many as the pools need."""
     backend: str = key("ray", choices=("ray", "local", "torchrun"))
     """Ray; local processes; or the processes that torchrun started."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
@@ -94,7 +94,7 @@ class TrainerConfig:
     show: str = key("brief", choices=("brief", "full"))
     """Length of the printed plan; a dry run prints all."""
     dry_run: bool = key(False)
-    """Check the run without starting workers, print the plan and stop."""
+    """Check the run, print the plan and stop."""
     pretend: str | None = key(
         None, allows="number and card, as 8xH100", read_when=when("dry_run", True)
     )
@@ -104,11 +104,10 @@ class TrainerConfig:
     save_every_minutes: float | None = key(
         SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
     )
-    """Minutes between checkpoints, in addition to `save_freq`; a longer run also writes one at its
-    end.
+    """Minutes between checkpoints, beside `save_freq`; a longer run also writes one at its end.
     """
     save_final: bool = key(True)
-    """Save the final model to `model/` in the run folder, in Hugging Face format."""
+    """Save the final model to the run folder's `model/`, in Hugging Face format."""
     max_ckpt_to_keep: int | None = key(
         2,
         at_least=1,
@@ -120,7 +119,7 @@ class TrainerConfig:
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
-    """Write large checkpoints in the background, from a copy in host memory."""
+    """Write large checkpoints in the background."""
     max_restarts: int = key(3, at_least=0)
     """Automatic restarts after a worker is lost."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))

@@ -56,8 +56,7 @@ class DataConfig:
         read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
-    """Prompts of the whole run; the last step takes what is left: whole mini-batches, or less than
-    one.
+    """Prompts of the whole run; the last step takes what is left.
     """
     max_prompt_length: int = key(512, above=0)
     """Longest prompt in tokens."""
@@ -72,7 +71,7 @@ class DataConfig:
     filter_overlong_prompts: bool = key(False)
     """Drop and count prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
-    """Overlong prompts that are not dropped: refuse, or cut left or right."""
+    """Overlong prompts: refuse, or cut left or right."""
     on_bad_row: str = key("error", choices=("error", "skip"))
     """Rows that are no prompts: refuse, or skip and count."""
 

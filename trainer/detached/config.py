@@ -60,9 +60,9 @@ class DetachedSettings:
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks that train."""
     edges: list[list[int]] | None = key(None, allows="a list of [maker, trainer]")
-    """Which maker's samples go to which trainer rank; null: an even graph."""
+    """Which maker's samples go to which trainer rank; null: even."""
     weight_edges: list[list[int]] | None = key(None, allows="a list of [trainer, maker]")
-    """Which trainer rank sends weights to which maker; null: an even graph."""
+    """Which trainer rank sends weights to which maker; null: even."""
     maker_settings: dict[Any, MakerSettings] = key(
         factory=dict, allows=f"number of a maker: {{{', '.join(vars(MakerSettings()))}}}"
     )
@@ -80,19 +80,18 @@ class DetachedSettings:
     )
     """Largest age of samples in versions; older ones are dropped."""
     max_staleness: int = key(1, at_least=0)
-    """Largest lag, in weight versions, between generating a sample and training on it; makers wait
-    to keep it. 0 is the synchronous run.
+    """Largest lag, in weight versions, from generating a sample to training on it; 0 is the
+    synchronous run.
     """
     score_on: str = key("trainer", choices=("trainer", "maker"))
-    """Where reference, reward models and critic score: on the trainers' pool, or on each maker's
-    devices with a copy of the critic.
+    """Where reference, reward models and critic score: with the trainers, or with each maker.
     """
     new_weights: str = key("at_boundary", choices=("at_boundary", "at_once"))
-    """When a maker takes new weights: between calls, or in the middle of one."""
+    """When a maker takes new weights: between calls, or within one."""
     update_steps: int = key(1, above=0)
     """Batches trained on per weight version."""
     train_epochs: int = key(1, above=0)
-    """Passes over each of these batches, reshuffled from the second on."""
+    """Passes over these batches, reshuffled from the second on."""
     on_maker_loss: str = key(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )
@@ -103,7 +102,7 @@ class DetachedSettings:
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """Queued samples at a checkpoint: generate them again, or store them in it."""
+    """Samples queued at a checkpoint: generate them again, or store them."""
     stall_s: float = key(120.0, above=0, may_change_on_resume=True)
     """Seconds without a batch until the log says who waits for whom."""
     debug: bool = key(False, may_change_on_resume=True)

@@ -54,11 +54,10 @@ class FilterGroupsConfig:
     metric: str = key(
         "seq_reward", allows="seq_reward or a reward's own number", read_when=when("enable")
     )
-    """The number that must differ within a group: the score, or one that the reward returns, such
-    as acc.
+    """The number that must differ within a group: the score, or one that the reward returns.
     """
     max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
-    """Largest number of batches generated for a step; then groups of equal scores fill it."""
+    """Most batches generated for a step; then groups of equal scores fill it."""
 
 
 @dataclass(kw_only=True)
@@ -66,8 +65,8 @@ class PolicyFiltrationConfig:
     """PF-PPO: an update trains on the step's samples drawn anew, with replacement, by score."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
-    """Chance of a sample: pow, its absolute score to a power; max_min, only the highest and lowest
-    scores; max_random, the highest four times as likely as the others.
+    """Chance of a sample: pow, its absolute score to a power; max_min, the highest and lowest
+    scores alone; max_random, the highest four times as likely.
     """
     weight_pow: float = key(2.0, at_least=0, read_when=when("reweight_method", "pow"))
     """The power; 0 treats all samples alike."""
@@ -100,8 +99,7 @@ class AlgorithmConfig:
     )
     """Weights of these rewards; null is 1 for each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
-    """Normalise scores, or advantages in place of whitening, by their running mean and standard
-    deviation.
+    """Normalise scores, or advantages instead of whitening, by running mean and standard deviation.
     """
     use_pf_ppo: bool = key(False)
     """Resample each update's samples by score (PF-PPO)."""
@@ -114,8 +112,7 @@ class AlgorithmConfig:
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
     """Clamp scores to ±score_clip; null does not."""
     mask_truncated: bool = key(False)
-    """Overlong filtering: truncated responses leave the losses; their scores still count in their
-    groups.
+    """Truncated responses leave the losses; their scores still count in their groups.
     """
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
     """Importance weights and rejection for samples of another policy."""
@@ -126,7 +123,7 @@ class AlgorithmConfig:
     kl_penalty_per: str = key(
         "token", choices=("token", "sequence"), read_when=when("use_kl_in_reward")
     )
-    """Subtract each token's KL from its reward, or the response's mean KL from the last token's."""
+    """Subtract each token's KL, or the response's mean KL at its last token."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
     """Coefficient of the KL in the reward."""
 
@@ -146,7 +143,7 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     )
     """First steps in which only the critic is updated."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Newest steps whose samples are kept whole; of older ones 2 kB each."""
+    """Newest steps whose samples are kept whole; older ones keep 2 kB."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
     """Newest steps whose stage inputs are kept for `verl-like replay --stage`."""
 

@@ -87,8 +87,8 @@ def _best_validations(data: RunData) -> Iterator[str]:
 
 
 def _answers_cut(data: RunData) -> str:
-    share = _last(data, "response_length/clip_ratio")
-    if not share > CUT_ANSWERS:
+    first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
+    if not share > max(CUT_ANSWERS, first / 2):  # a policy that learns to end its answers is well
         return ""
     return (
         f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a reward "

@@ -56,7 +56,7 @@ class ScoringSections:
     """What says how samples are scored, in a run that trains and in one that does not."""
 
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Any number of weighted rewards, in place of the two sections below."""
+    """Weighted rewards, in place of the two sections below."""
     custom_reward_function: RewardFunctionConfig = key(
         factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
     )
@@ -66,7 +66,7 @@ class ScoringSections:
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures and limits of reward functions."""
     environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
-    """What answers the policy, where samples have several turns."""
+    """What answers the policy in samples of several turns."""
 
 
 @dataclass(kw_only=True)

@@ -28,12 +28,12 @@ class EnvironmentConfig:
     """What answers the policy, turn by turn, in a process of its own for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
-    """Class of the environments (`workers.agents.Environment`), or the function of an agent that
-    asks the policy by OpenAI's API; `environment=...` sets it, too."""
+    """Class of the environments, or function of an agent that asks the policy by OpenAI's API;
+    `environment=...` for short."""
     kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
     """Keyword arguments of the class or function."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
-    """Functions that the policy may call; `tools=[...]` sets them, too."""
+    """Functions that the policy may call; `tools=[...]` for short."""
     max_turns: int = key(8, above=0, read_when=PLAYS)
     """Turns of the policy, after which a trajectory ends."""
     max_tokens_per_turn: int | None = key(
@@ -47,18 +47,17 @@ class EnvironmentConfig:
     episode_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Seconds that a trajectory has."""
     retries: int = key(2, at_least=0, read_when=PLAYS, may_change_on_resume=True)
-    """Fresh environments for a trajectory whose own fails or is late; then it is left out."""
+    """Fresh environments for a trajectory whose own fails or is late."""
     failed_reward: float | None = key(
         None,
         allows="a number, or null to leave them out",
         read_when=PLAYS,
         may_change_on_resume=True,
     )
-    """Reward of trajectories whose environments fail, in place of leaving them out of the update.
-
-    Below every reward of the game, so that a policy that can hang its environment does not.
+    """Reward of trajectories whose environments fail, in place of leaving them out. Set it below
+    every reward of the game.
     """
     max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
-    """Share of a batch's trajectories above which failures end the run; 1 never ends it."""
+    """Share of failed trajectories in a batch above which the run ends; 1: never."""
     sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=PLAYS)
     """Limits of the environments' processes."""

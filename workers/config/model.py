@@ -113,7 +113,7 @@ class FrozenFSDPConfig:
     fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
     """Ranks per sharding group."""
     param_offload: bool | None = key(None)
-    """Keep parameters in host memory between calls; null: by strategy."""
+    """Parameters in host memory between calls; null: by strategy."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +121,7 @@ class FSDPConfig(FrozenFSDPConfig):
     """How a role's module and its optimizer are sharded over its ranks."""
 
     optimizer_offload: bool | None = key(None)
-    """Keep optimizer state in host memory between updates; null: by strategy."""
+    """Optimizer state in host memory between updates; null: by strategy."""
 
 
 @dataclass(kw_only=True)
@@ -195,7 +195,7 @@ class ModelConfig:
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
-    """Layers with adapters: all linear ones but head and routed experts, or names such as q_proj.
+    """Layers with adapters: all linear ones but head and routed experts, or names (q_proj).
     """
 
 
@@ -209,6 +209,6 @@ class CheckpointConfig:
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """Contents: a resume needs the first three; extra is schedule and random state, hf_model a
-    Hugging Face folder.
+    """A resume needs the first three; extra is schedule and random state, hf_model a Hugging Face
+    folder.
     """

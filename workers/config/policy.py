@@ -112,7 +112,7 @@ class RolloutCorrectionConfig:
     """Correction for samples of another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
-    """Importance weights, trainer's over rollout's probability: per token, or per sequence as
+    """Importance weights, trainer's over rollout's probability: per token, or of the sequence as
     product or geometric mean; null: none.
     """
     rollout_is_threshold: str = key(
@@ -130,12 +130,11 @@ class RolloutCorrectionConfig:
         allows="a number, or lower_upper for k1; one for all, or one each",
         read_when=unless("rollout_rs"),
     )
-    """Bounds: the largest k2 or k3; for k1 the least and largest ratio exp(k1)."""
+    """The largest k2 or k3; for k1 the least and largest exp(k1)."""
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
     """Reject sequences with a token whose ratio is below this."""
     bypass_mode: bool = key(False)
-    """Use the rollout's log-probs as old ones and skip that pass; weights and criteria are computed
-    in the update.
+    """Use the rollout's log-probs as old ones; weights and criteria are computed in the update.
     """
     loss_type: str = key(
         "ppo_clip", choices=("ppo_clip", "reinforce"), read_when=when("bypass_mode")
@@ -148,16 +147,15 @@ class ActorConfig(ShardedConfig):
     """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`. Unset: the
-    largest divisor up to 64.
+    """Prompts per optimizer step, over all ranks; a divisor of `data.train_batch_size`, unset the
+    largest up to 64.
     """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per pass and rank."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Cut micro-batches of all roles by tokens. Setting a `…micro_batch_size_per_gpu` turns this
-    off.
+    """Cut all roles' micro-batches by tokens. Setting a `…micro_batch_size_per_gpu` turns this off.
     """
     ppo_max_token_len_per_gpu: int | None = key(
         None,
@@ -207,8 +205,8 @@ class ActorConfig(ShardedConfig):
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
     """KL estimator in the loss."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES_OR_SAVES)
-    """Decay of a moving average of the weights, used by validation and `verl-like export
-    --average`; null keeps none.
+    """Decay of the weights' moving average, for validation and `verl-like export --average`; null:
+    none.
     """
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts."""
@@ -294,7 +292,7 @@ class DistillationConfig:
     temperature: float | None = key(None, above=0, hint="or null for the rollout's")
     """Temperature of the teacher; null: the rollout's."""
     gamma: float = key(0.0, at_least=0, at_most=1)
-    """Discount of later tokens' rewards: 0 is per token, 1 minimises the KL of whole responses."""
+    """Discount of later tokens' rewards; 1 minimises the KL of whole responses."""
     use_task_rewards: bool = key(False, verl="distillation.distillation_loss.use_task_rewards")
     """Learn from rewards, too; else they are only logged."""
     coef: float = key(
@@ -303,4 +301,4 @@ class DistillationConfig:
         read_when=REWARDS_TEACH,
         verl="distillation.distillation_loss.distillation_loss_coef",
     )
-    """Weight of the teacher's advantages beside those of `algorithm.adv_estimator`."""
+    """Weight of the teacher's advantages beside the estimator's."""

@@ -36,7 +36,7 @@ class OverlongBufferConfig:
         read_when=when("enable"),
         verl="reward_model.reward_kwargs.overlong_buffer_cfg.len",
     )
-    """Tokens before the limit over which the penalty grows from 0."""
+    """Tokens before the limit in which the penalty grows."""
     penalty_factor: float = key(
         1.0,
         at_least=0,

@@ -69,7 +69,7 @@ class ValidationSamplingConfig:
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample among the k likeliest tokens."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample among the likeliest tokens of this total probability."""
+    """Sample among the likeliest tokens of this probability."""
 
 
 @dataclass(kw_only=True)
@@ -89,7 +89,7 @@ class RolloutConfig:
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample among the k likeliest tokens."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample among the likeliest tokens of this total probability."""
+    """Sample among the likeliest tokens of this probability."""
     do_sample: bool = key(True)
     """false decodes greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
@@ -114,7 +114,7 @@ class RolloutConfig:
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
     """Send all weights, or only changed ones and LoRA factors."""
     read_back_every: int = key(10, above=0, may_change_on_resume=True)
-    """On GPUs, verify the engine's weights at every n-th sync; on CPUs at each."""
+    """Syncs between readings of a GPU engine's weights; on CPUs each sync reads."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",

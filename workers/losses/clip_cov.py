@@ -52,11 +52,10 @@ def compute_policy_loss_clip_cov(
     """PPO's clipped surrogate, with zero for a few tokens of high covariance of A and log p.
 
     They are `clip_cov_ratio` of the mini-batch's tokens, at least one, drawn from those with a
-    covariance between `clip_cov_lb` and `clip_cov_ub` under the old policy. Ranks and micro-batches
-    do not change them.
+    covariance between `clip_cov_lb` and `clip_cov_ub` under the old policy.
 
-    Watch: `actor/entropy` that falls as with `vanilla`, while `actor/pg_clipfrac` is 0: no token's
-    covariance is in the range. Widen it, or use `kl_cov`.
+    Watch: `actor/entropy` that falls as with `vanilla`, while `actor/pg_clipfrac` is 0: widen the
+    range, or use `kl_cov`.
 
     Source: arXiv 2505.22617
     """

@@ -29,8 +29,8 @@ def compute_policy_loss_dppo_kl(
     A > 0 a token that has risen drops out above `clip_ratio_high`; else one that has fallen, above
     `clip_ratio_low`.
 
-    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 the bound is never reached, so
-    lower `clip_ratio_low` and `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
+    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 lower `clip_ratio_low` and
+    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
     ratios, above some percent: raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879

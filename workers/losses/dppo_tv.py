@@ -26,8 +26,8 @@ def compute_policy_loss_dppo_tv(
     one, another when it is more than `clip_ratio_low` below: the clip keys bound probabilities, not
     ratios. The paper cuts the ratio at 20.
 
-    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 the bound is never reached, so
-    lower `clip_ratio_low` and `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
+    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 lower `clip_ratio_low` and
+    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
     ratios, above some percent: raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879

@@ -24,8 +24,8 @@ def compute_policy_loss_dro(
 
     The square pulls each token back to the old policy, in place of a ratio or clip.
 
-    Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`: the
-    pull is too weak. Raise `dro_beta`, lower the learning rate, or use fewer mini-batches.
+    Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`:
+    raise `dro_beta`, lower the learning rate, or use fewer mini-batches.
 
     Source: DRO, arXiv 2405.19107, by tokens
     """

@@ -49,8 +49,7 @@ def compute_policy_loss_kl_cov(
     """-A r, with r = policy / old policy; tokens of the highest covariance get a KL, too.
 
     The KL is `ppo_kl_coef` |log r|. `kl_cov_ratio` of the mini-batch's tokens, at least one, get
-    it: those with the highest covariance of A and log p under the old policy. Ranks and
-    micro-batches do not change them.
+    it: those with the highest covariance of A and log p under the old policy.
 
     Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips. If it
     grows within a step, use fewer mini-batches.

@@ -25,8 +25,8 @@ def compute_policy_loss_reinforce(
     GPG's loss is the same. With `rollout_correction.rollout_is`, each token's gradient is weighted
     by trainer's over rollout's probability, bounded and without gradient.
 
-    Watch: `actor/ppo_kl` other than 0: later mini-batches are off-policy, and nothing corrects it.
-    Set `actor.ppo_mini_batch_size` to the whole batch, or use `vanilla`.
+    Watch: `actor/ppo_kl` other than 0: later mini-batches are off-policy. Set
+    `actor.ppo_mini_batch_size` to the whole batch, or use `vanilla`.
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """

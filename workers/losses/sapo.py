@@ -27,8 +27,8 @@ def compute_policy_loss_sapo(
     is positive, else `tau_neg`, which is larger so that tokens pushed down fade faster. The paper
     uses seq-mean-token-mean.
 
-    Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: the gate is nearly shut for many
-    tokens. Lower the learning rate, or use fewer mini-batches a step.
+    Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: lower the learning rate, or use
+    fewer mini-batches a step.
 
     Source: SAPO, arXiv 2511.20347
     """

@@ -23,10 +23,8 @@ def compute_value_loss(
     loss_agg_mode: str = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the value, or of its clipped form if that is worse.
-
-    The clip keeps a value within `cliprange_value` of the old one. Returns the loss and the clipped
-    share of tokens.
+    """Half the squared error of the value, or of its clipped form if that is worse, within
+    `cliprange_value` of the old one.
 
     Watch: `critic/vf_clipfrac`; where most tokens are held by the clip the critic follows its
     returns too slowly: widen `cliprange_value`, or scale the rewards down.
@@ -58,8 +56,6 @@ def compute_huber_value_loss(
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, Tensor]:
     """Half the squared error of the value up to `huber_delta`, from there on linear.
-
-    Returns the loss and the linear share of tokens.
 
     Watch: `critic/vf_clipfrac`, here the share of errors above `huber_delta`; near 1 the gradient
     has only signs: raise `huber_delta` to the size of the returns.

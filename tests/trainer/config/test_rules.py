@@ -199,7 +199,8 @@ def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:
     for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
         text = sections[section or "Top level"]
-        (row,) = re.findall(rf"^- `{leaf}`.*$", text, re.M)
+        elsewhere = re.findall(rf"^As in `(.+?)`:.* `{leaf}`[,.]", text, re.M)
+        (row,) = re.findall(rf"^- `{leaf}`.*$", sections[elsewhere[0]] if elsewhere else text, re.M)
         shared = re.findall(rf"\*When [^*]*\*(?=[^*]*`{leaf}`)", text)
         rules = key.rules
         bounds = (rules.above, rules.at_least, rules.at_most, rules.below)
@@ -210,6 +211,6 @@ def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:
 
         itself = (f"`{leaf}` is set", f"`{name}` is set")
         says = [each.says.replace("|", "\\|") for each in rules.read_when]
-        said = "\n".join([row, *shared, text.partition("\n- `")[0]])
+        said = "\n".join([row, *shared, re.split(r"\n- `|\nAs in", text)[0]])
         said = said.replace("takes it", f"takes `{leaf}`")
         assert [each for each in says if each not in said and each not in itself] == [], name

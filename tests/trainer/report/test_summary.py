@@ -76,6 +76,11 @@ def test_a_number_beyond_its_limit_is_named_with_what_helps(
     assert line.startswith(f"look at: {words}")
 
 
+def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None:
+    cut = [{"response_length/clip_ratio": share} for share in (0.9, 0.4)]
+    assert what_to_look_at(run_of(tmp_path, *[STEP | cut[0]] * 6, *[STEP | cut[1]] * 6)) == []
+
+
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [

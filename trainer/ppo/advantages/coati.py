@@ -20,8 +20,8 @@ def compute_coati_advantage(
     The reward is the row's sum; with `kl_penalty_per=sequence`, the score minus the mean KL. Every
     token's value learns that reward.
 
-    Watch: `critic/advantages/mean` far from 0 for long: the value lags behind the rewards. Raise
-    `critic.optim.lr`, or set `trainer.critic_warmup`.
+    Watch: `critic/advantages/mean` far from 0 for long: raise `critic.optim.lr`, or set
+    `trainer.critic_warmup`.
 
     Source: ColossalChat, `NaiveExperienceMaker` of 2023
     """

@@ -33,8 +33,8 @@ def compute_gae_advantage_return(
     0, or in `truncated` rows that token's own. Returns are the unwhitened advantages plus values.
     Whitening is over the batch's tokens.
 
-    Watch: `critic/vf_explained_var` near or below zero: advantages are noise. Set
-    `trainer.critic_warmup` or raise the critic's learning rate.
+    Watch: `critic/vf_explained_var` near or below zero: set `trainer.critic_warmup` or raise the
+    critic's learning rate.
 
     Source: arXiv 1506.02438
     """

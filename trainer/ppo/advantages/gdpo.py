@@ -28,8 +28,7 @@ def compute_gdpo_outcome_advantage(
     `named_rewards` is [rows, rewards]. Each reward counts on its own scale. A missing reward (nan)
     counts as its group's mean. A group of one keeps its raw rewards.
 
-    Watch: `reward/<name>/mean` that stays while others rise: that reward is solved or hopeless in
-    most groups. Raise its weight or drop it.
+    Watch: `reward/<name>/mean` that stays while others rise: raise that reward's weight or drop it.
 
     Source: arXiv 2601.05242
     """

@@ -20,8 +20,8 @@ def compute_gpg_outcome_advantage(
     The factor is verl's; the paper leaves out groups of equal scores instead. A group of one keeps
     its raw score, times the factor.
 
-    Watch: `critic/advantages/max` that jumps: few scores are nonzero, so the factor is large. Lower
-    the learning rate, or use `grpo`.
+    Watch: `critic/advantages/max` that jumps: few scores are nonzero. Lower the learning rate, or
+    use `grpo`.
 
     Source: arXiv 2504.02546
     """

@@ -17,10 +17,10 @@ def compute_grpo_batch_std_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus its group's mean, divided by the standard deviation of the batch's scores.
 
-    Groups of nearly equal scores are not amplified. A group of one keeps its raw score.
+    Groups of nearly equal scores are not amplified.
 
     Watch: `critic/advantages/min` that sinks as the score nears its limit: a few bad samples
-    dominate the step. Use harder prompts.
+    dominate. Use harder prompts.
 
     Source: Lite PPO, arXiv 2508.08221, section 4
     """

@@ -21,11 +21,11 @@ def compute_grpo_passk_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The best score of a group minus the second best, for the best sample; zero for the others.
 
-    Divided by the group's standard deviation unless norm_adv_by_std_in_grpo=false. A group of one
-    keeps its raw score; a tie for the best gives zero.
+    Divided by the group's standard deviation unless norm_adv_by_std_in_grpo=false. A tie for the
+    best gives zero.
 
-    Watch: `actor/grad_norm` near 0: the best samples tie, as with scores of 0 and 1. Use scores
-    that seldom tie, or `grpo`. Advantages are never negative, so `actor/entropy` falls.
+    Watch: `actor/grad_norm` near 0: the best samples tie. Use scores that seldom tie, or `grpo`.
+    Advantages are never negative, so `actor/entropy` falls.
 
     Source: arXiv 2503.19595
     """

@@ -27,12 +27,11 @@ def compute_grpo_process_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The sum of the normalised scores of the steps that end at the token or later.
 
-    A score is normalised by mean and standard deviation (n - 1) over all steps of the prompt's
-    samples; `step_ends` marks where steps end. A group with one step keeps its raw score. If the
-    policy chooses its number of steps this is biased; `rloo_process` is not.
+    Mean and standard deviation (n - 1) are over all steps of the prompt's samples; `step_ends`
+    marks where steps end. Biased if the policy chooses its number of steps; `rloo_process` is not.
 
-    Watch: `critic/advantages/max` and `response_length/mean`: both rise if the policy gains by
-    cutting its answer into more steps.
+    Watch: `critic/advantages/max` and `response_length/mean`: both rise if the policy gains by more
+    steps.
 
     Source: GRPO with process supervision, arXiv 2402.03300, section 4.1.3
     """

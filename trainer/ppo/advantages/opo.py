@@ -17,11 +17,10 @@ def compute_opo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus its group's mean, in which samples are weighted by length.
 
-    This baseline has the least variance if gradients grow with length. A group of one keeps its raw
-    score.
+    This baseline has the least variance if gradients grow with length.
 
-    Watch: `actor/ppo_kl` other than 0: the step is not exactly on-policy. Set
-    `actor.ppo_mini_batch_size` to the whole batch and `actor.ppo_epochs` to 1.
+    Watch: `actor/ppo_kl` other than 0: set `actor.ppo_mini_batch_size` to the whole batch and
+    `actor.ppo_epochs` to 1.
 
     Source: arXiv 2505.23585
     """

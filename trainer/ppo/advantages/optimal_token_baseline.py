@@ -30,11 +30,11 @@ def compute_optimal_token_baseline_advantage(
 
     W is the sum of 1 - 2 p + sum of p squared over the tokens so far: the squared norm of their
     log-probs' gradient by the logits. The t-th token is counted inside the mask, as in verl's
-    second name. A token that only one sample reaches gets zero (in verl its raw return); a group of
-    one keeps its raw return. Importance weights do not enter W.
+    second name. A token that only one sample reaches gets zero (in verl its raw return). Importance
+    weights do not enter W.
 
     Watch: `actor/grad_norm` not lower and steadier than with rloo or grpo: W is nearly equal for
-    all samples, and the baseline is the plain mean.
+    all samples.
 
     Source: arXiv 2602.07078
     """

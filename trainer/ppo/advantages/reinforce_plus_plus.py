@@ -17,9 +17,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The token's discounted return, whitened over the batch's tokens.
 
-    Watch: `critic/score/mean` that stands still while `actor/grad_norm` does not fall: easy prompts
-    are always above the batch's mean, hard ones below. Use `reinforce_plus_plus_baseline` with
-    `rollout.n` above 1.
+    Watch: `critic/score/mean` that stands still while `actor/grad_norm` does not fall: use
+    `reinforce_plus_plus_baseline` with `rollout.n` above 1.
 
     Source: arXiv 2501.03262
     """

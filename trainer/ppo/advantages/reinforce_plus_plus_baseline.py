@@ -17,8 +17,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus its group's mean, whitened over the batch's tokens.
 
-    Watch: `critic/advantages/max` of many standard deviations: most groups score alike, and
-    whitening amplifies the rest. Set `algorithm.filter_groups.enable`.
+    Watch: `critic/advantages/max` of many standard deviations: most groups score alike. Set
+    `algorithm.filter_groups.enable`.
 
     Source: arXiv 2501.03262
     """

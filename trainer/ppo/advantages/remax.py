@@ -17,8 +17,7 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The token's undiscounted return minus the score of the prompt's greedy answer.
 
-    Watch: `critic/advantages/mean` below 0 for long: samples score worse than the greedy answer.
-    Lower `rollout.temperature`.
+    Watch: `critic/advantages/mean` below 0 for long: lower `rollout.temperature`.
 
     Source: arXiv 2310.10505
     """

@@ -14,10 +14,10 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The score minus the mean score of its group's others; a group of one keeps its raw score.
+    """The score minus the mean score of its group's others.
 
-    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages have the scale of the
-    scores. Scale or bound them (`algorithm.score_clip`).
+    Watch: `actor/grad_norm` always above `actor.grad_clip`: scale the scores or bound them
+    (`algorithm.score_clip`).
 
     Source: arXiv 2402.14740
     """

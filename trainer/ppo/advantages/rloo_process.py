@@ -21,8 +21,8 @@ def compute_rloo_process_advantage(
     where steps end. A step that no other sample reached keeps its raw sum. Unbiased even if the
     policy chooses its number of steps.
 
-    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages have the scale of the
-    scores. Scale or bound them (`algorithm.score_clip`).
+    Watch: `actor/grad_norm` always above `actor.grad_clip`: scale the scores or bound them
+    (`algorithm.score_clip`).
 
     Source: leave-one-out of arXiv 2402.14740, step by step
     """

@@ -14,8 +14,8 @@ def compute_dpo_loss(
     """-(1 - e) log sigmoid(x) - e log sigmoid(-x), with x = beta h - margin.
 
     h is the log-ratio to the reference, chosen less rejected. e, `label_smoothing`, is the share of
-    pairs that are the wrong way round; above 0 the loss is cDPO (Mitchell, A note on DPO with noisy
-    preferences and relationship to IPO, 2023). With margins of pairs it is ODPO (arXiv 2402.10571).
+    swapped pairs; above 0 the loss is cDPO (Mitchell, 2023). With margins of pairs it is ODPO
+    (arXiv 2402.10571).
 
     Source: DPO, arXiv 2305.18290, equation 7
     """

@@ -13,8 +13,7 @@ def compute_ipo_loss(
 ) -> Tensor:
     """(h - 1 / (2 beta))^2, with h the log-ratio a token, chosen less rejected.
 
-    `beta` is the paper's tau. A log-ratio is the mean over the response's tokens, as in TRL, whose
-    authors have it from the paper's: sums would let the square grow with the length.
+    `beta` is the paper's tau. A log-ratio is the mean over the response's tokens, as in TRL.
 
     Source: IPO, arXiv 2310.12036, equation 17
     """

@@ -21,8 +21,8 @@ def compute_kto_loss(
     """w (1 - sigmoid(s beta (r - z))), with r the log-ratio to the reference.
 
     s and w are 1 and `desirable_weight` for a good response, -1 and `undesirable_weight` for a bad
-    one. z is an estimate of the KL to the reference that has no gradient: the mean log-ratio of a
-    batch's mismatched responses, zero at least.
+    one. z estimates the KL to the reference, without gradient: the mean log-ratio of a batch's
+    mismatched responses, zero at least.
 
     Source: KTO, arXiv 2402.01306, section 4.1, equation 7
     """
