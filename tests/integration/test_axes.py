@@ -1,4 +1,4 @@
-"""Models whose ranks share tokens or matrices train to one process's numbers, step by step."""
+"""Models whose ranks share tokens, matrices or experts follow one process, step by step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from trainer import load_config, run
 from verl_like.errors import ConfigError
 
 POLICY = "actor_rollout_ref"
+SECTIONS = (f"{POLICY}.actor", f"{POLICY}.ref", "critic")
 OF_TWO = {
-    "actor, critic and reference": (f"{POLICY}.actor", f"{POLICY}.ref", "critic"),
-    "the critic alone": ("critic",),
+    "tokens": ["sp=2"] * 3,
+    "matrices": ["tp=2"] * 3,
+    "unlike": ["shard=2", "sp=2", "tp=2"],
 }
+"""Axes of actor, reference and critic on two ranks."""
 
 
 def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
@@ -32,17 +35,26 @@ def of_one(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     return two_steps(tiny_dir, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("sections", OF_TWO.values(), ids=OF_TWO)
-def test_two_ranks_that_share_tokens_follow_one_process(
-    sections: tuple[str, ...], of_one: list[dict[str, float]], tiny_dir: Path, tmp_path: Path
-) -> None:
-    axes = [f"{section}.parallel.sp=2" for section in sections]
-    found = two_steps(tiny_dir, tmp_path, "trainer.n_gpus_per_node=2", *axes)
+def on_two(tiny: Path, folder: Path, axes: list[str], *more: str) -> list[dict[str, float]]:
+    """Two steps of actor, reference and critic with these axes on two ranks."""
+    set_axes = [f"{section}.parallel.{axis}" for section, axis in zip(SECTIONS, axes, strict=True)]
+    return two_steps(tiny, folder, "trainer.n_gpus_per_node=2", *set_axes, *more)
+
+
+def assert_follows(found: list[dict[str, float]], of_one: list[dict[str, float]]) -> None:
+    """Every number of every step, but for those that say how rows were dealt."""
     for own, expected in zip(found, of_one, strict=True):
         shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}
         assert {"actor/pg_loss", "critic/vf_loss", "actor/grad_norm"} <= shared
         for name in shared:
             assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("axes", OF_TWO.values(), ids=OF_TWO)
+def test_two_ranks_that_share_a_model_follow_one_process(
+    axes: list[str], of_one: list[dict[str, float]], tiny_dir: Path, tmp_path: Path
+) -> None:
+    assert_follows(on_two(tiny_dir, tmp_path, axes), of_one)
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -68,13 +80,7 @@ def test_two_ranks_that_share_experts_follow_one_process(tiny_dir: Path, tmp_pat
     model = with_experts(tiny_dir, tmp_path / "model")
     more = (model, f"critic.model.path={tmp_path / 'model'}")
     of_one = two_steps(tiny_dir, tmp_path / "one", *more)
-    axes = [f"{section}.parallel.ep=2" for section in OF_TWO["actor, critic and reference"]]
-    found = two_steps(tiny_dir, tmp_path / "two", *more, "trainer.n_gpus_per_node=2", *axes)
-    for own, expected in zip(found, of_one, strict=True):
-        shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}
-        assert {"actor/pg_loss", "critic/vf_loss", "actor/grad_norm"} <= shared
-        for name in shared:
-            assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    assert_follows(on_two(tiny_dir, tmp_path / "two", ["ep=2"] * 3, *more), of_one)
 
 
 @pytest.mark.parametrize(
