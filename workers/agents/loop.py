@@ -314,7 +314,8 @@ class TurnLoop:
         elif answer.get("end"):
             one.rewards.append((_last_drawn(one), answer["reward"]))
             one.rewards += [(_end_of(one, turn), more) for turn, more in answer.get("rewards", ())]
-            self._end(number, one.cut or (MAX_TURNS if answer.get("truncated") else TERMINATED))
+            cut = one.cut or answer.get("cut")
+            self._end(number, cut or (MAX_TURNS if answer.get("truncated") else TERMINATED))
         else:
             one.rewards.append((_last_drawn(one), answer["reward"]))
             self._observed(number, answer["messages"])
@@ -326,9 +327,18 @@ class TurnLoop:
         times.environment += busy
         times.waiting += seconds - busy
         times.heard = time.time()
-        one.answers.append({name: answer[name] for name in answer if name != "request"})
+        one.answers.append(self._noted(answer, one.cut))
         one.num_calls += answer.get("calls", 0)
         one.num_call_errors += answer.get("errors", 0)
+
+    def _noted(self, answer: Mapping[str, Any], cut: str) -> Mapping[str, Any]:
+        """What is kept of an answer: all by which a trajectory is played again."""
+        request = answer.get("request")
+        if request is None:
+            return {**answer, "cut": cut} if answer.get("end") and cut else answer
+        if request["extends"] and self._config.history == "as_drawn":
+            request = {**request, "chat": []}  # the messages are read alone
+        return {**answer, "request": request}
 
     def _observed_first(self, number: int, text: str | None) -> None:
         one, width = self._played[number], self._engine.limits.prompt_width
