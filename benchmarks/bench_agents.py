@@ -7,9 +7,10 @@
   engine that reads the whole history
 - overhead: 256 trajectories of 4 turns of an environment that costs nothing, against samples of as
   many tokens in one turn
-- crowd: the memory of 1,024 trajectories at the same time, of all processes, beside the engine's
+- crowd: the memory of all processes while 1,024 trajectories wait for their environments, and the
+  most while they are played together, beside that of model, engine and host
 - hang: what one environment of 256 that never answers adds to a batch
-- soak: processes, handles and memory over 10,000 trajectories
+- soak: processes, handles and memory over 10,000 trajectories, of which one in fifty fails
 
 A Qwen2 of a million parameters, one thread; sides take turns in each round, of fresh prompts. CPU
 seconds are those of all processes. Prints JSON.
@@ -22,6 +23,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,14 +42,15 @@ Side = Callable[[int], int]
 
 
 class Free(Environment):
-    """Answers at once; one of them never does."""
+    """Answers at once; one of them never does, and one in `raises` fails."""
 
-    def __init__(self, turns: int, hangs: int = -1) -> None:
-        self.turns, self.hangs = turns, hangs
+    def __init__(self, turns: int, hangs: int = -1, raises: int = 0) -> None:
+        self.turns, self.hangs, self.raises = turns, hangs, raises
 
     def reset(self, row: Any, rng: Any) -> str:
         """The row's number is not said."""
         self.said, self.is_hung = 0, row["number"] == self.hangs
+        self.fails = self.raises > 0 and row["number"] % self.raises == 0
         return "go"
 
     def step(self, text: str) -> Turn | End:
@@ -55,6 +58,8 @@ class Free(Environment):
         self.said += 1
         if self.is_hung:
             time.sleep(3600)
+        if self.fails:
+            raise RuntimeError("out of order")
         return End(1.0) if self.said == self.turns else Turn(f"next {self.said}", 0.1)
 
 
@@ -304,11 +309,9 @@ def overhead(rounds: int) -> dict[str, Any]:
 
 
 def crowd(rounds: int) -> dict[str, Any]:
-    """Memory of 1,024 trajectories whose environments have begun and answered once."""
-    model = Model()
-    before = memory_mib()
-    ours = Trajectories(model, 1024, 4, 32)
-    host = ours.host
+    """Memory of 1,024 trajectories, of their environments alone and as they are played."""
+    ours = Trajectories(Model(), 1024, 4, 32)
+    host, before = ours.host, memory_mib()
     for number in range(1024):
         host.open(number, (0, number), {"number": number})
     hear_all(host, 1024)
@@ -317,12 +320,28 @@ def crowd(rounds: int) -> dict[str, Any]:
         host.say(number, "a")
     hear_all(host, 1024)
     answered, processes = memory_mib(), len(descendants())
+    for number in range(1024):
+        host.end(number)
+
+    most, has_ended = [before], threading.Event()
+
+    def look() -> None:
+        while not has_ended.wait(0.2):
+            most.append(memory_mib())
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    ours.run(0)
+    has_ended.set()
+    looks.join()
     host.close()
     return {
         "processes": processes,
         "MiB before": round(before),
         "MiB begun": round(begun - before),
         "MiB answered": round(answered - before),
+        "most MiB played": round(max(most) - before),
+        "looks": len(most),
     }
 
 
@@ -352,7 +371,7 @@ def hang(rounds: int) -> dict[str, Any]:
 
 def soak(rounds: int) -> dict[str, Any]:
     """10,000 trajectories on one host: what there is after each thousand."""
-    ours = Trajectories(Model(), 1000, 2, 4)
+    ours = Trajectories(Model(), 1000, 2, 4, raises=50)
     found = []
     for round_ in range(10):
         ours.run(round_)
@@ -360,7 +379,7 @@ def soak(rounds: int) -> dict[str, Any]:
             {
                 "trajectories": 1000 * (round_ + 1),
                 "processes": len(descendants()),
-                "handles": len(os.listdir("/proc/self/fd")),
+                "handles": handles(),
                 "MiB": round(memory_mib(), 1),
                 "own MiB": round(memory_mib([os.getpid()]), 1),
             }
@@ -375,6 +394,15 @@ def descendants() -> list[int]:
 
     me = psutil.Process()
     return [me.pid, *(child.pid for child in me.children(recursive=True))]
+
+
+def handles() -> int:
+    """Of this process and of those that start the environments, which live as long as it."""
+    import psutil
+
+    me = psutil.Process()
+    lasting = [me, *me.children(), *(one for child in me.children() for one in child.children())]
+    return sum(one.num_fds() for one in lasting)
 
 
 def cpu_seconds() -> float:

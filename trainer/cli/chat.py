@@ -25,7 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.cli.check_environment import heard, json_object
+from trainer.cli.check_environment import heard, json_object, refuse_ids
 from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
@@ -83,8 +83,7 @@ class Chat:
         with torch.inference_mode():
             tokens = self.model.generate(
                 **inputs,
-                **self.sampling,
-                **more,
+                **{**self.sampling, **more},
                 pad_token_id=self.tokenizer.pad_token_id,
                 streamer=_streamer(self.tokenizer, show_on),
             )
@@ -178,7 +177,7 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
         print(f"environment: {first.get('failed') or heard(first)}")
         rewards: list[float] = []
         if "failed" not in first:
-            game = Game(chat, host, row["prompt"], first["text"])
+            game = Game(chat, host, row["prompt"], first)
             for _ in range(options.turns):
                 answer = game.turn()
                 if answer is None:
@@ -193,14 +192,21 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
 class Game:
     """A trajectory's ids, which model and user write by turns."""
 
-    def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: str | None) -> None:
-        """The policy sees the prompt and the first observation, if there is one."""
+    def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: Answer) -> None:
+        """The policy sees the prompt and the first observation, or an agent's first request."""
         eos = chat.model.generation_config.eos_token_id
         named = eos if isinstance(eos, list) else [eos]
         self._stops = sorted({chat.tokenizer.eos_token_id, *named} - {None})
         self._chat, self._host = chat, host
         self._renderer = TurnRenderer(chat.tokenizer, host.tools, self._stops)
-        observed = None if first is None else self._renderer.escaped(first)
+        self._ids: list[int] = []
+        self._most: dict[str, int] = {}
+        """Tokens of a turn, where an agent asks for so many."""
+        if "messages" in first:
+            self._observe(None, first)
+            return
+        text = first["text"]
+        observed = None if text is None else self._renderer.escaped(text)
         self._ids = self._renderer.prompt(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:
@@ -214,16 +220,28 @@ class Game:
             self._ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             print("policy: ", end="", flush=True)
-            drawn = self._chat.draw(self._inputs(), sys.stdout, eos_token_id=self._stops)
+            more = {"eos_token_id": self._stops, **self._most}
+            drawn = self._chat.draw(self._inputs(), sys.stdout, **more)
             self._ids += drawn
             last = drawn[-1] if drawn[-1] in self._stops else None
-            said = drawn if last is None else drawn[:-1]
-            text = tokenizer.decode(said, skip_special_tokens=not self._host.tools)
+            text = self._renderer.text_of(drawn if last is None else drawn[:-1])
         self._host.say(0, text)
         answer = _next_answer(self._host)
         if "messages" in answer:
-            self._ids += self._renderer.between(last, answer["messages"])
+            self._observe(last, answer)
         return answer
+
+    def _observe(self, last: int | None, answer: Answer) -> None:
+        request = answer.get("request", {"extends": True})
+        if "tools" in request:
+            refuse_ids(request)
+            self._renderer = self._renderer.with_tools(request["tools"])
+            most, asked = self._chat.sampling["max_new_tokens"], request["max_tokens"]
+            self._most = {"max_new_tokens": min(most, asked or most)}
+        if request["extends"]:
+            self._ids += self._renderer.between(last, answer["messages"])
+        else:
+            self._ids = self._renderer.prompt(self._renderer.safe(request["chat"]))
 
     def _inputs(self) -> Any:
         import torch

@@ -15,13 +15,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from verl_like.errors import ConfigError
 from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
 
@@ -127,6 +128,7 @@ def play(
     while asked:
         for number, answer in host.answers(1.0):
             one = played[number]
+            refuse_ids(answer.get("request", {}))
             one.answers.append(answer)
             one.seconds.append(time.monotonic() - asked.pop(number))
             if one.problem or one.has_ended or len(one.answers) > turns:
@@ -156,6 +158,15 @@ def _story(played: Played, said: Sequence[str]) -> list[str]:
             f"trajectory keeps a reward of {played.reward:g}"
         )
     return lines
+
+
+def refuse_ids(request: Mapping[str, Any]) -> None:
+    """Refuse an agent that asks by token ids: there are texts alone to answer it with."""
+    if request.get("ids") is not None:
+        raise ConfigError(
+            "the agent asks by token ids (inference/v1/generate), which a run alone answers; "
+            "one that asks by chat/completions can be played without one."
+        )
 
 
 def heard(answer: dict[str, Any]) -> str:

@@ -66,12 +66,17 @@ def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _said(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [turn for turn in turns if turn.get("role") == "assistant"]
+    return [turn for turn in turns if _is_drawn(turn)]
+
+
+def _is_drawn(turn: Mapping[str, Any]) -> bool:
+    """What an agent has sent once more of its history is not."""
+    return turn.get("role") == "assistant" and "tokens" in turn
 
 
 def _shown(turn: Mapping[str, Any]) -> ShownTurn:
     text = shorten(turn.get("text", ""), LONGEST_TURN)
-    if turn.get("role") != "assistant":
+    if not _is_drawn(turn):
         return ShownTurn(str(turn.get("role", "")), text, is_drawn=False)
     facts = _counted(_number(turn, "tokens"), "token")
     if "calls" in turn:

@@ -29,7 +29,8 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
     `turns` is a list of {role, text, reward}. What the policy said has its environment's reward,
     its tokens and those that were observed after it, and its seconds; what was observed has none of
-    these. The first observation stands in the prompt.
+    these, also where an agent has sent an older answer once more. The first observation stands in
+    the prompt.
     """
     facts = batch.non_tensor_batch.get(EPISODE)
     if facts is None:
@@ -42,7 +43,7 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         found.append([turn for one in said for turn in _with_answer(one, of_row)])
 
     texts = decode_rows(tokenizer, drawn)
-    for turn in (turn for turns in found for turn in turns if turn["role"] == SAID):
+    for turn in (turn for turns in found for turn in turns if "tokens" in turn):
         turn["text"] = texts[turn["text"]]
     return {
         "turns": found,
@@ -52,7 +53,9 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 
 def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
-    """Every trajectory's messages, from its row's prompt on; None for a sample of one turn."""
+    """Every trajectory's messages, from its row's prompt on, or from where an agent has begun its
+    chat anew; None for a sample of one turn.
+    """
     fields = turn_fields(batch, tokenizer)
     if not fields:
         return [None] * len(batch)
@@ -60,9 +63,14 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     columns = batch.non_tensor_batch
     rows = zip(columns["raw_prompt"], columns[EPISODE], fields["turns"], strict=True)
     for prompt, facts, turns in rows:
-        first = facts["answers"][0].get("text") if facts["answers"] else None
-        said = [{"role": turn["role"], "content": turn["text"]} for turn in turns]
-        chats.append([*map(dict, with_observation(prompt, first)), *said])
+        requests = [answer.get("request", {"extends": True}) for answer in facts["answers"]]
+        place = max((n for n, one in enumerate(requests) if not one["extends"]), default=0)
+        first = facts["answers"][place] if facts["answers"] else {}
+        begin = first.get("messages") or with_observation(prompt, first.get("text"))
+        drawn = [n for n, turn in enumerate(turns) if "tokens" in turn]
+        rest = turns[drawn[place] :] if place < len(drawn) else []
+        said = [{"role": turn["role"], "content": turn["text"]} for turn in rest]
+        chats.append([*map(dict, begin), *said])
     return chats
 
 

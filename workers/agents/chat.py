@@ -110,11 +110,19 @@ class TurnRenderer:
         return rest.removeprefix(stop)
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages whose text has none of the template's special tokens."""
-        return [{**one, "content": self.escaped(one["content"])} for one in messages]
+        """Messages, their names and calls too, in which none of the template's tokens stands."""
+        return [self._safe(one) for one in messages]
+
+    def _safe(self, part: Any) -> Any:
+        if isinstance(part, str):
+            return self.escaped(part)
+        if isinstance(part, Mapping):
+            return {self._safe(name): self._safe(inner) for name, inner in part.items()}
+        return [self._safe(inner) for inner in part] if isinstance(part, list) else part
 
     def escaped(self, text: str) -> str:
         """A text of the environment's in which no special token of the template's stands."""
+        text = text.encode(errors="replace").decode()  # halves of a surrogate pair have no ids
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")

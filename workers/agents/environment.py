@@ -192,7 +192,9 @@ class Loaded:
         return [
             method
             for name, method in inspect.getmembers(self.cls, inspect.isfunction)
-            if not name.startswith("_") and name not in NO_TOOLS
+            if not name.startswith("_")
+            and (name not in NO_TOOLS or name == "step" and _step_is_tool(self.cls))
+            and not isinstance(inspect.getattr_static(self.cls, name), staticmethod)
         ]
 
     @property
@@ -212,6 +214,20 @@ class Loaded:
 
 NO_TOOLS = {"reset", "step", "get_reward"}
 """Public methods of an environment that the policy does not call."""
+
+
+def _has_step(cls: type) -> bool:
+    """Whether `step` answers what is said."""
+    step = getattr(cls, "step", None)
+    return step not in (None, Environment.step) and not _step_is_tool(cls)
+
+
+def _step_is_tool(cls: type) -> bool:
+    """As in TRL, whose tools give texts."""
+    step = getattr(cls, "step", None)
+    if step is None or issubclass(cls, Environment):
+        return False
+    return inspect.signature(step).return_annotation in (str, "str")
 
 
 def in_full(path: str) -> str:
@@ -286,11 +302,10 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
                 f"environment={path}: reset gets row, rng and columns by their names, and "
                 f"{parameter.name!r} has none."
             )
-    step = getattr(cls, "step", None)
-    if step is None or step is Environment.step:
+    if not _has_step(cls):
         return
     try:
-        inspect.signature(step).bind(None, "text")
+        inspect.signature(cls.step).bind(None, "text")
     except TypeError as error:
         raise ConfigError(
             f"environment={path}: step takes the text that was said: {error}."
@@ -321,12 +336,10 @@ class Episode:
         self._env: Any = None
         if loaded.cls is not None:
             self._env = loaded.cls(**loaded.kwargs)
-            self._env.rng = self._own
+            if not hasattr(self._env, "rng"):
+                self._env.rng = self._own
         self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
-        step = getattr(self._env, "step", None)
-        self._has_step = (
-            step is not None and getattr(step, "__func__", None) is not Environment.step
-        )
+        self._has_step = loaded.cls is not None and _has_step(loaded.cls)
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The first observation: a text, or None."""

@@ -54,6 +54,8 @@ class _Process:
     rest: bytes = b""
     until: float = 0.0
     is_asked: bool = False
+    is_agent: bool = False
+    """Its last answer was a request: a program of the user's waits for what is drawn."""
     busy_s: float = 0.0
     """What its last answer took."""
 
@@ -148,12 +150,12 @@ class EnvironmentHost:
         return math.inf if one is None else one.busy_s
 
     def end(self, number: int) -> None:
-        """End a trajectory; its process goes to another one, unless it owes an answer."""
+        """End a trajectory; its process goes to another one, unless something goes on in it."""
         one = self._open.pop(number, None)
         if one is None:
             return
         self._selector.unregister(one.socket)
-        if one.is_asked or one.rest:
+        if one.is_asked or one.is_agent or one.rest:
             self._kill(one)
         else:
             self._idle.append(one)
@@ -210,6 +212,7 @@ class EnvironmentHost:
             return None
         busy = found.pop("busy_s", 0.0)
         one.busy_s = busy if isinstance(busy, float) else 0.0
+        one.is_agent = "request" in found
         if "failed" in found:
             self._fail(number, str(found["failed"]))
             return None

@@ -176,7 +176,8 @@ class TurnLoop:
         self._played: dict[int, Trajectory] = {}
         """By number, those that are not taken."""
         self._unopened: deque[int] = deque()
-        self._open: set[int] = set()
+        self._open: dict[int, None] = {}
+        """Those that have environments, in the order in which they have begun."""
         self._running: dict[int, int] = {}
         """The engine's number of a sample -> that of its trajectory."""
         self._ready: list[int] = []
@@ -258,6 +259,7 @@ class TurnLoop:
         is_idle = not self._running and not self._ready
         for number, answer in self._host.answers(seconds if is_idle else 0.0):
             self._heard(number, answer)
+        self._end_late()
         self._submit_ready()
         if not self._running:
             return False
@@ -275,7 +277,8 @@ class TurnLoop:
         one = self._played[number]
         one.since = one.began = time.monotonic()
         one.times[-1].asked = time.time()
-        self._open.add(number)
+        self._open.pop(number, None)
+        self._open[number] = None
         self._host.open(number, one.start.seeds, one.start.row)
 
     def _submit_ready(self) -> None:
@@ -311,7 +314,8 @@ class TurnLoop:
         elif answer.get("end"):
             one.rewards.append((_last_drawn(one), answer["reward"]))
             one.rewards += [(_end_of(one, turn), more) for turn, more in answer.get("rewards", ())]
-            self._end(number, one.cut or (MAX_TURNS if answer.get("truncated") else TERMINATED))
+            cut = one.cut or answer.get("cut")
+            self._end(number, cut or (MAX_TURNS if answer.get("truncated") else TERMINATED))
         else:
             one.rewards.append((_last_drawn(one), answer["reward"]))
             self._observed(number, answer["messages"])
@@ -323,9 +327,18 @@ class TurnLoop:
         times.environment += busy
         times.waiting += seconds - busy
         times.heard = time.time()
-        one.answers.append({name: answer[name] for name in answer if name != "request"})
+        one.answers.append(self._noted(answer, one.cut))
         one.num_calls += answer.get("calls", 0)
         one.num_call_errors += answer.get("errors", 0)
+
+    def _noted(self, answer: Mapping[str, Any], cut: str) -> Mapping[str, Any]:
+        """What is kept of an answer: all by which a trajectory is played again."""
+        request = answer.get("request")
+        if request is None:
+            return {**answer, "cut": cut} if answer.get("end") and cut else answer
+        if request["extends"] and self._config.history == "as_drawn":
+            request = {**request, "chat": []}  # the messages are read alone
+        return {**answer, "request": request}
 
     def _observed_first(self, number: int, text: str | None) -> None:
         one, width = self._played[number], self._engine.limits.prompt_width
@@ -333,10 +346,9 @@ class TurnLoop:
         one.chat = with_observation(one.start.prompt, safe)
         prompt = self._chat.prompt(one.chat)
         if len(prompt) > width:
-            raise RolloutError(
-                f"rollout: {one.start.name} begins with {len(prompt)} tokens of prompt and first "
-                f"observation, and data.max_prompt_length is {width}. Raise it."
-            )
+            words = f"it begins with {len(prompt)} tokens of prompt and first observation"
+            self._end(number, BROKEN, f"{words}, and data.max_prompt_length is {width}: raise it")
+            return
         self._read_first(number, prompt, self._end_of_turn(0))
 
     def _read_first(self, number: int, prompt: list[int], end_at: int | None) -> None:
@@ -444,8 +456,7 @@ class TurnLoop:
     def _refuse(self, number: int, problem: Refused) -> None:
         one = self._played[number]
         one.answers.pop()  # it is no turn
-        if not self._is_late(number):
-            self._host.say(number, "", refused=problem.facts, is_cut=bool(one.cut))
+        self._host.say(number, "", refused=problem.facts, is_cut=bool(one.cut))
 
     def _end_of_turn(self, length: int, asked: int | None = None) -> int | None:
         """Where a turn of so many tokens at most ends; `asked`: by an agent."""
@@ -475,8 +486,6 @@ class TurnLoop:
             if one.request is None:
                 self._end(number, CUT_BY_LENGTH)
                 return
-        if self._is_late(number):
-            return
         self._say(number, drawn)
 
     def _say(self, number: int, drawn: list[int]) -> None:
@@ -498,13 +507,19 @@ class TurnLoop:
         text = self._chat.with_tools(one.request["tools"]).text_of(said)
         self._host.say(number, text, delay_s, **_facts(one, len(drawn)))
 
-    def _is_late(self, number: int) -> bool:
-        """Whether a trajectory has taken too long, and ends."""
-        most = self._config.episode_s
-        if time.monotonic() - self._played[number].began <= most:
-            return False
-        self._end(number, LATE, f"it took over environment.episode_s={most:g} s")
-        return True
+    def _end_late(self) -> None:
+        """Those that have taken too long, wherever they are."""
+        most, now = self._config.episode_s, time.monotonic()
+        for number in list(self._open):
+            one = self._played[number]
+            if now - one.began <= most:
+                break
+            if number in self._running.values():
+                one.times[-1].engine += one.lap()
+            else:
+                one.times[-1].environment += one.lap()
+            self._forget(number)
+            self._end(number, LATE, f"it took over environment.episode_s={most:g} s")
 
     def _failed(self, number: int, answer: Mapping[str, Any]) -> None:
         """Again with a fresh environment and the same noise, or left as it is and marked."""
@@ -553,7 +568,7 @@ class TurnLoop:
         if not one.sample.prompt:  # it failed before it had said anything
             prompt = self._chat.prompt(with_observation(one.start.prompt, None))
             one.sample = replace(one.sample, prompt=prompt)
-        self._open.discard(number)
+        del self._open[number]
         self._ended.append(number)
         self._host.end(number)
 

@@ -122,6 +122,8 @@ def _play(asks: socket.socket, loaded: Loaded, spec: EnvironmentSpec) -> NoRetur
                 answer = {"failed": in_words(error) + place_of(error)}
             answer["busy_s"] = time.perf_counter() - began
             asks.sendall(json.dumps(answer).encode() + b"\n")
+    except ConnectionError:
+        pass  # the other end is gone
     except BaseException:  # noqa: BLE001 - this is the edge of the process
         with suppress(BaseException):
             traceback.print_exc()

@@ -23,7 +23,7 @@ class RecordedHost:
         self._left[number] = iter(row[RECORDED])
         self._asked.append(number)
 
-    def say(self, number: int, text: str, delay_s: float = 0.0) -> None:
+    def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
         """Ask for the next answer, whatever was said."""
         self._asked.append(number)
 

@@ -27,6 +27,9 @@ from trainer.data.prompts import load_tokenizer
 from trainer.ppo.recipe import PPO
 from trainer.replay.replay import replay
 from trainer.replay.trajectory import _Row, first_difference, replay_trajectory
+from trainer.rollouts.turns import chats_of
+from trainer.run_folder.batches import STAGES, batch_file
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
 COUNT = """from workers.agents import End, Environment, Turn
@@ -40,6 +43,21 @@ class Count(Environment):
         self.said += 1
         return End(1.0) if self.said == self.goal else Turn("no", reward=-0.25)
 """
+AGENT = """import openai
+
+def run(row):
+    policy, messages = openai.OpenAI(), [{"role": "user", "content": "name it"}]
+    for turn in range(4):
+        try:
+            found = policy.chat.completions.create(model="any", messages=messages, max_tokens=4)
+        except openai.BadRequestError:
+            return 0.25
+        messages += [found.choices[0].message, {"role": "user", "content": "no"}]
+        if turn == 1:
+            messages = messages[2:]
+    return 1.0
+"""
+"""It forgets its first turn after the second, and is cut where it may have three."""
 PLAYED = (
     "data.max_prompt_length=24",
     "data.max_response_length=40",
@@ -72,6 +90,43 @@ def played(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_sample(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "rollouts/2.jsonl").read_text().splitlines()[0])
     return found
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of an agent."""
+    folder = tmp_path_factory.mktemp("asked")
+    (folder / "asks.py").write_text(AGENT)
+    more = [
+        *PLAYED,
+        *POLICY_ALONE,
+        f"environment={folder}/asks.py:run",
+        "environment.max_turns=3",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=null",
+        "trainer.max_batches_to_keep=1",
+    ]
+    run(load_config(overrides(tiny_dir, folder / "run", *more), PPO))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("live", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_requests_of_an_agent_are_made_again_bit_for_bit(asked: Path, live: bool) -> None:
+    """Also where it has rewritten its history, and where it was cut."""
+    sample = first_sample(asked)
+    assert (sample["ended"], sample["score"]) == ("max_turns", 0.25)
+    assert lines(asked)[-1]["agents/num_segments/mean"] == 2
+    found = replay_trajectory(asked, sample["uid"], live=live)
+    assert [(one.num_turns, one.difference) for one in found] == [(3, "")] * len(found)
+
+
+def test_the_chat_of_an_agent_is_what_it_has_asked_last(asked: Path, tiny_dir: Path) -> None:
+    batch = DataProto.load_from_disk(batch_file(asked, 2, STAGES[0]))
+    for found in chats_of(batch, load_tokenizer(str(tiny_dir / "model"))):
+        assert found is not None
+        assert [message["role"] for message in found] == ["user", "assistant", "user", "assistant"]
+        assert found[0]["content"] == found[2]["content"] == "no"  # it has forgotten the first turn
 
 
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -256,6 +311,22 @@ def test_a_game_is_played_by_hand_and_by_the_model(
     assert alone[1].startswith("policy: ")
     assert alone[2:] == ["environment: 'no', reward -0.25", "1 turns, reward -0.25"]
     assert chat_with(played, "", monkeypatch, show, *environment, "--turns", "1") == alone
+
+
+def test_an_agent_is_answered_by_hand_and_by_the_model(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def show() -> str:
+        return capsys.readouterr().out
+
+    environment = ("--environment", f"{asked.parent}/asks.py:run")
+    found = chat_with(asked, "a\nb\n", monkeypatch, show, *environment)
+    assert found[:3] == ["environment: 'name it', reward 0", "> a", "environment: 'no', reward 0"]
+    assert found[-2:] == ["environment: end, reward 1", "4 turns, reward 1"]
+    assert sum(line.startswith("policy: ") for line in found) == 2
+    ids = ("--environment", "tests.workers.agents.agents:by_ids")
+    with pytest.raises(ConfigError, match="asks by token ids"):
+        chat.main([str(asked), *ids])
 
 
 def test_a_game_that_fails_says_why(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import time
 
 import httpx
@@ -19,6 +20,13 @@ def any_of_these(row, **given):
     return globals()[row["agent"]](
         **{name: arguments[name] for name in arguments if name in needed}
     )
+
+
+def tells_its_process(row):
+    """One request, which says in which process it was made."""
+    asked = [{"role": "user", "content": str(os.getpid())}]
+    openai.OpenAI().chat.completions.create(messages=asked, **SHORT)
+    return 1.0
 
 
 ASK = [{"role": "user", "content": "go"}]

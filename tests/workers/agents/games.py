@@ -114,10 +114,13 @@ class Says(Environment):
 
 
 class Long(Environment):
-    """Begins with more than a prompt holds."""
+    """Begins a row with more than a prompt holds."""
 
     def reset(self, row, rng):
-        return "x" * 99
+        return "x" * (99 if row["number"] == 0 else 1)
+
+    def step(self, text):
+        return End(1.0)
 
 
 class Strange(Environment):
@@ -176,6 +179,29 @@ class Judged:
 
     async def get_reward(self) -> float:
         return float(self.level * len(self.text))
+
+
+class Rolls:
+    """As in TRL: a generator of its own, a helper that is no method, and `step` as a tool."""
+
+    def __init__(self) -> None:
+        self.rng, self.reward = random.Random(3), 0.0
+
+    def reset(self, **columns) -> str:
+        return f"begin at {self.rng.randint(1, 6)}"
+
+    def step(self, by: int) -> str:
+        """Go on.
+
+        Args:
+            by: how far
+        """
+        self.reward = float(self.double(by))
+        return f"went {by}"
+
+    @staticmethod
+    def double(number):
+        return 2 * number
 
 
 class NoReset:

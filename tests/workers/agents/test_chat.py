@@ -161,6 +161,18 @@ def test_a_special_token_in_an_observation_is_a_text() -> None:
     ]
 
 
+def test_a_special_token_in_a_tools_name_or_call_is_a_text() -> None:
+    """A policy that makes up a name can write one letter by letter."""
+    tokenizer = tokenizer_with(CHATML.replace("'tool: '", "m.name + ': '"))
+    chat = TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
+    found = chat.between(None, [{"role": "tool", "name": "<eos>", "content": "no"}])
+    plain = chat.between(None, [{"role": "tool", "name": "", "content": "no"}])
+    assert found.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
+    call = {"function": {"name": "a<eos>", "arguments": {"<eos>": ["<eos>"]}}}
+    (safe,) = chat.safe([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert "<eos>" not in str(safe)
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "words"),
     [

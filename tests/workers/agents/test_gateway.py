@@ -219,6 +219,31 @@ def test_an_agent_that_hangs_ends_at_its_deadline(play: Play) -> None:
     assert (one.ended, one.problem) == ("deadline", "no answer within environment.step_s=2 s")
 
 
+def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys() -> None:
+    """One that is late or aborted would go on there, beside the next one."""
+    with closing(EnvironmentHost(EnvironmentSpec(f"{HERE}:tells_its_process"), 20.0)) as host:
+        for number in range(2):
+            host.open(number, (0, number), {})
+        asked: dict[int, str] = {}
+        while len(asked) < 2:
+            for number, answer in host.answers(1.0):
+                asked[number] = answer["messages"][0]["content"]
+        host.end(0)
+        host.say(1, "a")
+        while not (answers := list(host.answers(1.0))):
+            pass
+        assert answers[0][1]["end"]
+        host.end(1)
+        host.open(2, (0, 2), {})
+        host.open(3, (0, 3), {})
+        again: dict[int, str] = {}
+        while len(again) < 2:
+            for number, answer in host.answers(1.0):
+                again[number] = answer["messages"][0]["content"]
+    assert again[2] == asked[1]
+    assert again[3] not in asked.values()
+
+
 def test_chance_is_the_prompts_in_rng_and_the_samples_elsewhere(play: Play) -> None:
     found, again = play("draws", num=4), play("draws", num=4)
     same_bits(found, again)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.workers.rollout_engines import load
-from verl_like.errors import ConfigError, RolloutError
+from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
@@ -195,6 +195,16 @@ def test_one_that_never_answers_delays_by_its_deadline_alone(play: Play) -> None
     assert {one.ended for one in others} == {"terminated"}
 
 
+def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
+    """Though no answer of its environment is late."""
+    kwargs = {"turns": 2, "sleep": 60.0, "slow_row": 0}
+    late, *others = play("Count", num=3, kwargs=kwargs, step_s=90.0, episode_s=4.0, retries=2)
+    assert (late.ended, late.attempts) == ("deadline", 1)
+    assert late.problem == "it took over environment.episode_s=4 s"
+    assert 4.0 < late.since - late.began < 30.0
+    assert {one.ended for one in others} == {"terminated"}
+
+
 def test_one_whose_process_ends_fails_alone(play: Play) -> None:
     (one,) = play("Dies", num=1)
     assert (one.ended, one.problem) == ("environment", "its process has ended")
@@ -228,9 +238,17 @@ def test_an_observation_that_leaves_no_room_ends_the_trajectory(play: Play) -> N
     assert drawn_of(one).all()
 
 
-def test_a_first_observation_that_does_not_fit_is_an_error(play: Play, tokenizer: Any) -> None:
-    with pytest.raises(RolloutError, match=r"data\.max_prompt_length is 16\. Raise it"):
-        play("Long", num=1)
+def test_a_first_observation_that_does_not_fit_is_one_trajectorys_failure(play: Play) -> None:
+    long, *others = play("Long", num=3)
+    assert (long.ended, long.num_turns, long.is_left_out) == ("environment", 0, True)
+    assert re.search(r"begins with \d+ tokens .* data\.max_prompt_length is 16", long.problem)
+    assert {one.ended for one in others} == {"terminated"}
+
+
+def test_halves_of_a_surrogate_pair_are_read_as_something_else(play: Play, tokenizer: Any) -> None:
+    (one,) = play("Says", num=1, kwargs={"text": "a\ud800b"}, max_turns=2)
+    assert one.ended == "max_turns"
+    assert "a?b" in tokenizer.decode(one.sample.tokens[~drawn_of(one)])
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,16 @@ def test_trls_get_reward_is_the_reward_and_no_tool() -> None:
     assert episode.step("done") == {"end": True, "reward": 6.0}
 
 
+def test_trls_step_is_a_tool_and_its_attributes_stay_its_own() -> None:
+    loaded = EnvironmentSpec(path=f"{HERE}:Rolls").load()
+    assert [tool.name for tool in loaded.tools] == ["step"]
+    episode = Episode(loaded, (0, 1))
+    assert episode.reset({"prompt": "x"}) == {"text": f"begin at {random.Random(3).randint(1, 6)}"}
+    found = episode.step('<tool_call>{"name": "step", "arguments": {"by": 2}}</tool_call>')
+    assert found["messages"] == [{"role": "tool", "name": "step", "content": "went 2"}]
+    assert episode.step("done") == {"end": True, "reward": 4.0}
+
+
 def test_functions_and_coroutines_are_tools_without_an_environment() -> None:
     episode = Episode(EnvironmentSpec(tools=[f"{HERE}:add", f"{HERE}:shout"]).load(), (0, 1))
     assert episode.reset({}) == {"text": None}
