@@ -24,7 +24,7 @@ from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.sharding import Sharding, dims_of, settle
+from workers.parallel.sharding import Sharding, axes_key, dims_of, settle
 from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_at_once
 
@@ -61,10 +61,18 @@ class HeldModel:
 
     @property
     def sharding(self) -> Sharding:
-        """How it is laid over its ranks; int8 weights are whole on each."""
-        strategy = "ddp" if self.quantization else self.strategy
-        section = f"{self.section}.fsdp_config".lstrip(".")
-        return settle(strategy, self.fsdp, self.parallel, section)
+        """How it is laid over its ranks."""
+        key = self._fsdp_key
+        return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
+
+    @property
+    def axes_key(self) -> str:
+        """The name of its `parallel`."""
+        return axes_key(self._fsdp_key)
+
+    @property
+    def _fsdp_key(self) -> str:
+        return f"{self.section}.fsdp_config".lstrip(".")
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""
@@ -141,7 +149,8 @@ def memory_of(
     """
     precision = precision_of(held.model, device_type)
     kept = precision.weights if held.trains else precision.compute
-    shapes, sharding = model_shapes(held.model, held.head, precision.compute), held.sharding
+    sharding = held.sharding
+    shapes = model_shapes(held.model, held.head, precision.compute, sharding.tp)
     dims = dims_of(ranks, sharding)
     shards = 1 if sharding.strategy in ("ddp", "single") else dims.shard * dims.sp
 
@@ -155,10 +164,12 @@ def memory_of(
     copied = 0.0
     if copies:
         saved = {"optimizer": 2 * trained, "model": averages + (trained or shapes.held(kept))}
-        copied = sum(saved.get(name, 0) for name in held.saved) / (shards if shards > 1 else ranks)
+        writers = ranks if shards == sharding.tp == 1 else shards
+        copied = sum(saved.get(name, 0) for name in held.saved) / writers
         if "hf_model" in held.saved:  # the first rank's, in the type of the model's folder
             stored = getattr(hf_config_of(held.model), "dtype", None) or precision.compute
-            copied += shapes.num_weights * stored.itemsize
+            whole = model_shapes(held.model, held.head, precision.compute)
+            copied += whole.num_weights * stored.itemsize
     names = [held.quantization or name_of(kept), name_of(precision.compute)]
     return RoleMemory(
         role=role,
@@ -213,7 +224,8 @@ def _activations(held: HeldModel, shapes: ModelShapes, largest: LargestPass) -> 
     """Bytes of a pass beside the weights; None where the model cannot be traced."""
     model, at_once, chunked = held.model, largest.reads, 0
     if held.head == "token":
-        at_once = positions_at_once(hf_config_of(model), largest.reads, model.use_fused_kernels)
+        config, num_words = hf_config_of(model), shapes.outputs_per_read
+        at_once = positions_at_once(config, largest.reads, model.use_fused_kernels, num_words)
         if at_once < largest.reads:
             chunked = shapes.beside_chunks(largest.reads, held.trains)
     kept: float | None = shapes.logits(at_once)
@@ -253,7 +265,8 @@ def rollout_memory(
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
     if rollout.server_urls:
         weights = cache = 0  # on the servers' devices
-    is_whole = ranks_of_actor == 1 or (ranks_of_actor and policy.actor.strategy == "ddp")
+    is_copied = policy.actor.strategy == "ddp" and policy.actor.parallel.tp == 1
+    is_whole = ranks_of_actor == 1 or (ranks_of_actor and is_copied)
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:
         weights = 0  # the actor's own module

@@ -333,6 +333,17 @@ class DataProto:
         arrays = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
         return self._made(tensors, rows, arrays, self.meta_info)
 
+    def views(self, size: int) -> list[Self]:
+        """Parts of this many rows, the last maybe shorter, that share the batch's storage."""
+        tensors = {name: column.split(size) for name, column in self.columns.items()}
+        parts = []
+        for number, start in enumerate(range(0, len(self), size)):
+            rows = slice(start, min(start + size, len(self)))
+            own = {name: columns[number] for name, columns in tensors.items()}
+            arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
+            parts.append(self._made(own, rows.stop - start, arrays, self.meta_info))
+        return parts
+
     def to(self, device: torch.device | str) -> Self:
         """Move the tensors, in place."""
         if self._dense is not None:

@@ -21,11 +21,12 @@ def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
     """
     total = len(data)
     size = -(-total // num_chunks)
+    views = data.views(size)
     chunks = []
     for index in range(num_chunks):
         start, stop = min(index * size, total), min((index + 1) * size, total)
         if stop - start == size:
-            chunk = view_rows(data, start, stop)
+            chunk = views[index]
         else:
             padding = [i % total for i in range(size - (stop - start))]
             chunk = data.select_idxs([*range(start, stop), *padding])

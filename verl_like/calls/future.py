@@ -10,6 +10,7 @@ A future holds references to chunks on the workers; `get()` brings them here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -156,6 +157,13 @@ class WorkerFuture:
         """Ranks that waits for this call have found gone."""
         failures = self._calls.failures
         return [rank for rank, error in failures.items() if isinstance(error, WorkerDiedError)]
+
+    @functools.cached_property
+    def headers_of_chunks(self) -> list[Any]:
+        """References to the headers of all chunks: each, or one to the list of them."""
+        headers = [chunk.header for chunk in self.chunks]
+        joined = self.transport.join(headers)
+        return headers if joined is None else [joined]
 
     def can_be_passed_to(self, transport: Transport, num_chunks: int) -> bool:
         """Whether so many ranks of another group can each be given a chunk by reference."""

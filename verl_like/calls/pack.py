@@ -45,14 +45,14 @@ def submit_all(
 
     def pack(value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):
-            chunks, first = value.future.chunks, len(parts)
-            parts += [chunks[value.index].payload, *(chunk.header for chunk in chunks)]
+            future, first = value.future, len(parts)
+            parts += [future.chunks[value.index].payload, *future.headers_of_chunks]
             return ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index)
         if isinstance(value, WorkerFuture):  # nobody but the driver has all of it
             value = value.batch() if value.form == "batch" else value.get()
-        if num_bytes(value) < SHARED_BYTES:
-            return value
         if id(value) not in shared:
+            if num_bytes(value) < SHARED_BYTES:
+                return value
             shared[id(value)] = value, *transport.share(value)
         parts.append(shared[id(value)][1])
         return Slot(len(parts) - 1)

@@ -162,6 +162,13 @@ class Transport(ABC):
         """
         return value, None
 
+    def join(self, references: Sequence[Any]) -> Any | None:
+        """One reference to a list of these values; None where they are passed one by one.
+
+        Each of N ranks that gets a future's chunk needs all N headers.
+        """
+        return None
+
     def report_abandoned(self) -> None:
         """Log the failures of finished calls that nobody will ask for any more."""
         for name, headers in take_all(self.abandoned):

@@ -63,7 +63,10 @@ def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
 
 def _checked(numbers: Sequence[int], parts: Sequence[Any]) -> list[Header]:
     """The headers among the parts; the error of a call that failed is raised."""
-    headers = [Header.read(parts[number]) for number in numbers]
+    found = [parts[number] for number in numbers]
+    if len(found) == 1 and isinstance(found[0], list):
+        found = found[0]
+    headers = [Header.read(value) for value in found]
     for header in headers:
         if header.error is not None:
             raise UpstreamError(header.error)

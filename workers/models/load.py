@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
@@ -145,13 +147,28 @@ def materialize(module: Any, device: torch.device) -> None:
             if buffer is not None:
                 buffers.append((child, name, buffer))
 
-    module.to_empty(device=device)
+    module._apply(partial(_empty, device=device))
     for (first, first_name), *others in owners.values():
         for child, name in others:
             child._parameters[name] = first._parameters[first_name]
     for child, name, buffer in buffers:
         dtype = torch.float32 if name in precise else buffer.dtype
         child._buffers[name] = buffer.to(device, dtype)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    """As `empty_like`, which gives DTensors a mesh that torch keeps, maybe of groups that ended."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    own = torch.empty_like(tensor.to_local(), device=device)
+    return DTensor.from_local(
+        own,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 class Folder:

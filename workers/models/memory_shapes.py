@@ -11,6 +11,7 @@ number a token and head, never the square of the length.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,10 @@ COUNTED = "counted_attention"
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Counts of a model's numbers: of its weights, and of what a pass over tokens keeps."""
+    """Counts of a model's numbers: of its weights, and of what a pass over tokens keeps.
+
+    They are those of one rank where tensor parallelism cuts the matrices.
+    """
 
     num_weights: int
     num_trained: int
@@ -89,49 +93,62 @@ class ModelShapes:
         return 2 * states + 4 * self.hidden_size * self.outputs_per_read
 
 
-_known: dict[tuple[str, str, Head, torch.dtype], ModelShapes] = {}
-"""Settings, what config.json says, head and type of computation -> their shapes.
+_known: dict[tuple[str, str, Head, torch.dtype, int], ModelShapes] = {}
+"""Settings, what config.json says, head, type of computation and ranks -> their shapes.
 
 Roles of one run have mostly the same ones, and a pass to count with takes half a second.
 """
 
 
-def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShapes:
-    """The shapes of the model that `config.path` describes, computing in that type."""
+def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype, tp: int = 1) -> ModelShapes:
+    """The shapes of the model that `config.path` describes, computing in that type.
+
+    Or of a rank's part of it, of `tp` that matrices are cut over.
+    """
     described = model_folder(config.path, weights=False) / "config.json"
     text = described.read_text(encoding="utf-8") if described.is_file() else ""
-    known = (repr(config), text, head, compute)
+    known = (repr(config), text, head, compute, tp)
     if known not in _known:
-        _known[known] = _counted(config, head, compute)
+        _known[known] = _counted(config, head, compute, tp)
     return _known[known]
 
 
-def _counted(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShapes:
+def _counted(config: ModelConfig, head: Head, compute: torch.dtype, tp: int) -> ModelShapes:
     module = meta_model(config, head)
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     body, text = body_of(module), module.config.get_text_config()
     layers = set(module._no_split_modules or ())
-    inside: dict[int, int] = {}
+    inside: dict[int, Tensor] = {}
     for child in module.modules():
         if type(child).__name__ in layers:
-            inside |= {id(weight): weight.numel() for weight in child.parameters()}
+            inside |= {id(weight): weight for weight in child.parameters()}
 
-    num_weights = sum(weight.numel() for weight in module.parameters())
+    cut: set[int] = set()
+    if tp > 1:
+        from workers.parallel import tensor  # with torch's DTensor
+
+        tensor.check(module, tp, "parallel.tp")
+        cut = tensor.cut_weights(module)
+
+    def numel(weights: Iterable[Tensor]) -> int:
+        return sum(-(-w.numel() // tp) if id(w) in cut else w.numel() for w in weights)
+
+    num_weights = numel(module.parameters())
     linears = [layer.weight for _, layer in quantizable(module)]
     return ModelShapes(
         num_weights=num_weights,
-        num_trained=sum(weight.numel() for weight in trained),
+        num_trained=numel(trained),
         num_int8=sum(weight.numel() for weight in linears),
         num_scales=sum(len(weight) for weight in linears),
         num_layers=text.num_hidden_layers,
-        num_outside_layers=num_weights - sum(inside.values()),
+        num_outside_layers=num_weights - numel(inside.values()),
         num_in_experts=sum(
             weight.numel() for _, each in experts_of(module) for weight in each.parameters()
         ),
         hidden_size=text.hidden_size,
-        outputs_per_read=text.vocab_size if head == "token" else 1,
+        outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
-        saved_per_token=saved_per_token(body, compute),
+        saved_per_token=saved_per_token(body, compute, tp),
         compute_bytes=compute.itemsize,
     )
 
@@ -176,21 +193,31 @@ NUM_TRACED = 256
 """Tokens of the traced pass; what is saved grows with them in proportion."""
 
 
-def saved_per_token(body: Any, compute: torch.dtype) -> int | None:
-    """Bytes that autograd saves for a token of the body, weights left out."""
-    total = _saved(body.to(compute))
-    return None if total is None else -(-total // NUM_TRACED)
+def saved_per_token(body: Any, compute: torch.dtype, tp: int = 1) -> int | None:
+    """Bytes that autograd saves for a token of the body, weights left out.
+
+    Hidden states are whole on every one of `tp` ranks; heads, and what is inside of MLPs, is cut.
+    """
+    saved = _saved(body.to(compute))
+    if saved is None:
+        return None
+    hidden_size = body.config.get_text_config().hidden_size
+    total = 0
+    for tensor in saved:
+        are_states = tensor.dim() <= 3 and tensor.shape[-1] == hidden_size
+        total += tensor.untyped_storage().nbytes() // (1 if are_states else tp)
+    return -(-total // NUM_TRACED)
 
 
-def _saved(module: Any) -> int | None:
-    """Bytes that a pass of `NUM_TRACED` tokens saves; None where it cannot be traced."""
+def _saved(module: Any) -> list[Tensor] | None:
+    """What a pass of `NUM_TRACED` tokens saves; None where it cannot be traced."""
     weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
     ids = torch.zeros(1, NUM_TRACED, dtype=torch.long, device="meta")
     found: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata not in weights:
-            found[tensor.untyped_storage()._cdata] = tensor
+            found.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     counted = attending_by(module, COUNTED, _attention, _no_mask)
@@ -199,7 +226,7 @@ def _saved(module: Any) -> int | None:
             module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return None  # a model whose pass depends on its numbers, as a router's does
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return list(found.values())
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from workers.parallel.placements import own_ranges
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -50,16 +51,19 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def own_rows(weight: Tensor, whole: Any) -> Tensor:
-    """The part of a whole tensor, or of a file's, that this rank holds of the weight.
-
-    FSDP2 cuts rows so that the last ranks may have fewer or none.
-    """
+    """The part of a whole tensor, or of a file's, that this rank holds of the weight."""
     if not isinstance(weight, DTensor):
         part: Tensor = whole[...]
         return part
-    sizes, offsets = compute_local_shape_and_global_offset(
-        weight.shape, weight.device_mesh, weight.placements
-    )
-    ranges = zip(offsets, sizes, strict=True)
-    part = whole[tuple(slice(begin, begin + size) for begin, size in ranges)]
-    return part
+    return _read(whole, own_ranges(weight), ())
+
+
+def _read(whole: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> Tensor:
+    """Of `ranges` along every dim those after the ones that were `chosen`, end to end."""
+    dim = len(chosen)
+    if dim == len(ranges):
+        found: Tensor = whole[chosen]
+        return found
+    along = [slice(one.start, one.stop) for one in ranges[dim]] or [slice(0, 0)]
+    parts = [_read(whole, ranges, (*chosen, one)) for one in along]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -62,12 +62,12 @@ def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def check_experts(module: nn.Module, size: int, efsdp: int = 1) -> None:
+def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "parallel.ep") -> None:
     """Refuse a model whose experts cannot be spread over `size` ranks, each cut `efsdp` times."""
     found = list(experts_of(module))
     if not found:
         raise ConfigError(
-            f"parallel.ep={size}: {type(module).__name__} has no routed experts; leave it at 1."
+            f"{key}={size}: {type(module).__name__} has no routed experts; leave it at 1."
         )
     for name, experts in found:
         kept = list(experts.parameters(recurse=False))
@@ -80,13 +80,13 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1) -> None:
             or len(arguments) != NUM_ARGUMENTS + 1
         ):
             raise ConfigError(
-                f"parallel.ep={size}: {name} is a {type(experts).__name__}, which does not keep "
+                f"{key}={size}: {name} is a {type(experts).__name__}, which does not keep "
                 "its experts as tensors of all of them; leave it at 1."
             )
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
-                f"parallel.ep={size} does not divide the {count} experts of {name}; valid: {valid}."
+                f"{key}={size} does not divide the {count} experts of {name}; valid: {valid}."
             )
         for weight in kept:
             cut_of_experts(weight, efsdp)

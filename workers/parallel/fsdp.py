@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from workers.parallel.experts import cut_of_experts, experts_of
+from workers.parallel.placements import (
+    all_gather_rows,
+    gather_rows,
+    is_first_replica,
+    whole_tensor,
+)
 from workers.parallel.sharding import Sharding
 
 BUCKET_BYTES = 64 * 2**20
@@ -121,78 +127,26 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
             own.copy_(total)
 
 
-def gather_rows(tensor: DTensor) -> Tensor | None:
-    """A tensor sharded by rows over one axis of its mesh, whole on rank 0, None elsewhere.
-
-    Each shard goes straight to its place: half the bytes of an all-gather, and no copies. Other
-    replicas do nothing.
-    """
-    mesh, own = tensor.device_mesh, tensor.to_local().contiguous()
-    group = mesh.get_group(_row_axis(tensor))
-    if dist.get_global_rank(group, 0) != 0:
-        return None
-    if dist.get_rank(group) != 0:
-        if own.numel():
-            dist.send(own, 0, group)
-        return None
-
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    mine, *others = whole.chunk(group.size())  # as FSDP2 cuts rows; the last ranks may have none
-    arriving = []
-    for rank, rows in enumerate(others, 1):
-        arriving.append(dist.irecv(rows, group=group, group_src=rank))
-    mine.copy_(own)
-    for work in arriving:
-        work.wait()
-    return whole
-
-
 def full_tensor(parameter: Tensor) -> Tensor:
     """A weight as one tensor, where its shards are; collective where it is sharded."""
     tensor = parameter.detach()
-    if isinstance(tensor, DTensor):
-        return all_gather_rows(tensor) if _is_rows_on_cpu(tensor) else tensor.full_tensor()
-    return tensor
-
-
-def all_gather_rows(tensor: DTensor) -> Tensor:
-    """A tensor sharded by rows over one axis of its mesh, whole on every rank.
-
-    One collective and nothing else: torch's own way, which knows every placement, takes several
-    times as long on tensors of some kilobytes.
-    """
-    mesh, own = tensor.device_mesh, tensor.to_local().contiguous()
-    group = mesh.get_group(_row_axis(tensor))
-    num_rows, *others = tensor.shape
-    most = -(-num_rows // group.size())
-    if len(own) < most:  # as FSDP2 cuts rows, the last ranks have fewer or none
-        own = torch.cat([own, own.new_zeros(most - len(own), *others)])
-
-    whole = own.new_empty(group.size() * most, *others)
-    dist.all_gather(list(whole.chunk(group.size())), own, group=group)
-    return whole[:num_rows]
-
-
-def _is_rows_on_cpu(tensor: DTensor) -> bool:
-    return tensor.device.type == "cpu" and _row_axis(tensor) is not None
-
-
-def _row_axis(tensor: DTensor) -> int | None:
-    """The axis of the mesh that shards by rows, if no other one shards, and none by strides."""
-    cut = [(n, p) for n, p in enumerate(tensor.placements) if not isinstance(p, Replicate)]
-    if len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0:
-        return cut[0][0]
-    return None
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = whole_tensor(tensor, all_gather_rows)
+    assert whole is not None, "every rank has all rows"
+    return whole
 
 
 def tensor_on_first(parameter: Tensor) -> Tensor | None:
     """A weight as one tensor on rank 0, None elsewhere; collective where it is sharded."""
     tensor = parameter.detach()
-    if isinstance(tensor, DTensor):
-        if _is_rows_on_cpu(tensor):
-            return gather_rows(tensor)
-        tensor = tensor.full_tensor()
-    return tensor if dist.get_rank() == 0 else None
+    if not isinstance(tensor, DTensor):
+        return tensor if dist.get_rank() == 0 else None
+    if tensor.device.type != "cpu":  # the sends of NCCL need connections of their own
+        whole = full_tensor(tensor)
+        return whole if dist.get_rank() == 0 else None
+    # other replicas do nothing
+    return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None
 
 
 @contextmanager

@@ -60,15 +60,21 @@ def settle(
     config: FSDPConfig | FrozenFSDPConfig,
     parallel: ParallelConfig | None = None,
     section: str = "fsdp_config",
+    quantization: str | None = None,
 ) -> Sharding:
     """The settings of `fsdp_config` that a strategy names; what the user set there must agree.
 
-    `fsdp_size` and `parallel.shard` are one size.
+    `fsdp_size` and `parallel.shard` are one size. Quantised weights are whole on every rank.
     """
-    base, offloads = STRATEGIES[strategy]
+    base, offloads = STRATEGIES["ddp" if quantization else strategy]
     whole = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
     axes = {} if parallel is None else dict(vars(parallel))
+    if quantization and axes.get("tp", 1) > 1:
+        raise ConfigError(
+            f"{axes_key(section)}.tp={axes['tp']} cuts every matrix, and "
+            f"quantization={quantization} keeps linear weights whole on every rank; drop one."
+        )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
         raise ConfigError(f"{name}={size} and parallel.shard={shard} are one size; drop one.")
@@ -89,6 +95,14 @@ def settle(
             )
         offload[name] = offloads or bool(wanted)
     return Sharding(base, 1 if whole else size, **offload, **axes)
+
+
+def axes_key(section: str) -> str:
+    """The name of the `parallel` that goes with an `fsdp_config` of this name."""
+    prefix = f".{section.removesuffix('fsdp_config')}"
+    if prefix.endswith(".model."):  # it stands beside the model
+        prefix = prefix.removesuffix("model.")
+    return f"{prefix}parallel".lstrip(".")
 
 
 def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:

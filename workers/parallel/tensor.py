@@ -556,6 +556,18 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
     return found
 
 
+def cut_weights(module: Any) -> set[int]:
+    """The ids of the parameters of which every rank would have a part."""
+    layers = layers_of(module)
+    found = set()
+    for path, layer in module.named_modules():
+        how = layers.get(path, Layer())
+        for name, weight in layer._parameters.items():
+            if weight is not None and not isinstance(how.placement(name, weight), Replicate):
+                found.add(id(weight))
+    return found
+
+
 def check(module: Any, tp: int, key: str) -> None:
     """Refuse to cut a module, which may be on the meta device, over so many ranks."""
     try:

@@ -133,7 +133,7 @@ def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
         raise RolloutError(
             "rollout.init_model shares the actor's module: call the actor's init_model first."
         )
-    is_other = actor.engine.is_sharded or actor.engine.module.dtype != dtype
+    is_other = not actor.engine.is_whole or actor.engine.module.dtype != dtype
     return None if is_other else actor.engine.module
 
 

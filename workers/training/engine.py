@@ -16,8 +16,9 @@ micro-batches and the ranks with unlike rows (`workers.parallel.groups`). So nei
 number of ranks changes a result beyond float rounding.
 
 Rows run without their padding where that is proven right (`workers.training.row_proof`). The
-strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the
-module is a plain one, so that a rollout engine in the same process can read it by reference.
+strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp without
+tensor parallelism, the module is a plain one, so that a rollout engine in the same process can read
+it by reference.
 
 Engines for other rows extend it: one number a row (`score_engine`), pairs of rows (`pairs`).
 """
@@ -41,6 +42,7 @@ from workers.models.lora import adapter_parts, add_adapter, merged_tensors, spli
 from workers.models.precision import computing_in, frozen, precision_of
 from workers.models.quantize import quantize_linears
 from workers.models.state import named_state, persistent_buffers
+from workers.parallel import tensor as tensor_parallel
 from workers.parallel.experts import spread_experts
 from workers.parallel.fsdp import (
     add_up_gradients,
@@ -109,8 +111,7 @@ class TrainEngine:
     ) -> None:
         self.model_config = model_config
         self.quantization = quantization
-        # int8 weights are whole on every rank
-        self.sharding = settle("ddp" if quantization else strategy, fsdp_config, parallel)
+        self.sharding = settle(strategy, fsdp_config, parallel, quantization=quantization)
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
@@ -142,6 +143,10 @@ class TrainEngine:
                 quantize_linears(self.module, self.device)
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
+        self.cut: tensor_parallel.Cut | None = None
+        if self.groups.tp is not None:
+            tensor_parallel.check(self.module, self.dims.tp, "parallel.tp")
+            self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])
         if self.is_sharded:
             mesh, strategy = self.groups.fsdp_mesh, self.sharding.strategy
             efsdp_mesh = None
@@ -159,10 +164,19 @@ class TrainEngine:
 
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
-        rows = {"may_pack": self.model_config.use_remove_padding, "group": self.groups.sp}
+        rows = {
+            "may_pack": self.model_config.use_remove_padding,
+            "group": self.groups.sp,
+            "cut_over": self.groups.tp,
+        }
         with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds every weight, as a plain tensor."""
+        return self.cut is None and not self.is_sharded
 
     @property
     def packs(self) -> bool:
@@ -255,6 +269,8 @@ class TrainEngine:
             totals |= self._run_passes(other, budget, its_loss)
         if not self.is_sharded:
             add_up_gradients(self.parameters(), self.groups.loss)
+        if self.cut is not None:
+            self.cut.add_up_gradients()
         summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
         return dict(zip(totals, summed.tolist(), strict=True))
 
@@ -301,6 +317,7 @@ class TrainEngine:
                 feed.own(columns["responses"].values[inside]).to(self.device),
                 wanted,
                 may_chunk=self.model_config.use_fused_kernels,
+                words=None if self.cut is None else self.cut.words,
             )
         else:
             found = {"values": read(self.module, feed)[:, 0].float()}

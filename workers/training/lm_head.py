@@ -70,7 +70,8 @@ def token_columns(
     `words` are those that the module gives logits of, where other ranks have the others.
     """
     compute = functools.partial(columns_of_logits, wanted=wanted, words=words)
-    num_rows = positions_at_once(module.config, len(labels), may_chunk, words)
+    num_words = None if words is None else words.most
+    num_rows = positions_at_once(module.config, len(labels), may_chunk, num_words)
     if num_rows < len(labels):
         return _in_chunks(module, feed, labels, compute, num_rows)
     return compute(read(module, feed), labels)
@@ -96,18 +97,21 @@ def columns_of_logits(
 
 
 def positions_at_once(
-    config: Any, num_positions: int, may_chunk: bool = True, words: Words | None = None
+    config: Any, num_positions: int, may_chunk: bool = True, num_words: int | None = None
 ) -> int:
-    """How many positions have logits at the same time, in a pass that reads so many."""
-    num_rows = rows_per_chunk(config, words)
+    """How many positions have logits at the same time, in a pass that reads so many.
+
+    Of `num_words`, if ranks share the vocabulary: those of the rank that has the most.
+    """
+    num_rows = rows_per_chunk(config, num_words)
     if may_chunk and num_positions > num_rows and not why_not_chunked(config):
         return num_rows
     return num_positions
 
 
-def rows_per_chunk(config: Any, words: Words | None = None) -> int:
-    """Positions whose logits take CHUNK_BYTES, on every rank of those that share a vocabulary."""
-    vocabulary: int = config.get_text_config().vocab_size if words is None else words.most
+def rows_per_chunk(config: Any, num_words: int | None = None) -> int:
+    """Positions whose logits take CHUNK_BYTES."""
+    vocabulary: int = num_words or config.get_text_config().vocab_size
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 

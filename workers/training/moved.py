@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from workers.models.state import own_part
+from workers.parallel.placements import is_first_replica
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +25,17 @@ MOST_ELEMENTS = 10**6
 
 
 def sample_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Some elements of every parameter of this rank, copied."""
+    """Some elements of every parameter of this rank, copied.
+
+    Of ranks that hold the same part of a parameter the first looks at it.
+    """
     own = [own_part(parameter).reshape(-1) for parameter in parameters]
     stride = max(1, -(-sum(map(len, own)) // MOST_ELEMENTS))
-    return [elements[::stride].clone() for elements in own]
+    found = []
+    for parameter, elements in zip(parameters, own, strict=True):
+        is_mine = not isinstance(parameter, DTensor) or is_first_replica(parameter)
+        found.append(elements[::stride].clone() if is_mine else elements[:0])
+    return found
 
 
 def count_moved(

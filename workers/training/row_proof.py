@@ -33,7 +33,7 @@ from workers.models.rotary import factor_border
 from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import Rows, SequenceRanks
 from workers.training.attention import VarlenKernel, packed_rows, takes_layout
-from workers.training.microbatch import Budget, RowColumns, cut
+from workers.training.microbatch import Budget, RowColumns, all_reduce, cut
 from workers.training.packing import (
     Feed,
     by_segment,
@@ -124,17 +124,18 @@ def prove_rows(
     *,
     may_pack: bool,
     group: dist.ProcessGroup | None = None,
+    cut_over: dist.ProcessGroup | None = None,
 ) -> RowPasses:
     """The fastest right way for this model; a warning says why it is not the next faster one.
 
     Where the ranks of a `group` share a pass only packed rows will do. Every rank of a sharded
-    module calls it.
+    module calls it; those that it is `cut_over` have logits of unlike words.
     """
     config = module.config
     attention = attention_of(body_of(module).config.get_text_config()._attn_implementation)
     ways: tuple[Kind, ...] = ("packed", "padded", "single") if may_pack else ("padded", "single")
     kind, reasons = prove_class(config, attention, ways)
-    if kind == "packed" and (reason := _why_not_packed(module, device, kernel)):
+    if kind == "packed" and (reason := _why_not_packed(module, device, kernel, cut_over)):
         kind, reasons = prove_class(config, attention, ways[1:])
         reasons = {"packed": reason, **reasons}
 
@@ -325,7 +326,12 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
     return ""
 
 
-def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | None) -> str:
+def _why_not_packed(
+    module: Any,
+    device: torch.device,
+    kernel: VarlenKernel | None,
+    cut_over: dist.ProcessGroup | None = None,
+) -> str:
     """What is wrong with two short packed rows on the model's own weights."""
     vocabulary = body_of(module).get_input_embeddings().num_embeddings
     positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
@@ -341,7 +347,8 @@ def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | No
 
     is_rounded = packed.dtype != torch.float32 or is_quantized(module)
     limit = 3e-2 if is_rounded else 1e-4
-    error_norm = relative_error(packed, padded)
+    error = torch.tensor(relative_error(packed, padded), device=device)
+    error_norm = float(all_reduce(error, cut_over, dist.ReduceOp.MAX))
     if error_norm <= limit:
         return ""
     return f"relative error {error_norm:.1e} over a limit of {limit:.0e}"

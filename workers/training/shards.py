@@ -1,9 +1,10 @@
 """Tensors of all ranks in one folder: torch's distributed checkpoint in safetensors.
 
     <folder>/<rank>.safetensors      pieces by name; the header says where each belongs
+    <folder>/<rank>-1.safetensors    second pieces, of packed weights that tensor parallelism cut
 
-A piece is what a rank holds of a sharded tensor. One that every rank holds whole is written by one
-of them. Any number of ranks, and `torch.distributed.checkpoint.HuggingFaceStorageReader` anywhere,
+A piece is what a rank holds of a sharded tensor. One that several ranks hold is written by one of
+them. Any number of ranks, and `torch.distributed.checkpoint.HuggingFaceStorageReader` anywhere,
 reads what any other number wrote. Nothing is pickled: whoever reads the folder runs no code of who
 wrote it.
 
@@ -21,10 +22,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from verl_like.errors import CheckpointError
+from workers.models.state import own_part
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
+from workers.parallel.placements import Piece, is_first_replica, pieces_of
 
 FACTS = {"format": "pt", "DCP_VERSION": "1.0"}
 PLACES = "DCP_SHARDING_INFO"
@@ -40,43 +43,36 @@ def write_shards(
 ) -> None:
     """Write this rank's file; every rank calls it with the same names in the same order."""
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = pieces_to_write(tensors, rank, num_ranks)
-    places = {name: {"saved_offsets": _offsets(tensors[name])} for name in pieces}
-    header = FACTS | {PLACES: json.dumps(places)}
-    write_tensors(pieces, folder / f"{rank}.safetensors", header, writer)
+    for number, pieces in enumerate(pieces_to_write(tensors, rank, num_ranks)):
+        offsets = {name: [along.start for along in place] for name, (place, _) in pieces.items()}
+        places = {name: {"saved_offsets": of_piece} for name, of_piece in offsets.items()}
+        header = FACTS | {PLACES: json.dumps(places)}
+        path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
+        write_tensors({name: own for name, (_, own) in pieces.items()}, path, header, writer)
 
 
-def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, Tensor]:
-    """What this rank writes; together the ranks write every element once."""
+Pieces = dict[str, tuple[tuple[range, ...], Tensor]]
+"""Name -> where in the whole a piece lies, and the piece."""
+
+
+def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> list[Pieces]:
+    """What this rank writes, by files; together the ranks write every element once."""
     bytes_of = [0] * num_ranks
-    mine = {}
+    files: list[Pieces] = [{}]
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            is_mine = _is_first_replica(tensor)
-            piece = tensor.to_local().detach()
+            is_mine = is_first_replica(tensor)
         else:
             writer = bytes_of.index(min(bytes_of))
             bytes_of[writer] += tensor.nbytes
             is_mine = writer == rank
-            piece = tensor.detach()
-        if is_mine and piece.numel():
-            mine[name] = piece
-    return mine
-
-
-def _offsets(tensor: Any) -> list[int]:
-    """Where a rank's piece begins in the whole tensor, along every dim."""
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim()
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    return list(chunk.offsets)
-
-
-def _is_first_replica(tensor: DTensor) -> bool:
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank holds tensors of its own mesh only"
-    places = zip(coordinate, tensor.placements, strict=True)
-    return all(place == 0 for place, placement in places if isinstance(placement, Replicate))
+        if not is_mine or not tensor.numel():
+            continue
+        own = own_part(tensor)
+        for number, piece in enumerate(pieces_of(tensor)):
+            files += [{}] if number == len(files) else []
+            files[number][name] = piece.place, own[piece.local]
+    return files
 
 
 DAMAGE = (
@@ -116,8 +112,6 @@ def _damaged(folder: Path, error: BaseException) -> CheckpointError:
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Fill this rank's part of every tensor; other tensors of the folder stay unread."""
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
-
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     stored = stored_tensors(folder)
     missing = [name for name in wanted if not _is_covered(wanted[name].shape, stored.get(name))]
@@ -127,9 +121,26 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
             f"{', '.join(missing[:5])}"
         )
     try:
-        load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except (*DAMAGE, CheckpointException) as error:
+        for path in sorted(folder.glob("*.safetensors")):
+            _read_file(wanted, path)
+    except DAMAGE as error:
         raise _damaged(folder, error) from error
+
+
+def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """What a file has of this rank's parts; nothing else of it is read."""
+    with safe_open(path, framework="pt") as opened:
+        places = json.loads(opened.metadata()[PLACES])
+        for name in tensors.keys() & {*opened.keys()}:
+            tensor, stored = tensors[name], opened.get_slice(name)
+            if not tensor.dim():
+                own_part(tensor).copy_(opened.get_tensor(name))
+                continue
+            there = Piece.at(places[name]["saved_offsets"], stored.get_shape())
+            for piece in pieces_of(tensor):
+                if shared := piece.shared_with(there):
+                    own, of_file = shared
+                    own_part(tensor)[own].copy_(stored[of_file])
 
 
 def _is_covered(shape: tuple[int, ...], stored: Any) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3MoeConfig
 
+from tests.workers.kept_ranks import run_kept
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import DataProto
@@ -21,6 +23,8 @@ from workers.cpu.allocator import keep_freed_memory
 from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
+from workers.models.state import own_part
+from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training import engine as engine_module
 from workers.training.engine import INPUTS
@@ -150,6 +154,28 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
     engine.optimizer.step()
     moments = [t for state in engine.optimizer.state.values() for t in state.values()]
     assert 2 * in_bytes == pytest.approx(sum(moment.nbytes for moment in moments), rel=0.001)
+
+
+def held_by_a_rank(small: Path) -> tuple[int, int]:
+    """Bytes of the weights, and of what a pass keeps, where two ranks cut the matrices."""
+    sharding.NOT_YET = {}
+    engine_module.cpu_kernels = lambda _: nullcontext()
+    actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
+    actor.init_model(1)
+    own: Any = [own_part(weight) for weight in actor.engine.parameters()]
+    with actor.engine.running():
+        kept, _ = kept_by(lambda: actor.engine.outputs(columns())["log_probs"].values, own)
+    return sum(weight.nbytes for weight in own), kept
+
+
+def test_a_rank_that_cuts_matrices_holds_what_the_shapes_say(small: Path) -> None:
+    config = ModelConfig(path=str(small / "model"))
+    shapes, whole = (model_shapes(config, "token", torch.float32, tp) for tp in (2, 1))
+    tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE
+    for weights, kept in run_kept(2, held_by_a_rank, small):
+        assert 4 * shapes.num_trained == weights
+        assert shapes.saved(tokens, reads, checkpointing=False) == pytest.approx(kept, rel=0.1)
+        assert kept < 0.8 * (whole.saved(tokens, reads, checkpointing=False) or 0)
 
 
 def test_adapters_alone_are_trained(small: Path) -> None:

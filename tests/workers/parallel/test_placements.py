@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -15,6 +18,10 @@ from workers.parallel.fsdp import full_tensor, tensor_on_first
 
 SHARDED_TWICE = (_StridedShard(0, split_factor=2), Shard(0))
 """As FSDP2 cuts the rows that tensor parallelism has cut: the second axis comes first."""
+PACKED = (Shard(0), _StridedShard(1, split_factor=2))
+"""Columns of two weights end to end, over the second axis; rows over the first."""
+PACKED_TWICE = (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2))
+"""Rows of two weights end to end over the second axis, then FSDP2's over the first."""
 PLACEMENTS = [
     (Replicate(), Shard(0)),
     (Shard(0), Replicate()),
@@ -24,24 +31,43 @@ PLACEMENTS = [
     (Replicate(), Shard(1)),
     (Replicate(), Replicate()),
     SHARDED_TWICE,
+    PACKED,
+    PACKED_TWICE,
 ]
+
+
+def cut_by_hand(whole: Tensor, placements: Any, at: int, tp: int) -> Tensor | None:
+    """The part of placements that torch cuts otherwise, or not at all."""
+    if placements is SHARDED_TWICE:
+        return _rows(_rows(whole, tp), at)
+    if placements is PACKED:
+        first, second = _rows(whole, at).chunk(2, dim=1)
+        return torch.cat([_rows(first.T, tp), _rows(second.T, tp)]).T
+    if placements is PACKED_TWICE:
+        return _rows(torch.cat([_rows(half, tp) for half in whole.chunk(2)]), at)
+    return None
+
+
+def _rows(tensor: Tensor, rank: int) -> Tensor:
+    """Of two ranks."""
+    most = -(-len(tensor) // 2)
+    return tensor[rank * most : (rank + 1) * most]
 
 
 def is_right(rows: int) -> list[tuple[bool, bool, bool]]:
     worker = Worker()
     worker.open_process_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    whole = torch.arange(rows * 6.0).view(rows, 6)
+    whole = torch.arange(rows * 8.0).view(rows, 8)
     found = []
     for placements in PLACEMENTS:
-        if placements is SHARDED_TWICE:
-            at, tp = mesh.get_local_rank("shard"), mesh.get_local_rank("tp")
-            own = whole.chunk(2)[tp].chunk(2)[at].contiguous()
-            tensor = DTensor.from_local(
-                own, mesh, placements, shape=whole.shape, stride=whole.stride()
-            )
-        else:
+        own = cut_by_hand(whole, placements, *(mesh.get_local_rank(n) for n in ("shard", "tp")))
+        if own is None:
             tensor = distribute_tensor(whole, mesh, placements)
+        else:
+            tensor = DTensor.from_local(
+                own.contiguous(), mesh, placements, shape=whole.shape, stride=whole.stride()
+            )
         first = tensor_on_first(tensor)
         on_first = torch.equal(first, whole) if first is not None else worker.rank != 0
         part = torch.equal(own_rows(tensor, whole), own_part(tensor))
@@ -49,7 +75,7 @@ def is_right(rows: int) -> list[tuple[bool, bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize("rows", [32, 12])
+@pytest.mark.parametrize("rows", [32, 6, 2])
 def test_a_weight_is_whole_at_every_placement(rows: int) -> None:
     for found in run_kept(4, is_right, rows):
         assert found == [(True, True, True)] * len(PLACEMENTS)

@@ -59,6 +59,7 @@ LATENT = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
     "qwen2, one head of keys": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "gemma-2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, **WINDOW}),

@@ -36,6 +36,14 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 
+MOST_APART = 64
+"""References to headers that a task gets one by one."""
+
+
+@ray.remote(num_cpus=0)
+def _joined(*values: Any) -> list[Any]:
+    return [*values]
+
 
 class RayTransport(ProcessTransport):
     """Calls travel as actor tasks; a payload stays in the object store until it is asked for."""
@@ -201,6 +209,10 @@ class RayTransport(ProcessTransport):
     def _kill(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+
+    def join(self, references: Sequence[Any]) -> Any | None:
+        """By a task, where they are many: each reference among a call's arguments has its price."""
+        return _joined.remote(*references) if len(references) > MOST_APART else None
 
     def share(self, value: Any) -> tuple[Any, Any]:
         """Into the object store, once for all ranks, unless it is small without its padding."""

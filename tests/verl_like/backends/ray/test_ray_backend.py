@@ -82,6 +82,19 @@ def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references() -> 
         assert back.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
 
 
+def test_the_headers_of_many_chunks_travel_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_like.backends.ray.transport.MOST_APART", 1)
+    with start("ray", {"one": (Adder, (1,))}, [2]) as group:
+        future = group.add_slowly(batch(5, seconds=0.2))
+        chained = group.add_slowly(future)
+        assert not future.done()
+        assert len(future.headers_of_chunks) == 1
+        assert chained.get().batch["x"].tolist() == [2, 3, 4, 5, 6]
+        failed = group.add_slowly(group.add_slowly(DataProto.from_dict({"x": torch.arange(5)})))
+        with pytest.raises(KeyError, match="seconds"):
+            failed.get()
+
+
 def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
     pool = RayResourcePool([3], cpus_per_process=0.5, name_prefix="shared")
     from verl_like import merge_resource_pool, split_resource_pool

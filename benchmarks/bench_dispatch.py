@@ -1,0 +1,193 @@
+"""What a call costs the driver, for 64 to 4,096 ranks that stand in this process.
+
+    python benchmarks/bench_dispatch.py                 # microseconds a rank and call
+    python benchmarks/bench_dispatch.py --ranks 1024 --profile nd8
+
+Real groups split, submit and collect; of the workers there is only what they would answer, so what
+is measured is the driver's own work. A batch has 4 rows a data rank, with columns of tokens that
+are longer than what travels inside a call. Calls: `one_to_all` sends a number; `update` splits a
+batch and gets metrics, over as many data ranks as ranks (`nd1`) or an eighth of them (`nd8`);
+`score` gets a column back; `passed` hands the future of a batch to another group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from verl_like import DataProto, Dispatch, Worker, WorkerGroup, register
+from verl_like import make_nd_compute_dataproto_dispatch_fn as nd
+from verl_like.backends.local.references import Done
+from verl_like.batch.ragged import Ragged
+from verl_like.calls import result as form
+from verl_like.calls.messages import Call, Header, Pending
+from verl_like.calls.result import Metrics
+from verl_like.calls.transport import Transport
+from verl_like.calls.waiting import Deadlines
+from verl_like.process.facts import ProcessFacts
+
+COLUMNS = ("input_ids", "position_ids", "responses", "response_mask")
+WIDTH = 1024
+ROWS_OF_A_RANK = 4
+LIMIT_US = 25.0
+"""A rank and call, at 1,024 ranks of which eight share a model."""
+METRICS = {"actor/pg_loss": 0.1, "actor/grad_norm": 1.0, "actor/lr": 1e-6, "perf/mfu/actor": 0.4}
+
+
+class Trained(Worker):
+    """A role of a model whose ranks share it by ones or eights."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_to_all(self, number: int) -> None: ...
+
+    @register(dispatch_mode=nd("nd1"))
+    def update_nd1(self, data: DataProto) -> Metrics: ...
+
+    @register(dispatch_mode=nd("nd8"))
+    def update_nd8(self, data: DataProto) -> Metrics: ...
+
+    @register(dispatch_mode=nd("nd8"))
+    def score_nd8(self, data: DataProto) -> DataProto: ...
+
+    @register(dispatch_mode=nd("nd1"))
+    def score_nd1(self, data: DataProto) -> DataProto: ...
+
+
+class Answering(Transport):
+    """Every rank has answered as soon as it is asked."""
+
+    kind = "simulated"
+
+    def __init__(self, num_ranks: int) -> None:
+        facts = [ProcessFacts("trained", rank, num_ranks, rank) for rank in range(num_ranks)]
+        super().__init__(facts, Deadlines())
+        self.started = [
+            _header(rank, "__init__", mesh_facts={"trained": _meshes(rank)})
+            for rank in range(num_ranks)
+        ]
+        self.scores = torch.zeros(ROWS_OF_A_RANK, WIDTH)
+
+    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
+        about: dict[str, Any] = {}
+        payload = None
+        if call.method.startswith("update"):
+            about = {"metrics": METRICS, "returned": form.METRICS}
+        elif call.method.startswith("score"):
+            payload = DataProto.from_dict({"values": self.scores})
+            payload.shard = parts[0].shard
+            about = {"returned": form.BATCH, "rows": ROWS_OF_A_RANK, "keys": ("values",)}
+        packed = _header(rank, call.method, **about).packed()
+        return Pending(rank, Done(payload), Done(packed), "trained")
+
+    def fetch_all(
+        self, pending: Sequence[Pending], seconds: float
+    ) -> tuple[list[Header], list[Any]]:
+        headers = [Header.read(each.header.value) for each in pending]
+        return headers, [each.payload.value for each in pending]
+
+    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
+        return list(references)
+
+    def fetch(self, reference: Any) -> Any:
+        return reference.value
+
+    def join(self, references: Sequence[Any]) -> Any:
+        return Done([reference.value for reference in references])
+
+    def stacks(self, seconds: float) -> dict[int, str]:
+        return {}
+
+    def place(self, rank: int) -> str:
+        return "simulated"
+
+    def construct_again(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def _meshes(rank: int) -> dict[str, tuple[int, bool]]:
+    return {"nd1": (rank, True), "nd8": (rank // 8, rank % 8 == 0)}
+
+
+def _header(rank: int, method: str, **about: Any) -> Header:
+    now = time.time()
+    return Header("trained", method, rank, 1, now, now, 0.0, **about)
+
+
+def make_batch(num_rows: int) -> DataProto:
+    """Ragged columns of full rows, and strings beside them."""
+    rows = [torch.arange(WIDTH)] * num_rows
+    columns: dict[str, Any] = {name: Ragged.of_rows(rows, WIDTH) for name in COLUMNS}
+    uids = [f"{row}-0" for row in range(num_rows)]
+    return DataProto.from_dict(columns, non_tensors={"uid": uids})
+
+
+def calls_of(num_ranks: int) -> dict[str, Callable[[], Any]]:
+    """By name."""
+
+    def group() -> WorkerGroup:
+        return WorkerGroup(Answering(num_ranks), {"trained": Trained}, prefixed=())
+
+    one, other = group(), group()
+    whole, eighth = (make_batch(ROWS_OF_A_RANK * n) for n in (num_ranks, num_ranks // 8))
+    return {
+        "one_to_all": lambda: one.one_to_all(1),
+        "update nd1": lambda: one.update_nd1(whole),
+        "update nd8": lambda: one.update_nd8(eighth),
+        "score nd8": lambda: one.score_nd8(eighth),
+        "passed nd1": lambda: other.update_nd1(one.score_nd1.remote(whole)),
+    }
+
+
+def seconds_of(call: Callable[[], Any], rounds: int) -> float:
+    """The median of some calls, of the processor alone: others may have the cores meanwhile."""
+    call()
+    found = []
+    for _ in range(rounds):
+        began = time.process_time()
+        call()
+        found.append(time.process_time() - began)
+    return statistics.median(found)
+
+
+def main() -> None:
+    """Print the table, and whether 1,024 ranks keep their limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profile", help="a call of which to print the profile")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    for num_ranks in chosen.ranks:
+        calls = calls_of(num_ranks)
+        if chosen.profile:
+            call = next(call for name, call in calls.items() if chosen.profile in name)
+            call()
+            with cProfile.Profile() as profile:
+                call()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+            continue
+        for name, call in calls.items():
+            own = seconds_of(call, chosen.rounds) / num_ranks * 1e6
+            found.setdefault(name, []).append(own)
+    if chosen.profile:
+        return
+    print("microseconds a rank and call, driver alone")
+    print(f"{'ranks':<12}" + "".join(f"{num:>9}" for num in chosen.ranks))
+    for name, row in found.items():
+        print(f"{name:<12}" + "".join(f"{number:>9.1f}" for number in row))
+    if 1024 in chosen.ranks:
+        own = found["update nd8"][chosen.ranks.index(1024)]
+        print(f"update nd8 at 1024 ranks: {own:.1f}, limit {LIMIT_US:g}")
+
+
+if __name__ == "__main__":
+    main()

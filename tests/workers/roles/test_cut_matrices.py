@@ -1,0 +1,155 @@
+"""Roles beside actor and critic whose matrices are cut over two ranks, against one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.kept_ranks import run_kept
+from tests.workers.roles import test_preference, test_reward_training
+from tests.workers.samples import learned, make_batch, started, text_rows, tiny_config, weights_of
+from tests.workers.training import test_refresh
+from verl_like.errors import ConfigError
+from workers.config import ModelConfig, OptimConfig, ParallelConfig
+from workers.config.rows import RowWorkerConfig, TrainedModelConfig
+from workers.memory import HeldModel
+from workers.parallel import sharding
+from workers.parallel.model_axes import check_axes
+from workers.roles.actor import ActorWorker
+from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
+from workers.roles.reference import ReferenceWorker
+from workers.roles.sft import SFTWorker
+
+
+def cut_over_all() -> ParallelConfig:
+    """The matrices lie over all ranks of this world."""
+    sharding.NOT_YET = {}
+    return ParallelConfig(tp=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def others(folder: Path, lora_rank: int) -> dict[str, Any]:
+    """What workers on rows say of their rows, and of three updates."""
+    model: dict[str, Any] = {"lora_rank": lora_rank}
+    scores = test_reward_training.worker_of(
+        folder / "model", model, {"parallel": cut_over_all(), "center_coef": 0.1}
+    )
+    own = TrainedModelConfig(path=str(folder / "model"), **model)
+    rows = RowWorkerConfig(model=own, optim=OptimConfig(lr=1e-3), parallel=cut_over_all())
+    texts = started(SFTWorker, rows, 10)
+    config = test_preference.config_of(folder, "dpo", 2)
+    config.parallel, config.model = cut_over_all(), own
+    pairs, batch = started(PreferenceWorker, config, 10), test_preference.batch_of("dpo")
+    frozen = PreferenceReferenceWorker(config)
+    frozen.init_model()
+
+    def learn(worker: Any, data: Any) -> list[dict[str, float]]:
+        return [learned(worker.update_model(data)) for _ in range(3)]
+
+    found = {
+        "reward": learn(scores, test_reward_training.pairs()),
+        "texts": learn(texts, text_rows(7)),
+        "pairs": learn(pairs, batch),
+    }
+    by_rows = {
+        "scores": scores.compute_scores(test_reward_training.pairs()).batch["scores"],
+        "of texts": texts.compute_log_prob(text_rows(7)).batch["log_probs"],
+        "of pairs": pairs.compute_log_prob(batch).batch["response_log_probs"],
+        "of the reference": frozen.compute_ref_log_prob(batch).batch["response_log_probs"],
+    }
+    return {"metrics": found, "columns": by_rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_workers_on_rows_train_as_one(one_layer_dir: Path, lora_rank: int) -> None:
+    alone = others(one_layer_dir, lora_rank)
+    for ranks in run_kept(2, others, one_layer_dir, lora_rank):
+        for name, steps in ranks["metrics"].items():
+            for own, expected in zip(steps, alone["metrics"][name], strict=True):
+                assert own == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+        for name, column in ranks["columns"].items():
+            torch.testing.assert_close(column, alone["columns"][name], atol=1e-4, rtol=0)
+
+
+def followed(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
+    """Weights of the policy before and after two updates, then those of the reference.
+
+    Another reference takes over between the two.
+    """
+    config = test_refresh.config_of(folder)
+    config.actor_rollout_ref.actor.parallel = cut_over_all()
+    config.actor_rollout_ref.ref.parallel = cut_over_all()
+    actor = started(ActorWorker, config, 10)
+    reference = test_refresh.beside(actor, config)
+    found = [weights_of(actor)]
+    for seed in range(2):
+        actor.update_actor(make_batch(4, seed))
+        assert reference.update_weights(seed).error is None
+        found.append(weights_of(actor))
+        if seed == 0:
+            reference.save_checkpoint(str(checkpoint))
+            reference = test_refresh.beside(actor, config)
+            reference.load_checkpoint(str(checkpoint))
+    return [*found, weights_of(reference)]
+
+
+def test_a_reference_that_follows_moves_its_part_of_every_matrix(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    for found in run_kept(2, followed, one_layer_dir, tmp_path):
+        test_refresh.assert_average(found, test_refresh.DECAY)
+
+
+def log_probs(folder: Path, model: dict[str, Any]) -> list[torch.Tensor]:
+    """Of an actor after an update, and of the reference that is its base."""
+    config = tiny_config(folder, ppo_mini_batch_size=4, parallel=cut_over_all())
+    for name, value in model.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    actor = started(ActorWorker, config, 10)
+    actor.update_actor(make_batch(4))
+    found = [actor.compute_log_prob(make_batch(4))[0].batch["old_log_probs"]]
+    if "lora_rank" in model:
+        reference = ReferenceWorker(config)
+        reference._siblings = {"actor": actor}
+        reference.init_model()
+        found.append(reference.compute_ref_log_prob(make_batch(4)).batch["ref_log_prob"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [({"lora_rank": 4}, 2e-5), ({"compute_dtype": "bfloat16", "use_fused_kernels": False}, 0.05)],
+)
+def test_the_policy_s_base_and_its_casts_are_cut_as_it_is(
+    one_layer_dir: Path, model: dict[str, Any], error: float
+) -> None:
+    alone = log_probs(one_layer_dir, model)
+    for found in run_kept(2, log_probs, one_layer_dir, model):
+        for own, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(own, expected, atol=error, rtol=0)
+
+
+def held(folder: Path, tp: int, **settings: Any) -> HeldModel:
+    model = ModelConfig(path=str(folder / "model"))
+    return HeldModel("", model, parallel=ParallelConfig(tp=tp), **settings)
+
+
+def test_a_model_is_refused_by_the_key_of_its_role_before_it_has_weights(
+    one_layer_dir: Path,
+) -> None:
+    check_axes(held(one_layer_dir, 2))
+    with pytest.raises(ConfigError, match=r"^critic.parallel.tp=3 does not divide .* \d+"):
+        check_axes(held(one_layer_dir, 3, section="critic.model", head="scalar"))
+    with pytest.raises(ConfigError, match=r"^parallel.tp=3 does not divide"):
+        check_axes(held(one_layer_dir, 3))
+
+
+def test_int8_weights_are_not_cut(one_layer_dir: Path) -> None:
+    section = "distillation.teacher_model"
+    own = held(one_layer_dir, 2, section=section, quantization="int8")
+    with pytest.raises(ConfigError, match=rf"^{section}.parallel.tp=2 cuts .*quantization=int8"):
+        _ = own.sharding
