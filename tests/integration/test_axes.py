@@ -76,6 +76,7 @@ def with_experts(tiny: Path, folder: Path) -> str:
     return f"{POLICY}.model.path={folder}"
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_experts_follow_one_process(tiny_dir: Path, tmp_path: Path) -> None:
     model = with_experts(tiny_dir, tmp_path / "model")
     more = (model, f"critic.model.path={tmp_path / 'model'}")

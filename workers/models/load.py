@@ -264,7 +264,7 @@ def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> Non
 def _own_experts(group: Group, weights: list[Tensor]) -> range | None:
     """The experts that this rank holds, if some and of all alike, each with pieces of its own."""
     count, held = group.num_experts, set[tuple[int, ...]]()
-    if count is None or {len(weight) for weight in weights if weight.ndim} != {count}:
+    if count is None or any(weight.shape[:1] != (count,) for weight in weights):
         return None
     for weight in weights:
         others = weight.ndim - 1

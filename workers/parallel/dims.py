@@ -8,7 +8,8 @@
 
 Ranks are numbered with tp fastest. Rows of a batch are dealt over replicate x shard; ranks that
 differ along pp, sp or tp alone hold the same rows and are one model group. Experts have a view of
-their own: ep of the shard x sp x tp ranks of a model hold unlike experts.
+their own: ep neighbours of the shard x sp x tp ranks hold unlike experts, and FSDP shards each of
+these over the efsdp ranks that have the same ones.
 """
 
 from __future__ import annotations

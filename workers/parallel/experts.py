@@ -3,9 +3,9 @@
     spread_experts(module, mesh)        # mesh has one axis, "ep"
 
 Every rank has rows of its own. A layer sorts the choices of its tokens by expert and sends each to
-the rank that keeps the expert (one exchange of counts, one of tokens and their weights); the class
-of the experts computes them as it would compute all; a second exchange brings the results home,
-where they are added up. A rank that no token reached takes part all the same, forward and backward.
+the rank that keeps the expert (one exchange of counts, one of tokens); the class of the experts
+computes them as it would compute all; a second exchange brings the results home, where they are
+weighted and added up. A rank that no token reached takes part all the same, forward and backward.
 Gradients of experts are complete then: they come from the tokens of all ranks, and are never added
 over the axis.
 """
@@ -30,28 +30,21 @@ NUM_ARGUMENTS = 3
 
 
 class Exchange(torch.autograd.Function):
-    """Rows of several tensors go to the ranks of a group: `sent[r]` to rank r, in rank order.
-
-    One node of the graph for all of them, so the ranks' backward passes meet in one order.
-    """
+    """Rows go to the ranks of a group: `sent[r]` of them to rank r, in rank order."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        sent: list[int],
-        received: list[int],
-        *columns: Tensor,
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, group: dist.ProcessGroup, sent: list[int], received: list[int], rows: Tensor
+    ) -> Tensor:
         """What the ranks sent here."""
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        return tuple(_exchange(column, sent, received, group) for column in columns)
+        return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """They go back the way the rows came."""
-        back = (_exchange(each, ctx.received, ctx.sent, ctx.group) for each in gradients)
-        return None, None, None, *back
+        back = _exchange(gradient, ctx.received, ctx.sent, ctx.group)
+        return None, None, None, back
 
 
 def _exchange(
@@ -69,12 +62,12 @@ def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def check_experts(module: nn.Module, size: int, efsdp: int = 1) -> None:
+def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "parallel.ep") -> None:
     """Refuse a model whose experts cannot be spread over `size` ranks, each cut `efsdp` times."""
     found = list(experts_of(module))
     if not found:
         raise ConfigError(
-            f"parallel.ep={size}: {type(module).__name__} has no routed experts; leave it at 1."
+            f"{key}={size}: {type(module).__name__} has no routed experts; leave it at 1."
         )
     for name, experts in found:
         kept = list(experts.parameters(recurse=False))
@@ -87,13 +80,13 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1) -> None:
             or len(arguments) != NUM_ARGUMENTS + 1
         ):
             raise ConfigError(
-                f"parallel.ep={size}: {name} is a {type(experts).__name__}, which does not keep "
+                f"{key}={size}: {name} is a {type(experts).__name__}, which does not keep "
                 "its experts as tensors of all of them; leave it at 1."
             )
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
-                f"parallel.ep={size} does not divide the {count} experts of {name}; valid: {valid}."
+                f"{key}={size} does not divide the {count} experts of {name}; valid: {valid}."
             )
         for weight in kept:
             cut_of_experts(weight, efsdp)
@@ -152,20 +145,19 @@ class _Spread:
             each.view(num_ranks, num_here).sum(dim=1).tolist() for each in (counts, arriving)
         )
 
-        tokens = order // chosen.shape[-1]
-        rows, factors = Exchange.apply(
-            self.group, sent, received, hidden[tokens], weights.flatten()[order]
-        )
+        rows = Exchange.apply(self.group, sent, received, hidden[order // chosen.shape[-1]])
         numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
-        numbers = numbers.repeat_interleave(arriving)
+        numbers = numbers.repeat_interleave(arriving)[:, None]
         kept = {name: _local(weight) for name, weight in self.own.named_parameters()}
-        done = functional_call(self.own, kept, (rows, numbers[:, None], factors[:, None]))
+        # weighted at home, in the precision of the weights, as one process does
+        once = torch.ones_like(numbers, dtype=weights.dtype)
+        done = functional_call(self.own, kept, (rows, numbers, once))
         if not len(rows):  # or the backward pass of this rank would leave the exchange out
-            done = done + _nothing_of((rows, factors, *kept.values()))
-        (back,) = Exchange.apply(self.group, received, sent, done)
+            done = done + _nothing_of((rows, *kept.values()))
+        back = Exchange.apply(self.group, received, sent, done)
         # by places, not by index_add, which adds up in another order each time on a GPU
-        in_place = back.index_select(0, order.argsort())
-        return in_place.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
+        in_place = back.index_select(0, order.argsort()).view(*chosen.shape, -1)
+        return (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
 
 def _local(weight: Tensor) -> Tensor:

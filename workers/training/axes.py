@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workers.models.causal_lm import body_of
 from workers.models.memory_shapes import meta_model
@@ -20,17 +20,13 @@ def check_axes(held: HeldModel, num_ranks: int) -> None:
     """Refuse axes that the model of a role cannot have on so many ranks, in words with sizes."""
     dims = dims_of(num_ranks, held.sharding)
     module = meta_model(held.model, held.head)
-    if dims.ep > 1:
-        check_experts(module, dims.ep, dims.efsdp)
     if dims.sp > 1:
-        _check_sequences(module, held, dims.sp)
+        attention = held.model.attn_implementation
+        if attention == "auto":
+            attention = body_of(module).config.get_text_config()._attn_implementation
+        why_not = "" if held.model.use_remove_padding else NOT_ASKED
+        refuse_split(module.config, attention_of(attention), dims.sp, why_not)
     if dims.tp > 1:
         tensor.check(module, dims.tp, f"{held.axes_key}.tp")
-
-
-def _check_sequences(module: Any, held: HeldModel, num_ranks: int) -> None:
-    attention = held.model.attn_implementation
-    if attention == "auto":
-        attention = body_of(module).config.get_text_config()._attn_implementation
-    why_not = "" if held.model.use_remove_padding else NOT_ASKED
-    refuse_split(module.config, attention_of(attention), num_ranks, why_not)
+    if dims.ep > 1:
+        check_experts(module, dims.ep, dims.efsdp, f"{held.axes_key}.ep")
