@@ -34,13 +34,12 @@ same (ZeRO-2). Between calls both hold their shards alone.
 
 NOT_YET = {
     "sp": "sequence parallel",
-    "tp": "tensor parallel",
     "pp": "pipeline stages",
     "ep": "expert parallel",
 }
 """Axes that no run can have; whoever completes one takes it out, and nothing else refuses it.
 
-Engines have sp; it waits for calls that give the ranks of a model group the same rows.
+Engines have sp and tp; sp waits for calls that give the ranks of a model group the same rows.
 """
 
 

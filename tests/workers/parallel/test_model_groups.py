@@ -19,8 +19,7 @@ from workers.roles.actor import ActorWorker
 
 
 def update_on(folder: Path, tp: int) -> Any:
-    """An update where the ranks of a model group hold whole weights, as a stand-in."""
-    sharding.NOT_YET = {}
+    """An update where the ranks of a model group cut matrices."""
     config = tiny_config(folder, ppo_mini_batch_size=3)
     config.actor_rollout_ref.actor.parallel = ParallelConfig(tp=tp)
     actor = started(ActorWorker, config, 10)
@@ -44,8 +43,8 @@ def test_ranks_with_the_same_rows_give_the_numbers_of_one(
 
 def test_the_axes_fill_the_pool() -> None:
     config = FSDPConfig()
-    with pytest.raises(ConfigError, match="parallel.tp=2 \\(tensor parallel\\): no run can have"):
-        dims_of(4, settle("fsdp", config, ParallelConfig(tp=2)))
+    with pytest.raises(ConfigError, match="parallel.pp=2 \\(pipeline stages\\): no run can have"):
+        dims_of(4, settle("fsdp", config, ParallelConfig(pp=2)))
     with pytest.raises(ConfigError, match="fsdp_size=2 and parallel.shard=4 are one size"):
         settle("fsdp", FSDPConfig(fsdp_size=2), ParallelConfig(shard=4))
     assert dims_of(4, settle("fsdp", config, ParallelConfig(shard=2))) == ParallelDims(
