@@ -22,7 +22,7 @@ from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
-from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.models.memory_shapes import ModelShapes, meta_model, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.sharding import Sharding, axes_key, settle
 from workers.training.file_copies import LEAST_BYTES
@@ -85,6 +85,15 @@ class HeldModel:
             parallel=self.parallel,
             **settings,
         )
+
+
+def check_axes(held: HeldModel) -> None:
+    """Refuse, before a device is taken, axes that a role's model cannot have."""
+    sharding = held.sharding
+    if sharding.tp > 1:
+        from workers.parallel import tensor  # with torch's DTensor
+
+        tensor.check(meta_model(held.model, held.head), sharding.tp, f"{held.axes_key}.tp")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from trainer.rollouts.environments import check_environment, check_games, check_
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
 from workers.config import scores_by_rule
+from workers.memory import check_axes
 from workers.models.memory_shapes import check_adapter
 from workers.models.tokenizers import check_same_tokenizer
-from workers.parallel.model_axes import check_axes
 from workers.rewards.weighted import make_rewards
 
 

@@ -10,10 +10,9 @@ from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config.rows import LONGEST_ROW
-from workers.memory import HeldModel, LargestPass, RoleMemory
+from workers.memory import HeldModel, LargestPass, RoleMemory, check_axes
 from workers.models.memory_shapes import check_adapter
 from workers.models.random_init import check_weights
-from workers.parallel.model_axes import check_axes
 
 WAYS_OUT = (
     "Take smaller passes (data.max_token_len_per_gpu, or data.micro_batch_size_per_gpu and "

@@ -38,7 +38,7 @@ def test_ranks_with_the_same_rows_give_the_numbers_of_one(
     for metrics, own in run_kept(world, update_on, one_layer_dir, tp):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
         for name, weight in weights.items():
-            torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_the_axes_fill_the_pool() -> None:

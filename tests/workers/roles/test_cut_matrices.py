@@ -16,8 +16,7 @@ from tests.workers.training import test_refresh
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
-from workers.memory import HeldModel
-from workers.parallel.model_axes import check_axes
+from workers.memory import HeldModel, check_axes
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
