@@ -1,6 +1,6 @@
 """One model on two ranks along an axis of `parallel`, beside one process.
 
-    python benchmarks/bench_parallel.py [--only sp] [--rounds 3]
+    python benchmarks/bench_parallel.py [--only sp|tp] [--rounds 3]
 
 Updates of the 1M-parameter Qwen2: seconds on rows of 4,096 tokens, peak memory of a rank on one of
 16,384. Sides run in turn, with one thread a process; a figure is the median over rounds, of ratios
@@ -21,7 +21,7 @@ from sides import ENV, HERE
 from train_side import MODEL
 
 SIDE = HERE / "parallel_side.py"
-AXES = {"sp": "sp=2"}
+AXES = {"sp": "sp=2", "tp": "tp=2"}
 LIMITS = {"seconds, 4,096 tokens": 0.75, "peak memory, 16,384 tokens": 0.65}
 RUNS = {
     "seconds, 4,096 tokens": ("seconds", ("4096", "2", "3")),

@@ -50,7 +50,8 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "workers": [
         ("columns", "config", "cpu"),
-        ("losses", "models", "parallel", "rewards"),
+        ("parallel",),
+        ("losses", "models", "rewards"),
         ("weights",),
         ("rollout", "training"),
         ("agents", "memory"),

@@ -313,7 +313,7 @@ class Cut:
 def apply(module: Any, mesh: DeviceMesh) -> Cut:
     """Cut the module's parameters over the one axis of `mesh`, and have layers compute so.
 
-    Adapters are there already, memory for weights need not be. `why_not` says whether it can be.
+    Adapters are there already, memory for weights need not be. `check` says whether it can be.
     """
     group, config = mesh.get_group(), module.config.get_text_config()
     layers = layers_of(module)

@@ -24,7 +24,6 @@ from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.models.state import own_part
-from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training import engine as engine_module
 from workers.training.engine import INPUTS
@@ -158,7 +157,6 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
 
 def held_by_a_rank(small: Path) -> tuple[int, int]:
     """Bytes of the weights, and of what a pass keeps, where two ranks cut the matrices."""
-    sharding.NOT_YET = {}
     engine_module.cpu_kernels = lambda _: nullcontext()
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)

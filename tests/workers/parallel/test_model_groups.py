@@ -19,8 +19,7 @@ from workers.roles.actor import ActorWorker
 
 
 def update_on(folder: Path, tp: int) -> Any:
-    """An update where the ranks of a model group hold whole weights, as a stand-in."""
-    sharding.NOT_YET = {}
+    """An update where the ranks of a model group cut matrices."""
     config = tiny_config(folder, ppo_mini_batch_size=3)
     config.actor_rollout_ref.actor.parallel = ParallelConfig(tp=tp)
     actor = started(ActorWorker, config, 10)
@@ -39,13 +38,13 @@ def test_ranks_with_the_same_rows_give_the_numbers_of_one(
     for metrics, own in run_kept(world, update_on, one_layer_dir, tp):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
         for name, weight in weights.items():
-            torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_the_axes_fill_the_pool() -> None:
     config = FSDPConfig()
-    with pytest.raises(ConfigError, match="parallel.tp=2 \\(tensor parallel\\): no run can have"):
-        dims_of(4, settle("fsdp", config, ParallelConfig(tp=2)))
+    with pytest.raises(ConfigError, match="parallel.pp=2 \\(pipeline stages\\): no run can have"):
+        dims_of(4, settle("fsdp", config, ParallelConfig(pp=2)))
     with pytest.raises(ConfigError, match="fsdp_size=2 and parallel.shard=4 are one size"):
         settle("fsdp", FSDPConfig(fsdp_size=2), ParallelConfig(shard=4))
     assert dims_of(4, settle("fsdp", config, ParallelConfig(shard=2))) == ParallelDims(

@@ -17,7 +17,6 @@ from verl_like.errors import ConfigError
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.memory import HeldModel
-from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
@@ -27,7 +26,6 @@ from workers.training.axes import check_axes
 
 def cut_over_all() -> ParallelConfig:
     """The matrices lie over all ranks of this world."""
-    sharding.NOT_YET = {}
     return ParallelConfig(tp=int(os.environ.get("WORLD_SIZE", "1")))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.workers.kept_ranks import run_kept
 from verl_like.errors import CheckpointError
@@ -86,6 +87,42 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
         assert mine.to_local().equal(rows.tensor_split(2 * replicas)[1])
     finally:
         dist.destroy_process_group()
+
+
+def test_packed_weights_are_two_pieces_of_a_rank_which_torch_reads_without_us(
+    tmp_path: Path,
+) -> None:
+    run_kept(1, write_packed, tmp_path)  # a process without a group of its own
+
+
+def write_packed(tmp_path: Path) -> None:
+    """Rows of two weights end to end, each cut over two ranks."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend known
+
+    rows, packed = torch.arange(24.0).reshape(8, 3), _StridedShard(0, split_factor=2)
+    for rank in range(2):
+        dist.init_process_group("fake", rank=rank, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            own = torch.cat([half.chunk(2)[rank] for half in rows.chunk(2)])
+            size = {"shape": rows.shape, "stride": rows.stride()}
+            tensor = DTensor.from_local(own, mesh, [packed], run_check=False, **size)
+            write_shards({"rows": tensor}, tmp_path, rank, 2)
+            if rank == 1:
+                found = DTensor.from_local(own * 0, mesh, [packed], run_check=False, **size)
+                read_shards({"rows": found}, tmp_path)
+                assert found.to_local().equal(own)
+        finally:
+            dist.destroy_process_group()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0-1.safetensors",
+        "0.safetensors",
+        "1-1.safetensors",
+        "1.safetensors",
+    ]
+    whole = {"rows": torch.zeros_like(rows)}
+    load(whole, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert whole["rows"].equal(rows)
 
 
 def part(folder: Path, rank: int, places: str | None = None) -> None:
