@@ -22,7 +22,7 @@ from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
-from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.models.memory_shapes import ModelShapes, meta_model, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.sharding import Sharding, axes_key, dims_of, settle
 from workers.training.file_copies import LEAST_BYTES
@@ -73,6 +73,14 @@ class HeldModel:
     @property
     def _fsdp_key(self) -> str:
         return f"{self.section}.fsdp_config".lstrip(".")
+
+    def check_axes(self, num_ranks: int) -> None:
+        """Refuse axes that the model cannot have on so many ranks; nothing is loaded."""
+        dims = dims_of(num_ranks, self.sharding)
+        if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
+            from workers.training.axes import check_axes  # with the engine: a second
+
+            check_axes(meta_model(self.model, self.head), self.model, dims, self.axes_key)
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""

@@ -115,13 +115,11 @@ def _pool_of(config: RunConfig, role: str) -> tuple[str, int]:
 
 def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
     """Refuse axes that the role's model cannot be laid over."""
-    sharding, (_, ranks) = held.sharding, _pool_of(config, role)
-    if ranks == 0 or max(sharding.sp, sharding.tp, sharding.pp, sharding.ep) == 1:
+    _, ranks = _pool_of(config, role)
+    if ranks == 0:
         return
-    from workers.training.axes import check_axes  # with the engine: a second
-
     try:
-        check_axes(held, ranks)
+        held.check_axes(ranks)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: {error}") from error
 

@@ -21,7 +21,6 @@ from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.sft import SFTWorker
-from workers.training.axes import check_axes
 
 
 def cut_over_all() -> ParallelConfig:
@@ -139,11 +138,11 @@ def held(folder: Path, tp: int, **settings: Any) -> HeldModel:
 def test_a_model_is_refused_by_the_key_of_its_role_before_it_has_weights(
     one_layer_dir: Path,
 ) -> None:
-    check_axes(held(one_layer_dir, 2), 2)
+    held(one_layer_dir, 2).check_axes(2)
     with pytest.raises(ConfigError, match=r"^critic.parallel.tp=3 does not divide .* \d+"):
-        check_axes(held(one_layer_dir, 3, section="critic.model", head="scalar"), 3)
+        held(one_layer_dir, 3, section="critic.model", head="scalar").check_axes(3)
     with pytest.raises(ConfigError, match=r"^parallel.tp=3 does not divide"):
-        check_axes(held(one_layer_dir, 3), 3)
+        held(one_layer_dir, 3).check_axes(3)
 
 
 def test_int8_weights_are_not_cut(one_layer_dir: Path) -> None:
