@@ -1,9 +1,10 @@
-"""A rank of the comparison of `bench_parallel.py`: an update of long rows, on one thread.
+"""A rank of the comparison of `bench_parallel.py`: a call on long rows, on one thread.
 
-    python benchmarks/parallel_side.py FOLDER AXES TOKENS ROWS REPEATS
+    python benchmarks/parallel_side.py FOLDER AXES update|log_prob TOKENS ROWS REPEATS
 
 AXES are those of `parallel`, as in `sp=2`, or empty. Under torchrun's environment it is a rank of
-several. Prints seconds of an update and the peak memory of the process as JSON.
+several. Prints seconds of a call, the peak memory of the process, and what of it was there before
+the first call, as JSON. A log-prob pass has its logits whole.
 """
 
 from __future__ import annotations
@@ -41,34 +42,41 @@ def long_rows(num_rows: int, num_tokens: int) -> Any:
     return DataProto.from_dict(columns)
 
 
-def main(folder: str, axes: str, num_tokens: int, num_rows: int, repeats: int) -> None:
-    """Time an update of micro-batches of one row."""
+def peak_mib() -> float:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main(folder: str, axes: str, call: str, num_tokens: int, num_rows: int, repeats: int) -> None:
+    """Time a call with micro-batches of one row."""
     from tests.workers.samples import tiny_config
     from verl_like.batch.split import split_rows
     from workers.config import ParallelConfig
-    from workers.parallel import sharding
     from workers.roles.actor import ActorWorker
 
-    sharding.NOT_YET = {}  # the rows are dealt here
     torch.set_num_threads(1)
     sizes = dict(part.split("=") for part in axes.split(",") if part)
     parallel = ParallelConfig(**{name: int(size) for name, size in sizes.items()})
     config = tiny_config(folder, ppo_mini_batch_size=num_rows, parallel=parallel)
     config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
+    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
+    config.actor_rollout_ref.model.use_fused_kernels = call == "update"
     actor = ActorWorker(config)
     actor.init_model(10)
     dims = actor.engine.dims
     data = split_rows(long_rows(num_rows, num_tokens), dims.data_size)[dims.data_rank(actor.rank)]
 
-    actor.update_actor(data)
+    run = actor.update_actor if call == "update" else actor.compute_log_prob
+    before = peak_mib()
+    run(data)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
-        actor.update_actor(data)
+        run(data)
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"seconds": statistics.median(seconds or [0.0]), "peak_mib": peak}))
+    found = {"seconds": statistics.median(seconds or [0.0]), "peak_mib": peak_mib()}
+    print(json.dumps({**found, "before_mib": before, "needs_mib": peak_mib() - before}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:6]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:7]))

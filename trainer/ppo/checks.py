@@ -348,17 +348,12 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
             "placement=standalone, or `verl-like detached`."
         )
     for model in models_of(config, without_users=True).values():
-        clashing = {
-            f"fsdp_size={model.fsdp.fsdp_size}": model.fsdp.fsdp_size not in (-1, 1),
-            "param_offload=true": model.fsdp.param_offload,
-        }
-        for setting, is_set in clashing.items():
-            if model.quantization and is_set:
-                yield (
-                    f"{model.section}.quantization=int8 keeps the whole model, a quarter of its "
-                    f"float32 size, on every rank: leave out {model.section}.fsdp_config.{setting},"
-                    " or the quantization."
-                )
+        if model.quantization and model.fsdp.param_offload:
+            yield (
+                f"{model.section}.quantization={model.quantization} keeps the whole model, a "
+                "quarter of its float32 size, on every rank: leave out "
+                f"{model.section}.fsdp_config.param_offload=true, or the quantization."
+            )
 
 
 def check_quantized_device(config: Any) -> None:

@@ -78,6 +78,11 @@ def settle(
         raise ConfigError(f"{name}={size} and parallel.shard={shard} are one size; drop one.")
     if size == -1 and shard != -1:
         size, name = shard, "parallel.shard"
+    if quantization and size not in (-1, 1):
+        raise ConfigError(
+            f"quantization={quantization} keeps the whole model, a quarter of its float32 size, on "
+            f"every rank: leave out {name}={size}, or the quantization."
+        )
     if whole and size not in (-1, 1):
         raise ConfigError(
             f"strategy={strategy} keeps the whole model on every rank, {name}={size} shards it; "

@@ -50,15 +50,17 @@ def begins(agent: str = "", faults: Faults | None = None) -> list[Any]:
 
 
 def lost(loop: TurnLoop, begin: list[Any], num: int = NUM // 2) -> list[Any]:
-    """What is begun once more: the process is lost when so many have had two turns."""
+    """What is begun once more: the process is lost when so many have had two turns.
+
+    Of those that are ahead of others it is what was known then: they may end meanwhile.
+    """
     numbers = loop.submit(begin, sampling(make_tokenizer(), max_tokens=WIDTH), OPEN)
     known: dict[int, Begun] = {}
     while sum(one.num_turns > 1 for one in known.values()) < num:
-        assert loop.num_running >= num, "they end, and are not lost"
-        ended = loop.take(max_tokens=1, seconds=0.01)
-        known = {
-            number: one for number, one in (known | loop.begun()).items() if number not in ended
-        }
+        assert loop.num_running, "they end, and are not lost"
+        loop.take(max_tokens=1, seconds=0.01)
+        ahead = {number: one for number, one in known.items() if one.num_turns > 1}
+        known |= loop.begun() | ahead
     loop.abort()
     return [replace(start, begun=known.get(n)) for n, start in zip(numbers, begin, strict=True)]
 

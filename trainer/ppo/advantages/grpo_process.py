@@ -28,7 +28,8 @@ def compute_grpo_process_advantage(
     """The sum of the normalised scores of the steps that end at the token or later.
 
     Mean and standard deviation (n - 1) are over all steps of the prompt's samples; `step_ends`
-    marks where steps end. Biased if the policy chooses its number of steps; `rloo_process` is not.
+    marks where steps end. If the policy chooses its number of steps this is biased; `rloo_process`
+    is not.
 
     Watch: `critic/advantages/max` and `response_length/mean`: both rise if the policy gains by more
     steps.
