@@ -197,15 +197,24 @@ class Loaded:
             and not isinstance(inspect.getattr_static(self.cls, name), staticmethod)
         ]
 
+    @cached_property
+    def has_step(self) -> bool:
+        """Whether the class answers what is said."""
+        return self.cls is not None and _has_step(self.cls)
+
+    @cached_property
+    def of_reset(self) -> list[inspect.Parameter]:
+        """What `reset` takes; read once, before trajectories are forked."""
+        if self.cls is None:
+            return []
+        return [*inspect.signature(self.cls.reset).parameters.values()][1:]
+
     @property
     def columns(self) -> list[str]:
         """Columns of a row that `reset` cannot do without."""
-        if self.cls is None:
-            return []
-        _, *own = inspect.signature(self.cls.reset).parameters.values()
         return [
             one.name
-            for one in own
+            for one in self.of_reset
             if one.default is one.empty
             and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
             and one.name not in ("row", "rng")
@@ -339,7 +348,7 @@ class Episode:
             if not hasattr(self._env, "rng"):
                 self._env.rng = self._own
         self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
-        self._has_step = loaded.cls is not None and _has_step(loaded.cls)
+        self._loaded = loaded
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The first observation: a text, or None."""
@@ -354,8 +363,8 @@ class Episode:
 
     def _call_reset(self, row: Mapping[str, Any]) -> Any:
         """With what it names of the columns, the row and the rng; `**columns` are the row's."""
-        names = inspect.signature(self._env.reset).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in names.values())
+        names = {one.name for one in self._loaded.of_reset}
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._loaded.of_reset)
         given = {**row, "row": dict(row), "rng": self._shared}
         return self._env.reset(
             **{name: given[name] for name in given if name in names or takes_all and name in row}
@@ -372,7 +381,7 @@ class Episode:
             ]
             errors = sum(failed for _, failed in answers)
             return {"messages": messages, "reward": 0.0, "calls": len(calls), "errors": errors}
-        if not self._has_step:
+        if not self._loaded.has_step:
             return {"end": True, "reward": _finite(self._final_reward())}
         answer = waited(self._env.step(text))
         if isinstance(answer, End):

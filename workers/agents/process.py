@@ -54,6 +54,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         )
         return
     end.send([None, [tool.schema for tool in loaded.tools], loaded.columns])
+    _ = loaded.has_step  # as tools and columns: read here, and in no trajectory's process
     gc.collect()
     gc.freeze()  # what is loaded is then not copied page by page where a fork collects
 
