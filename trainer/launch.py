@@ -25,6 +25,7 @@ from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Trainer
+from trainer.memory import axes_in_words, held_model
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
 from trainer.run_folder.checkpoint import Checkpoints
@@ -36,6 +37,7 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
+from verl_like.placement.roles import expand_roles
 from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
 from verl_like.signatures import check_methods
@@ -191,7 +193,9 @@ def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer
     """Print who runs where and what a step does, as wide as the terminal."""
     width, trainer = terminal_width(), config.trainer
     brief = trainer.show == "brief" and not trainer.dry_run
-    parts = [placement.draw(width), *trainer_cls.describe(config, width, brief)]
+    roles = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
+    axes = axes_in_words(config, {role: held for role, held in roles.items() if held is not None})
+    parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, brief)]
     if trainer_cls.leaves_model(config):
         parts.append(_what_is_left(trainer))
     if brief:

@@ -6,7 +6,7 @@ recipe says how many tokens a pass of each has (`trainer.ppo.memory`, `trainer.r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.config.devices import Devices
 from trainer.config.schema import RunConfig, TrainerConfig
@@ -15,12 +15,23 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.memory import GIB, HeldModel, LargestPass, RoleMemory, memory_of, pool_bytes
+from workers.parallel.sharding import dims_of
 
 
 def held_model(config: RunConfig, role: str) -> HeldModel | None:
     """The model that a role's class says it holds."""
     declares = getattr(worker_class(config, role), "held_model", None)
     return declares(config, config.kind_of(role)) if declares is not None else None
+
+
+def axes_in_words(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[str, str]:
+    """Role -> the axes of its ranks, of roles whose ranks have several."""
+    pools, found = expand_roles(config.role_mapping), {}
+    for role, held in models.items():
+        words = dims_of(sum(config.resource_pool_spec[pools[role]]), held.sharding).in_words()
+        if words:
+            found[role] = words
+    return found
 
 
 def held_memory(

@@ -33,11 +33,13 @@ from trainer.detached.config import DetachedConfig
 from trainer.detached.plan import measured_phases, plan_lines, prediction_line
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
+from trainer.memory import axes_in_words
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.recipe import PPO, load_config
+from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
@@ -99,7 +101,8 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
     num_roles = Counter(expand_roles(config.role_mapping).values())
     shared = [pool for pool, count in num_roles.items() if count > 1]
 
-    lines = nominal_placement(config).draw(max_columns).splitlines()
+    axes = axes_in_words(config, models_of(config, without_users=True))
+    lines = nominal_placement(config).draw(max_columns, axes).splitlines()
     pools = config.resource_pool_spec.items()
     if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
         lines.append(

@@ -123,11 +123,12 @@ class Placement:
     def __str__(self) -> str:
         return self.draw()
 
-    def draw(self, width: int | None = None) -> str:
-        """The plan as a table, no wider than `width` columns."""
+    def draw(self, width: int | None = None, notes: Mapping[str, str] | None = None) -> str:
+        """The plan as a table, no wider than `width` columns; `notes` are put behind roles."""
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
-            roles = ", ".join(plan.roles)
+            noted = {role: f"{role} ({note})" for role, note in (notes or {}).items()}
+            roles = ", ".join(noted.get(role, role) for role in plan.roles)
             for count, node in zip(plan.process_on_nodes, plan.nodes, strict=True):
                 devices = _devices_in_words(plan, node, count)
                 cpus = f"{count * plan.cpus_per_process:g}"

@@ -43,6 +43,12 @@ class ParallelDims:
         """Ranks of the role."""
         return math.prod(self.axes().values())
 
+    def in_words(self) -> str:
+        """`shard 2, tp 4`: the axes, unless all ranks have unlike rows and share the weights."""
+        own = {**self.axes(), "ep": self.ep}
+        shown = own if self.world != self.shard or self.ep > 1 else {}
+        return ", ".join(f"{name} {size}" for name, size in shown.items() if size > 1)
+
     @property
     def data_size(self) -> int:
         """Into how many pieces a batch is dealt."""

@@ -33,6 +33,13 @@ def test_a_split_placement_says_who_overlaps() -> None:
     assert "roles on actor_rollout_ref_pool share its processes and take turns" in text
 
 
+def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
+    axes = ("actor_rollout_ref.actor.parallel.tp=2", "critic.parallel.sp=4")
+    text = explained("placement=split", "trainer.n_gpus_per_node=8", *axes)
+    assert "actor (shard 2, tp 2), rollout" in text
+    assert "critic (sp 4)" in text
+
+
 def test_pools_of_one_process_are_not_said_to_overlap() -> None:
     text = explained("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=local")
     assert "all pools are the driver's own process, so calls run in turns" in text
