@@ -52,7 +52,7 @@ def settings_of(script: Path) -> list[str]:
 def test_the_tiny_split_example_learns_and_overlaps_and_its_numbers_are_those_of_one_pool(
     tmp_path: Path, forked_python: Path
 ) -> None:
-    short = ("trainer.total_training_steps=10",)
+    short = ("trainer.total_training_steps=14",)
     done = bash(SPLIT, *short, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
