@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ParallelConfig
+from workers.models.proof import relative_error
 from workers.parallel import sharding
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of, settle
@@ -38,7 +38,7 @@ def test_ranks_with_the_same_rows_give_the_numbers_of_one(
     for metrics, own in run_kept(world, update_on, one_layer_dir, tp):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
         for name, weight in weights.items():
-            torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5)
+            assert relative_error(own[name], weight) < 1e-6, name
 
 
 def test_the_axes_fill_the_pool() -> None:
