@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 from verl_like.errors import ConfigError
+from workers.parallel.placements import local_part
 
 NUM_ARGUMENTS = 3
 """Of the experts' forward pass: hidden states, the experts that tokens chose, their weights."""
@@ -148,7 +149,7 @@ class _Spread:
         rows = Exchange.apply(self.group, sent, received, hidden[order // chosen.shape[-1]])
         numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
         numbers = numbers.repeat_interleave(arriving)[:, None]
-        kept = {name: _local(weight) for name, weight in self.own.named_parameters()}
+        kept = {name: local_part(weight) for name, weight in self.own.named_parameters()}
         # weighted at home, in the precision of the weights, as one process does
         once = torch.ones_like(numbers, dtype=weights.dtype)
         done = functional_call(self.own, kept, (rows, numbers, once))
@@ -158,10 +159,6 @@ class _Spread:
         # by places, not by index_add, which adds up in another order each time on a GPU
         in_place = back.index_select(0, order.argsort()).view(*chosen.shape, -1)
         return (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _nothing_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from workers.parallel.placements import (
     all_gather_rows,
     gather_rows,
     is_first_replica,
+    local_part,
     whole_tensor,
 )
 from workers.parallel.sharding import Sharding
@@ -116,8 +117,7 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
-        gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        gradients.append(local_part(parameter.grad))
     if group is None:
         return
     for bucket in _take_tensors(gradients, BUCKET_BYTES):

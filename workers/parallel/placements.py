@@ -143,6 +143,11 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
     return [Piece(tuple(n for n, _ in box), tuple(n for _, n in box)) for box in boxes]
 
 
+def local_part(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight, with its gradient."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def is_first_replica(tensor: DTensor) -> bool:
     """Whether of the ranks that hold the same part of a tensor this is the first."""
     coordinate = tensor.device_mesh.get_coordinate()

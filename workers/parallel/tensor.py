@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.errors import ConfigError
 from workers.parallel.fsdp import add_up_gradients
+from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import Words
 
 COPY = "_copy_for_cut_layers"
@@ -201,7 +202,7 @@ class Rows(Whole):
         if output is None:
             return None
         total = self.added_up(output)
-        return total if self.bias is None else total + _local(self.bias)
+        return total if self.bias is None else total + local_part(self.bias)
 
 
 class SplitRows(Rows):
@@ -373,10 +374,6 @@ def _hook(layer: nn.Module, style: Whole) -> None:
     layer.register_forward_pre_hook(before)
     # checkpointed layers are left by an exception when all that was asked is computed again
     layer.register_forward_hook(after, always_call=True)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.workers.distributed import run
-from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from tests.workers.training.test_sequence_ranks import FAMILIES as ALL
 from tests.workers.training.test_sequence_ranks import SIZES, WITH_ROUTER_LOSS, distance
+from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.load import Folder
 from workers.models.state import named_state, own_part
@@ -92,21 +92,12 @@ def trained(folder: Path, family: str, change: dict[str, Any], num_rows: int) ->
     """Log-probs, gradients and three updates of actor and critic."""
     config = make_actor_config(folder, family, change)
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    dims, rows = actor.engine.dims, change.get("rows")
+    rows = change.get("rows")
     budget = Budget(rows=rows) if rows else Budget(tokens=change["tokens"])
-    data = own_piece(make_batch(num_rows), dims.data_rank(actor.rank), dims.data_size)
-    start, real = data.shard.start, data.num_real_rows
     experts = [w for name, w in actor.engine.module.named_parameters() if ".experts." in name]
     return {
         "held": sum(own_part(weight).numel() for weight in experts),
-        "rows": slice(start, start + real),
-        "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
-        "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
-        "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
-        "metrics": [learned(actor.update_actor(data)) for _ in range(3)],
-        "critic_metrics": [learned(critic.update_critic(data)) for _ in range(3)],
-        "weights": weights_of(actor),
-        "critic_weights": weights_of(critic),
+        **three_updates(actor, critic, piece_of(actor, num_rows), budget),
     }
 
 

@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
     VOCAB,
     learned,
     make_batch,
-    own_piece,
     started,
     tiny_config,
-    weights_of,
 )
+from tests.workers.training.three_updates import piece_of, three_updates
 from verl_like.errors import ConfigError
 from workers.config import OptimConfig, ParallelConfig
-from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
@@ -122,8 +119,6 @@ def saved(folder: Path, family: str) -> Path:
 def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, gradients and three updates of actor and critic."""
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        sharding.NOT_YET = {}
     rows, tokens = change.pop("rows", None), change.pop("tokens", None)
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     actor_section = config.actor_rollout_ref.actor
@@ -142,20 +137,8 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         setattr(config.actor_rollout_ref.model, name, value)
 
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    dims = actor.engine.dims
-    data = own_piece(make_batch(NUM_ROWS), dims.data_rank(actor.rank), dims.data_size)
-    start, real = data.shard.start, data.num_real_rows
     budget = Budget(rows=rows) if rows else Budget(tokens=tokens)
-    return {
-        "rows": slice(start, start + real),
-        "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
-        "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
-        "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
-        "metrics": [learned(actor.update_actor(data)) for _ in range(3)],
-        "critic_metrics": [learned(critic.update_critic(data)) for _ in range(3)],
-        "weights": weights_of(actor),
-        "critic_weights": weights_of(critic),
-    }
+    return three_updates(actor, critic, piece_of(actor, NUM_ROWS), budget)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -224,8 +207,6 @@ def saved_by_ranks(folder: Path) -> tuple[str, list[dict[str, float]]]:
 
 def small_actor(folder: Path) -> ActorWorker:
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        sharding.NOT_YET = {}
     parallel = ParallelConfig(sp=world)
     return started(
         ActorWorker, tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, parallel=parallel), 10

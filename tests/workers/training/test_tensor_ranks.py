@@ -12,16 +12,13 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from tests.workers import distributed
-from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
     VOCAB,
-    learned,
     make_batch,
     own_piece,
     started,
     tiny_config,
-    weights_of,
 )
 from tests.workers.training.test_sequence_ranks import (
     FAMILIES,
@@ -30,9 +27,10 @@ from tests.workers.training.test_sequence_ranks import (
     distance,
     saved,
 )
+from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.state import own_part
-from workers.parallel import fsdp, sharding
+from workers.parallel import fsdp
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -71,7 +69,6 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
     rows, chunk, one_unit = (change.pop(name, None) for name in ("rows", "chunk", "one_unit"))
     if world > 1:
-        sharding.NOT_YET = {}
         lm_head.CHUNK_BYTES = chunk or lm_head.CHUNK_BYTES
         fsdp.SMALL_ELEMENTS = fsdp.SMALL_ELEMENTS if one_unit is None else one_unit
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
@@ -92,21 +89,11 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         setattr(config.critic.model, name, value)
 
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    dims = actor.engine.dims
-    data = own_piece(make_batch(NUM_ROWS), dims.data_rank(actor.rank), dims.data_size)
-    start, real = data.shard.start, data.num_real_rows
-    budget = Budget(rows=rows)
+    data = piece_of(actor, NUM_ROWS)
     return {
         "flops": needed_flops(actor.engine, data, trains=True),
-        "rows": slice(start, start + real),
         "loaded": actor.weights_checksum(),
-        "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
-        "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
-        "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
-        "metrics": [learned(actor.update_actor(data)) for _ in range(3)],
-        "critic_metrics": [learned(critic.update_critic(data)) for _ in range(3)],
-        "weights": weights_of(actor),
-        "critic_weights": weights_of(critic),
+        **three_updates(actor, critic, data, Budget(rows=rows)),
     }
 
 
@@ -152,8 +139,6 @@ State = dict[str, torch.Tensor]
 
 def actor_over(folder: Path, parallel: ParallelConfig, lora_rank: int = 0) -> ActorWorker:
     """An actor with a moving average, whose checkpoints have an export."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sharding.NOT_YET = {}
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, parallel=parallel, ema_decay=0.5)
     config.actor_rollout_ref.model.lora_rank = lora_rank
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
