@@ -47,6 +47,7 @@ ENDED_WELL = "ended with exit code 0"
 DATA = 3
 """The descriptor that a confined program speaks through."""
 
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _BLOCKS = 8
 """What a file counts for at least, in the system's units of 512 bytes."""
@@ -329,4 +330,4 @@ class Supervised:
 def prctl(option: int, value: int) -> None:
     """Linux's prctl; elsewhere there is none, and groups alone are killed."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        LIBC.prctl(option, value, 0, 0, 0)

@@ -61,7 +61,18 @@ class TurnRenderer:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a chat, up to where the policy answers."""
-        return self._ids(self._written(messages, begins=True))
+        return self._ids(self.written(messages))
+
+    def written(self, messages: Sequence[Message]) -> str:
+        """The text of a chat, up to where the policy answers."""
+        return self._written(messages, begins=True)
+
+    def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts that the template has written; many at once cost less."""
+        if not texts:
+            return []
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
 
     def after(self, before: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
         """The ids of a chat behind these, if its text begins with theirs; otherwise all of them."""
@@ -73,7 +84,11 @@ class TurnRenderer:
 
     def between(self, last: int | None, observations: Sequence[Message]) -> list[int]:
         """The ids after a turn that ended with this token; None: with none of the template's."""
-        return self._ids(self._between(last, self.safe(observations)))
+        return self._ids(self.text_between(last, observations))
+
+    def text_between(self, last: int | None, observations: Sequence[Message]) -> str:
+        """What the template writes there."""
+        return self._between(last, self.safe(observations))
 
     def turn(
         self, drawn: Sequence[int], last: int | None, observations: Sequence[Message]
@@ -84,15 +99,15 @@ class TurnRenderer:
 
     def rewritten(
         self, read: Sequence[Message], turn: Sequence[Message], last: int | None
-    ) -> list[int] | None:
-        """The ids of the chat with one more turn, where the template does not only append it."""
+    ) -> str | None:
+        """The chat with one more turn as a text, where the template does not only append it."""
         said, *observations = turn
         stop = "" if last is None else self._stops.get(last, "")
         appended = said["content"] + stop + self._between(last, observations)
         whole = self._written([*read, *turn], begins=True)
         if whole == self._written(read, begins=True) + appended:
             return None
-        return self._ids(whole)
+        return whole
 
     def _between(self, last: int | None, observations: Sequence[Message]) -> str:
         whole = self._written([*self._asked(), *observations], begins=True)
@@ -174,8 +189,7 @@ class TurnRenderer:
         return text
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.ids_of([text])[0]
 
 
 def with_observation(prompt: Any, text: str | None) -> list[Message]:

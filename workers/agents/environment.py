@@ -65,7 +65,12 @@ class Environment:
     sample's own.
     """
 
-    rng: Any
+    rng_seed: int | None = None
+
+    @cached_property
+    def rng(self) -> Any:
+        """Random numbers of this sample alone; made when they are first asked for."""
+        return np.random.default_rng(self.rng_seed)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str | None:
         """Begin, with the columns of the data's row."""
@@ -201,6 +206,13 @@ class Loaded:
     def has_step(self) -> bool:
         """Whether the class answers what is said."""
         return self.cls is not None and _has_step(self.cls)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether any of it is written as a coroutine."""
+        methods = (getattr(self.cls, name, None) for name in NO_TOOLS)
+        functions = (tool.function for tool in self.tools)
+        return any(map(inspect.iscoroutinefunction, (self.agent, *methods, *functions)))
 
     @cached_property
     def of_reset(self) -> list[inspect.Parameter]:
@@ -338,15 +350,15 @@ class Episode:
 
     def __init__(self, loaded: Loaded, seeds: tuple[int, int]) -> None:
         """`seeds`: one for the samples of a prompt, one of this sample alone."""
-        self._shared, self._own = (np.random.default_rng(seed) for seed in seeds)
-        random.seed(seeds[0])
-        np.random.seed(seeds[0] % 2**32)
-        self._seed = seeds[1]
+        self._seeds = seeds
+        seed_globals(seeds[0])
         self._env: Any = None
         if loaded.cls is not None:
             self._env = loaded.cls(**loaded.kwargs)
-            if not hasattr(self._env, "rng"):
-                self._env.rng = self._own
+            if isinstance(self._env, Environment):
+                self._env.rng_seed = seeds[1]
+            elif not hasattr(self._env, "rng"):
+                self._env.rng = np.random.default_rng(seeds[1])
         self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
         self._loaded = loaded
 
@@ -357,15 +369,16 @@ class Episode:
             text = waited(self._call_reset(row))
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned {_kind(text)}, not a text or None")
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
+        seed_globals(self._seeds[1])
         return {"text": text}
 
     def _call_reset(self, row: Mapping[str, Any]) -> Any:
         """With what it names of the columns, the row and the rng; `**columns` are the row's."""
         names = {one.name for one in self._loaded.of_reset}
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._loaded.of_reset)
-        given = {**row, "row": dict(row), "rng": self._shared}
+        given = {**row, "row": dict(row)}
+        if "rng" in names:
+            given["rng"] = np.random.default_rng(self._seeds[0])
         return self._env.reset(
             **{name: given[name] for name in given if name in names or takes_all and name in row}
         )
@@ -399,6 +412,12 @@ class Episode:
         if hasattr(self._env, "get_reward"):
             return waited(self._env.get_reward())
         return getattr(self._env, "reward", 0.0)
+
+
+def seed_globals(seed: int) -> None:
+    """Python's and numpy's random numbers, which user's code may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _finite(reward: Any) -> float:

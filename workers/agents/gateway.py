@@ -25,7 +25,6 @@ import json
 import math
 import os
 import queue
-import random
 import secrets
 import threading
 import time
@@ -40,6 +39,7 @@ import numpy as np
 
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, Call, calls_in
+from workers.agents.environment import seed_globals
 from workers.agents.tools import Tool, waited
 
 MODEL = "policy"
@@ -110,8 +110,7 @@ class AgentEpisode:
         """`seeds`: one for the samples of a prompt, one of this sample alone."""
         self._agent, self._kwargs = agent, kwargs
         self._rng = np.random.default_rng(seeds[0])
-        random.seed(seeds[1])
-        np.random.seed(seeds[1] % 2**32)
+        seed_globals(seeds[1])
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the agent; its first request, or its end."""

@@ -41,6 +41,8 @@ BROKEN, LATE = "environment", "deadline"
 """Reasons of failures; the second is a missed deadline."""
 START_S = 60.0
 """Time in which the code has to be loaded."""
+TO_JSON = json.JSONEncoder(default=str).encode
+"""What is no JSON goes as its text."""
 LONGEST_LINE = 2**22
 """Bytes of one answer."""
 END_S = 10.0
@@ -176,11 +178,14 @@ class EnvironmentHost:
         if one is None:
             return
         one.until, one.is_asked = time.monotonic() + self._step_s, True
+        line = TO_JSON(message).encode() + b"\n"
         try:
-            one.socket.setblocking(True)
-            one.socket.settimeout(self._step_s)
-            one.socket.sendall(json.dumps(message, default=str).encode() + b"\n")
-            one.socket.setblocking(False)
+            with suppress(BlockingIOError):
+                line = line[one.socket.send(line) :]
+            if line:  # more than the socket holds
+                one.socket.settimeout(self._step_s)
+                one.socket.sendall(line)
+                one.socket.setblocking(False)
         except OSError as error:
             self._fail(number, f"its process takes nothing: {error}")
 

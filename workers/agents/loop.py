@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.agents.chat import Message, TurnRenderer, with_observation
@@ -180,6 +181,8 @@ class TurnLoop:
         """Those that have environments, in the order in which they have begun."""
         self._running: dict[int, int] = {}
         """The engine's number of a sample -> that of its trajectory."""
+        self._unread: dict[int, tuple[str, bool]] = {}
+        """What trajectories are to read next, and whether it is all that they read."""
         self._ready: list[int] = []
         self._ended: list[int] = []
         self._num_waits = 0
@@ -246,7 +249,8 @@ class TurnLoop:
         self._engine.abort(self._running)
         for number in self._open:
             self._host.end(number)
-        for those in (self._played, self._unopened, self._open, self._running, self._ready):
+        own = (self._played, self._unopened, self._open, self._running, self._unread, self._ready)
+        for those in own:
             those.clear()
         self._ended = []
 
@@ -259,6 +263,7 @@ class TurnLoop:
         is_idle = not self._running and not self._ready
         for number, answer in self._host.answers(seconds if is_idle else 0.0):
             self._heard(number, answer)
+        self._read_texts()
         self._end_late()
         self._submit_ready()
         if not self._running:
@@ -341,15 +346,25 @@ class TurnLoop:
         return {**answer, "request": request}
 
     def _observed_first(self, number: int, text: str | None) -> None:
-        one, width = self._played[number], self._engine.limits.prompt_width
+        one = self._played[number]
         safe = None if text is None else self._chat.escaped(text)
         one.chat = with_observation(one.start.prompt, safe)
-        prompt = self._chat.prompt(one.chat)
-        if len(prompt) > width:
-            words = f"it begins with {len(prompt)} tokens of prompt and first observation"
-            self._end(number, BROKEN, f"{words}, and data.max_prompt_length is {width}: raise it")
-            return
-        self._read_first(number, prompt, self._end_of_turn(0))
+        self._unread[number] = self._chat.written(one.chat), True
+
+    def _read_texts(self) -> None:
+        """Have those go on that have observed something since the last look."""
+        unread, self._unread = self._unread, {}
+        all_ids = self._chat.ids_of([text for text, _ in unread.values()])
+        for (number, (_, is_whole)), ids in zip(unread.items(), all_ids, strict=True):
+            one = self._played[number]
+            if one.num_turns:
+                self._read_next(number, ids, is_whole)
+            elif len(ids) > (width := self._engine.limits.prompt_width):
+                words = f"it begins with {len(ids)} tokens of prompt and first observation"
+                problem = f"{words}, and data.max_prompt_length is {width}: raise it"
+                self._end(number, BROKEN, problem)
+            else:
+                self._read_first(number, ids, self._end_of_turn(0))
 
     def _read_first(self, number: int, prompt: list[int], end_at: int | None) -> None:
         one = self._played[number]
@@ -363,35 +378,47 @@ class TurnLoop:
             self._end(number, MAX_TURNS)
             return
         try:
-            ids, is_whole = self._read_next(one, messages)
+            self._unread[number] = self._next_text(one, messages)
         except ConfigError as error:  # the template refuses what was said or observed
             self._end(number, BROKEN, str(error))
-            return
-        length = len(one.sample.tokens) + len(ids)
+
+    def _next_text(self, one: Trajectory, messages: Sequence[Message]) -> tuple[str, bool]:
+        """What the next turn reads after the last one, or as the whole chat."""
+        last = last_stop(one.sample)
+        if self._config.history == "as_template":
+            drawn = one.sample.tokens[one.turns.index(one.num_turns - 1) :].tolist()
+            turn = self._chat.turn(drawn, last, messages)
+            rewritten = self._chat.rewritten(one.chat, turn, last)
+            one.chat += turn
+            if rewritten is not None:
+                return rewritten, True
+        return self._chat.text_between(last, messages), False
+
+    def _read_next(self, number: int, ids: Sequence[int], is_whole: bool) -> None:
+        length = len(self._played[number].sample.tokens) + len(ids)
         if length >= self._sampling.max_tokens:
             self._end(number, CUT_BY_LENGTH)
-            return
-        self._read(number, ids, is_whole, self._end_of_turn(length))
+        else:
+            self._read(number, ids, is_whole, self._end_of_turn(length))
 
     def _read(self, number: int, ids: Sequence[int], is_whole: bool, end_at: int | None) -> None:
         """Have a trajectory go on after these ids, which are observed; if whole, they are all."""
         one = self._played[number]
-        observed = torch.tensor(ids, dtype=torch.long)
-        unknown = torch.full((len(observed),), torch.nan)
+        more = (0, len(ids))
         truncated = one.sample.truncated_log_probs
         one.sample = replace(
             one.sample,
-            tokens=torch.cat([one.sample.tokens, observed]),
-            log_probs=torch.cat([one.sample.log_probs, unknown]),
-            versions=torch.cat(
-                [one.sample.versions, torch.full_like(observed, OBSERVED, dtype=torch.int32)]
-            ),
-            truncated_log_probs=None if truncated is None else torch.cat([truncated, unknown]),
+            tokens=torch.cat([one.sample.tokens, torch.tensor(ids, dtype=torch.long)]),
+            log_probs=pad(one.sample.log_probs, more, value=torch.nan),
+            versions=pad(one.sample.versions, more, value=OBSERVED),
+            truncated_log_probs=None
+            if truncated is None
+            else pad(truncated, more, value=torch.nan),
             finish_reason="abort",
             end_at=end_at,
             segments=(*one.sample.segments, *([len(one.sample.tokens)] if is_whole else [])),
         )
-        one.turns += [one.num_turns - 1] * len(observed)
+        one.turns += [one.num_turns - 1] * len(ids)
         self._go_on(number)
 
     def _go_on(self, number: int) -> None:
@@ -407,18 +434,6 @@ class TurnLoop:
             self._begin_anew(number, NOT_AGAIN)
         else:
             self._drawn(number, sample)
-
-    def _read_next(self, one: Trajectory, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """What the next turn reads: the ids after the last one, or those of the whole chat."""
-        last = last_stop(one.sample)
-        if self._config.history == "as_template":
-            drawn = one.sample.tokens[one.turns.index(one.num_turns - 1) :].tolist()
-            turn = self._chat.turn(drawn, last, messages)
-            rewritten = self._chat.rewritten(one.chat, turn, last)
-            one.chat += turn
-            if rewritten is not None:
-                return rewritten, True
-        return self._chat.between(last, messages), False
 
     def _requested(
         self, number: int, request: Mapping[str, Any], messages: Sequence[Message]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -15,19 +16,26 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import EnvironmentSpec, Loaded, Played
+from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Played, Turn
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import in_words, place_of
 
+FROM_JSON = json.JSONDecoder().scan_once
+TO_JSON = json.JSONEncoder().iterencode
+ROOM_FOR_ONE = socket.CMSG_SPACE(struct.calcsize("@i"))
+"""Bytes for a descriptor."""
 ORDER = struct.Struct("!cQ")
 """What it is told: open or kill, and a number."""
 OPEN, KILL = b"o", b"k"
+WARM_UPS = 16
+"""Python specialises a function after eight calls."""
 REAP_S = 0.2
 """Time between two looks for processes that have ended."""
 
@@ -55,6 +63,9 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         return
     end.send([None, [tool.schema for tool in loaded.tools], loaded.columns])
     _ = loaded.has_step  # as tools and columns: read here, and in no trajectory's process
+    if loaded.is_async:
+        importlib.import_module("asyncio")
+    _warm_up()
     gc.collect()
     gc.freeze()  # what is loaded is then not copied page by page where a fork collects
 
@@ -65,14 +76,14 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         _reap(running)
         if not ready:
             continue
-        order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 1)
+        order, sent, _, _ = orders.recvmsg(ORDER.size, ROOM_FOR_ONE)
         if len(order) < ORDER.size:
             return
         what, number = ORDER.unpack(order)
         if what == KILL:
             _kill(running.pop(number, 0))
             continue
-        (theirs,) = descriptors
+        (theirs,) = struct.unpack("@i", sent[0][2])
         try:
             pid = os.fork()
         except OSError as error:  # too many processes, or no memory: one trajectory has none
@@ -81,7 +92,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
             continue
         if pid == 0:
             orders.close()
-            _play(socket.socket(fileno=theirs), loaded, spec)
+            _play(theirs, loaded, spec)
         os.close(theirs)
         running[number] = pid
 
@@ -102,27 +113,12 @@ def _kill(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _play(asks: socket.socket, loaded: Loaded, spec: EnvironmentSpec) -> NoReturn:
+def _play(descriptor: int, loaded: Loaded, spec: EnvironmentSpec) -> NoReturn:
     """Answer for one trajectory until the other end closes; the process then ends."""
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
-        episode: Played | None = None
-        for line in asks.makefile("rb"):
-            asked = json.loads(line)
-            spec.sandbox.allow_cpu()
-            began = time.perf_counter()
-            time.sleep(asked.pop("delay_s", 0.0))
-            try:
-                if episode is None or "seeds" in asked:
-                    episode = loaded.begin(tuple(asked["seeds"]))
-                    answer = episode.reset(asked["row"])
-                else:
-                    answer = episode.step(**asked)
-            except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-                answer = {"failed": in_words(error) + place_of(error)}
-            answer["busy_s"] = time.perf_counter() - began
-            asks.sendall(json.dumps(answer).encode() + b"\n")
+        _answer_all(descriptor, loaded, spec.sandbox.allow_cpu)
     except ConnectionError:
         pass  # the other end is gone
     except BaseException:  # noqa: BLE001 - this is the edge of the process
@@ -132,3 +128,53 @@ def _play(asks: socket.socket, loaded: Loaded, spec: EnvironmentSpec) -> NoRetur
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _answer_all(descriptor: int, loaded: Loaded, begins: Callable[[], None]) -> None:
+    """Every line that comes, with a line; `begins` is called before each."""
+    episode: Played | None = None
+    for line in _lines(descriptor):
+        asked = FROM_JSON(line.decode(), 0)[0]
+        begins()
+        began = time.perf_counter()
+        if delay_s := asked.pop("delay_s", 0.0):
+            time.sleep(delay_s)
+        try:
+            if episode is None or "seeds" in asked:
+                episode = loaded.begin(tuple(asked["seeds"]))
+                answer = episode.reset(asked["row"])
+            else:
+                answer = episode.step(**asked)
+        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+            answer = {"failed": in_words(error) + place_of(error)}
+        answer["busy_s"] = time.perf_counter() - began
+        said = "".join(TO_JSON(answer)).encode() + b"\n"
+        while said:
+            said = said[os.write(descriptor, said) :]
+
+
+def _lines(descriptor: int) -> Iterator[bytes]:
+    rest = b""
+    while chunk := os.read(descriptor, 65536):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+
+
+class _Nothing(Environment):
+    """Is played before any other, in the process that forks."""
+
+    def step(self, text: str) -> Turn:
+        return Turn(text)
+
+
+def _warm_up() -> None:
+    """Run what every trajectory runs until Python has written down what it learns of code.
+
+    It does so in the code itself: in a page of its own in every process that runs it first.
+    """
+    for _ in range(WARM_UPS):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(b'{"seeds": [0, 1], "row": {}}\n{"text": "", "delay_s": 0.0}\n')
+            ours.shutdown(socket.SHUT_WR)
+            _answer_all(theirs.fileno(), Loaded(_Nothing, {}, []), lambda: None)

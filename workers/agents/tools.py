@@ -9,7 +9,6 @@ What is wrong with a call (`workers.agents.calls`) is answered as text.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -153,7 +152,11 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 def waited(value: Any) -> Any:
     """What plain or async code of a user's has given."""
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio  # it brings a hundred modules, which a fork of a process touches
+
+    return asyncio.run(_awaited(value))
 
 
 async def _awaited(value: Any) -> Any:

@@ -28,20 +28,30 @@ def _no_versions() -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class KeptStates:
-    """Keys and values that an engine has computed of a sample, for its next turn."""
+class States:
+    """Keys and values of samples whose turns have ended together."""
 
-    states: Sequence[tuple[Tensor, Tensor] | None] = ()
-    """[heads, tokens, head size] of keys and of values, by layer."""
-    read: Sequence[int] = ()
-    """The tokens that they are of: the prompt, and the first of the response."""
-    version: int | None = None
-    """Of the weights."""
+    layers: Sequence[tuple[Tensor, Tensor] | None]
+    """[samples, heads, tokens, head size] of keys and of values, as wide as the longest."""
 
     @property
     def num_bytes(self) -> int:
         """Of all of them."""
-        return sum(part.nbytes for layer in self.states if layer for part in layer)
+        return sum(part.nbytes for layer in self.layers if layer for part in layer)
+
+
+@dataclass(eq=False)
+class KeptStates:
+    """Keys and values that an engine has computed of a sample, for its next turn."""
+
+    states: States | None = None
+    """None once they are in use, and out of date."""
+    row: int = 0
+    """The sample's, of those states."""
+    read: Sequence[int] = ()
+    """The tokens that they are of: the prompt, and the first of the response."""
+    version: int | None = None
+    """Of the weights."""
 
 
 @dataclass(frozen=True)

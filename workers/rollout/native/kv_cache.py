@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from verl_like.errors import RolloutError
 from workers.models.memory_shapes import cached_widths
-from workers.rollout.sample import KeptStates
+from workers.rollout.sample import States
 
 BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
@@ -135,13 +134,14 @@ class KeptMemory:
     def __init__(self, most: int) -> None:
         self.most, self.bytes = most, 0
 
-    def has_room(self, kept: KeptStates) -> bool:
-        """Whether these may be held, too; they count until nobody holds them."""
-        if self.bytes + kept.num_bytes > self.most:
-            return False
-        self.bytes += kept.num_bytes
-        weakref.finalize(kept, self._forget, kept.num_bytes).atexit = False
-        return True
+    def num_fitting(self, num_bytes: int) -> int:
+        """How many samples of so many bytes there is room for."""
+        return max(self.most - self.bytes, 0) // max(num_bytes, 1)
+
+    def add(self, states: States) -> None:
+        """These count until nobody holds them."""
+        self.bytes += states.num_bytes
+        weakref.finalize(states, self._forget, states.num_bytes).atexit = False
 
     def _forget(self, count: int) -> None:
         self.bytes -= count
@@ -259,20 +259,19 @@ class SlotLayer(CacheLayerMixin):
         self.keys[target] = keys[sources, :, :width]
         self.values[target] = values[sources, :, :width]
 
-    def copy_of(self, slot: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of the first `count` tokens of a slot; None: it has none of its own."""
+    def copies_of(self, slots: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the first `count` tokens of slots; None: it has none of its own."""
         if not self.is_initialized:
             return None
-        return self.keys[slot, :, 1 : 1 + count].clone(), self.values[
-            slot, :, 1 : 1 + count
-        ].clone()
+        return self.keys[slots, :, 1 : 1 + count], self.values[slots, :, 1 : 1 + count]
 
-    def put_kept(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Fill a slot with such a copy."""
+    def put_kept(self, first: int, keys: Tensor, values: Tensor, rows: Tensor, count: int) -> None:
+        """Fill slots from `first` on with these rows of such copies, `count` tokens of each."""
         if not self.is_initialized:
-            self.lazy_initialization(keys[None], values[None])
-        self.keys[slot, :, 1 : 1 + keys.shape[1]] = keys
-        self.values[slot, :, 1 : 1 + values.shape[1]] = values
+            self.lazy_initialization(keys, values)
+        target = (slice(first, first + len(rows)), slice(None), slice(1, 1 + count))
+        self.keys[target] = keys[rows, :, :count]
+        self.values[target] = values[rows, :, :count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended over, first column)."""
@@ -333,15 +332,22 @@ class SlotCache(Cache):
                 self.slots.memory.give(layer.keys)
                 self.slots.memory.give(layer.values)
 
-    def copy_of(self, slot: int, count: int) -> list[tuple[Tensor, Tensor] | None]:
-        """Keys and values of the first `count` tokens of a slot, by layer."""
-        return [layer.copy_of(slot, count) for layer in self.slot_layers]
+    def num_bytes(self, count: int) -> int:
+        """Of the keys and values of so many tokens of a slot."""
+        stored = (
+            x for one in self.slot_layers if one.is_initialized for x in (one.keys, one.values)
+        )
+        return sum(count * each[0, :, 0].nbytes for each in stored)
 
-    def put_kept(self, slot: int, states: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-        """Fill a slot with such copies."""
-        for layer, kept in zip(self.slot_layers, states, strict=True):
+    def copies_of(self, slots: Tensor, count: int) -> States:
+        """Keys and values of the first `count` tokens of slots."""
+        return States([layer.copies_of(slots, count) for layer in self.slot_layers])
+
+    def put_kept(self, first: int, states: States, rows: Tensor, count: int) -> None:
+        """Fill slots from `first` on with these rows of such copies, `count` tokens of each."""
+        for layer, kept in zip(self.slot_layers, states.layers, strict=True):
             if kept is not None:
-                layer.put_kept(slot, *kept)
+                layer.put_kept(first, *kept, rows, count)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""

@@ -30,7 +30,7 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.linear import MIN_ROWS, goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.sample import KeptStates, Sample, num_read_at_once
+from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once
 from workers.rollout.sampling import choose_tokens, uniforms
 
 ROWS_STEP = 16
@@ -133,7 +133,7 @@ class Scheduler:
     def _usable(self, sample: Sample, at_once: int) -> KeptStates | None:
         """What was kept of it, where that is what would be computed again."""
         kept = sample.kept
-        if kept is None or not kept.states or kept.version != self.engine.version:
+        if kept is None or kept.states is None or kept.version != self.engine.version:
             return None
         num_read = len(kept.read) - len(sample.prompt)
         text = [*sample.prompt, *sample.tokens[: max(num_read, 0)].tolist()]
@@ -230,12 +230,19 @@ class Scheduler:
         longest = max(len(kept.read) for _, kept in group)
         self.cache.fit(max(longest, self.longest) + 2, self.num_active)
         self.longest = max(self.longest, longest - 1)  # a group may be read before a decode
+        kept_together: dict[States, list[tuple[_Waiting, KeptStates]]] = {}
         for one, kept in group:
-            slot = self.num_active
-            self.cache.put_kept(slot, kept.states)
-            self._put_in(slot, one)
-            self.lengths[slot] = len(kept.read) - len(one.sample.prompt) + 1
-            self.num_active += 1
+            assert kept.states is not None, "else it is not usable"
+            kept_together.setdefault(kept.states, []).append((one, kept))
+        for states, those in kept_together.items():
+            rows = torch.tensor([kept.row for _, kept in those], device=self.device)
+            count = max(len(kept.read) for _, kept in those)
+            self.cache.put_kept(self.num_active, states, rows, count)
+            for slot, (one, kept) in enumerate(those, start=self.num_active):
+                self._put_in(slot, one)
+                self.lengths[slot] = len(kept.read) - len(one.sample.prompt) + 1
+                kept.states = None
+            self.num_active += len(those)
 
     def _next_group(self) -> list[_Waiting]:
         """The next samples to prefill; none while fewer than `MIN_ROWS` of them would fit."""
@@ -348,8 +355,11 @@ class Scheduler:
 
         Active ones from the end move into the gaps.
         """
-        pairs = zip(emptied.tolist(), reasons, strict=True)
-        taken = {int(self.numbers[slot]): self._sample(slot, reason) for slot, reason in pairs}
+        kept = self._kept(emptied[np.asarray(reasons) != "abort"])
+        taken = {
+            int(self.numbers[slot]): self._sample(slot, reason, kept.get(slot))
+            for slot, reason in zip(emptied.tolist(), reasons, strict=True)
+        }
         left = self.num_active - len(emptied)
         gaps = emptied[emptied < left]
         stays = np.ones(self.num_active, dtype=bool)
@@ -364,24 +374,38 @@ class Scheduler:
         self.num_active = left
         return taken
 
-    def _sample(self, slot: int, finish_reason: str) -> Sample:
+    def _sample(self, slot: int, finish_reason: str, kept: KeptStates | None) -> Sample:
         """The sample of a slot, with what it has so far."""
         length = max(int(self.lengths[slot]), int(self.forced[slot]))
         drawn = self.versions[slot, :length] >= 0  # what was observed has no log-prob
         self.all_finite &= bool(np.isfinite(self.log_probs[slot, :length][drawn]).all())
         made = (table[slot, :length] for table in (self.tokens, self.log_probs, self.versions))
         sample: Sample = self.samples[slot]
-        if sample.kept is not None and finish_reason != "abort":
-            sample = replace(sample, kept=self._kept(slot))
+        if kept is not None:
+            sample = replace(sample, kept=kept)
         with torch.inference_mode(False):  # autograd refuses tensors that are made within it
             return sample.with_response(*map(torch.from_numpy, made), finish_reason)
 
-    def _kept(self, slot: int) -> KeptStates:
-        """A copy of a slot's keys and values; the newest token is not read yet."""
+    def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
+        """Copies of the keys and values of slots that ask for it, as far as there is room.
+
+        The newest token of each is not read yet.
+        """
+        asking = slots[[sample.kept is not None for sample in self.samples[slots]]]
+        if not len(asking):
+            return {}
         assert self.cache is not None, "slots were filled"
-        read = [*self.samples[slot].prompt, *self.tokens[slot, : self.lengths[slot] - 1].tolist()]
-        kept = KeptStates(self.cache.copy_of(slot, len(read)), read, self.engine.version)
-        return kept if self.kept_memory.has_room(kept) else KeptStates()
+        counts = self.prompt_lengths[asking] + self.lengths[asking] - 1
+        longest = int(counts.max())
+        fitting = asking[: self.kept_memory.num_fitting(self.cache.num_bytes(longest))]
+        states = self.cache.copies_of(torch.from_numpy(fitting).to(self.device), longest)
+        self.kept_memory.add(states)
+        found = {}
+        for row, (slot, count) in enumerate(zip(fitting.tolist(), counts.tolist(), strict=False)):
+            prompt = self.samples[slot].prompt
+            read = [*prompt, *self.tokens[slot, : count - len(prompt)].tolist()]
+            found[slot] = KeptStates(states, row, read, self.engine.version)
+        return found
 
 
 def rows_of_pass(count: int, least: int) -> int:
