@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import load
+from tests import ROOT
 from tests.workers import distributed
 from tests.workers.training.test_sequence_ranks import saved
 from tests.workers.training.test_tensor_ranks import State, actor_over, state_of, updated_and_saved
 from workers.config import ParallelConfig
 
-TABLE: Any = load("docs/axes.py")
-LAYOUTS = {"one process": TABLE.Layout(1, ()), **TABLE.LAYOUTS}
+TABLE = runpy.run_path(str(ROOT / "docs" / "axes.py"))
+LAYOUTS = {"one process": TABLE["Layout"](1, ()), **TABLE["LAYOUTS"]}
 del LAYOUTS["ep x tp"]
 Saved = dict[str, tuple[State, str]]
 
