@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import lines
+from tests.integration.test_axes import with_experts
+from workers.config import ModelConfig
+from workers.models.load import load_model
+from workers.models.state import named_state
+from workers.weights.checksum import checksum_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -25,12 +30,13 @@ class Hashes:
         self.engine.append(trainer.groups["rollout"].weights_checksum()[0])
 
 
-def hashes_of(tiny: Path, folder: Path, *more: str) -> Hashes:
+def hashes_of(tiny: Path, model: str, folder: Path, *more: str) -> Hashes:
     """Of a run of two steps on vLLM."""
     from trainer import load_config, run
 
     settings = [
-        f"actor_rollout_ref.model.path={tiny}/model",
+        f"actor_rollout_ref.model.path={tiny}/{model}",
+        f"critic.model.path={tiny}/{model}",
         f"data.train_files={tiny}/train.parquet",
         f"trainer.default_local_dir={folder}",
         *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.kv_cache_gb=1"),
@@ -47,21 +53,18 @@ def hashes_of(tiny: Path, folder: Path, *more: str) -> Hashes:
 @pytest.fixture(scope="module")
 def tiny(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = make_tiny.make(tmp_path_factory.mktemp("tiny"), hidden_size=128)
+    with_experts(folder, folder / "experts")
     return folder
 
 
-@pytest.fixture(scope="module")
-def of_one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Hashes:
-    return hashes_of(tiny, tmp_path_factory.mktemp("one"))
-
-
-@pytest.mark.parametrize("axis", ["shard", "sp", "tp"])
+@pytest.mark.parametrize("axis", ["shard", "sp", "tp", "ep"])
 def test_two_ranks_of_vllm_get_the_weights_of_actors_in_any_layout(
-    axis: str, tiny: Path, tmp_path: Path, of_one: Hashes
+    axis: str, tiny: Path, tmp_path: Path
 ) -> None:
-    sections = ("actor_rollout_ref.actor", "critic")
-    axes = [f"{section}.parallel.{axis}=2" for section in sections]
+    model = "experts" if axis == "ep" else "model"
+    axes = [f"{section}.parallel.{axis}=2" for section in ("actor_rollout_ref.actor", "critic")]
     split = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    found = hashes_of(tiny, tmp_path, "trainer.n_gpus_per_node=2", split, *axes)
+    found = hashes_of(tiny, model, tmp_path, "trainer.n_gpus_per_node=2", split, *axes)
     assert [{engine} for engine in found.engine] == found.actor
-    assert found.engine[0] == of_one.engine[0] != found.engine[1]
+    whole = load_model(ModelConfig(path=f"{tiny}/{model}"), "token")
+    assert found.engine[0] == checksum_of(named_state(whole)) != found.engine[1]
