@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import axes
 from cards import (
     LOSS_MODE,
     Card,
@@ -563,7 +564,23 @@ def listing_table(system: str, name: str) -> str:
     return f"{command}\n\n{_list(rows)}"
 
 
+def axes_table() -> str:
+    """What goes with what; a layout that goes with nothing stands below."""
+    alone = {layout: words for (beside, layout), words in axes.REFUSED.items() if not beside}
+    layouts = [layout for layout in axes.LAYOUTS if layout not in alone]
+    rows = [["", *layouts], ["---"] * (len(layouts) + 1)]
+    for beside in axes.BESIDE:
+        words = [axes.refusal(beside, layout) for layout in layouts]
+        rows.append([beside, *(f"refused: {word}" if word else "yes" for word in words)])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines += [
+        f"\nRefused beside everything: {layout} ({words})." for layout, words in alone.items()
+    ]
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "axes": ("parallel.md", axes_table),
     "flat-names": ("python.md", flat_name_table),
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),

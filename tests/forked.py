@@ -97,6 +97,7 @@ def _run(
     _output: None,
 ) -> None:
     os.setpgid(0, 0)
+    multiprocessing.current_process()._config["daemon"] = False  # vLLM starts processes there
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = pipe.recv()

@@ -9,6 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # or pip would compile every file, and the tests write it anyway
 source tools/install.sh
 install_project dev
+# Environments that are played for real where they can be had: Reasoning Gym compiles two packages,
+# and GEM pins others of those that are here (its games need none of them).
+if command -v cc >/dev/null && ! "$py" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("gem"))'; then
+    { uv_install reasoning-gym && uv_install --no-deps gem-llm; } 2>/dev/null ||
+        say "no Reasoning Gym and no GEM: their tests are skipped"
+fi
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 if [ $# -gt 0 ]; then

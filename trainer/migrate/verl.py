@@ -26,6 +26,7 @@ from trainer.migrate.verl_sft import translate_sft
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import SAME_VALUES, fate_of, tables
 from verl_like.errors import ConfigError
+from workers.parallel.sharding import NOT_YET
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.name"
@@ -53,10 +54,14 @@ SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 WITH_IMAGES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vision|llava|omni|internvl)(?![a-z])")
 """Names of models that see."""
 TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+MEGATRON_AXES = ("tensor_model", "pipeline_model", "context")
 OF_ALL_PROCESSES = (
     *(f"{ACTOR}.ppo_", "critic.ppo_", "reward_model."),
     *(f"{ROLLOUT}.log_prob_", "actor_rollout_ref.ref.log_prob_"),
 )
+SAME_ROWS = [f"{ACTOR}.ulysses_sequence_parallel_size"]
+SAME_ROWS += [f"{ACTOR}.megatron.{axis}_parallel_size" for axis in MEGATRON_AXES]
+"""How many processes have the same rows, along each axis."""
 OLDER = {
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
@@ -282,7 +287,7 @@ def _micro_batches(given: dict[str, str], done: Translation) -> None:
         if given.get(key, "null").lower() not in ("null", "none"):
             cards = _number(given, "trainer.n_gpus_per_node", 8)
             cards *= _number(given, "trainer.nnodes", 1)
-            groups = max(cards // _number(given, f"{ACTOR}.ulysses_sequence_parallel_size", 1), 1)
+            groups = max(cards // math.prod(_number(given, each, 1) for each in SAME_ROWS), 1)
             rows = max(int(_number(given, key, 1) // groups), 1)
             done.rename(f"{key} {given.pop(key)} of all processes", {f"{key}_per_gpu": rows})
 
@@ -413,6 +418,8 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
         done.always.append(f"{key}={value}: {fate.nothing}")
     elif fate.refused:
         (done.absent if fate.lays_out else done.refused).append(f"{key}={value}: {fate.refused}")
+    elif ".megatron." in key and (why := _no_axis(fate.key, value, given)):
+        done.absent.append(f"{key}={value}: {why}")
     elif not value:
         done.refused.append(
             f"{key} is empty: the script has its value from a variable, an argument of its own or "
@@ -422,7 +429,7 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
         done.refused.append(f"{key}={value}: give what it stands for")
     elif fate.key == ENGINE and value in ("sglang", "trtllm"):
         done.rename(f"{key} {value}", {ENGINE: "vllm"})
-    elif fate.key.endswith(".strategy") and value in ("megatron", "mindspeed", "veomni"):
+    elif fate.key.endswith(".strategy") and value in ("mindspeed", "veomni"):
         done.absent.append(f"{key}={value}: models are sharded by FSDP")
     elif fate.key == "trainer.device" and value == "npu":
         done.absent.append("trainer.device=npu: devices are CUDA's, or CPUs")
@@ -443,6 +450,19 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
             done.settings[key] = value
         else:
             done.rename(f"{key} {value}", {fate.key: ours})
+
+
+def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
+    """Why ranks are not laid out so; the experiment is the same without."""
+    section, _, axis = key.rpartition(".")
+    if not value.isdigit():
+        return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
+    if axis in NOT_YET and value != "1":
+        return f"no run can have {key} yet"
+    experts = given.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
+    if axis == "tp" and value != "1" and experts not in (None, "1"):
+        return f"{section}.ep={experts} keeps whole experts on their ranks, which tp would cut"
+    return ""
 
 
 def _trackers(value: str, done: Translation) -> None:

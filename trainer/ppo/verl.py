@@ -27,10 +27,8 @@ from trainer.config.settings import parse
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
 
-SAME_VALUES = {
-    "actor_rollout_ref.actor.strategy": {"fsdp2": "fsdp"},
-    "critic.strategy": {"fsdp2": "fsdp"},
-}
+SHARDED = {"fsdp2": "fsdp", "megatron": "fsdp"}
+SAME_VALUES = {"actor_rollout_ref.actor.strategy": SHARDED, "critic.strategy": SHARDED}
 """Key -> verl's word for a value -> ours."""
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)

@@ -120,6 +120,8 @@ class Trajectory:
     cut: str = ""
     """Why an agent is drawn nothing more; it may yet end with a reward."""
     attempts: int = 1
+    was_late: bool = False
+    """Whether an environment of an attempt gave no answer in its time."""
     num_turns: int = 0
     num_calls: int = 0
     num_call_errors: int = 0
@@ -537,10 +539,18 @@ class TurnLoop:
             self._end(number, LATE, f"it took over environment.episode_s={most:g} s")
 
     def _failed(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Again with a fresh environment and the same noise, or left as it is and marked."""
+        """Again with a fresh environment and the same noise, or left as it is and marked.
+
+        After a deadline only while others play that had none, so that nobody waits for a second.
+        """
         one = self._played[number]
         self._forget(number)
-        if one.attempts <= self._config.retries:
+        is_late = answer["reason"] == LATE
+        one.was_late |= is_late
+        has_time = not is_late or any(
+            not self._played[other].was_late for other in (*self._open, *self._unopened)
+        )
+        if one.attempts <= self._config.retries and has_time:
             one.attempts += 1
             self._begin_anew(number, GIVEN_UP)
             return
@@ -555,6 +565,7 @@ class TurnLoop:
         self._played[number] = Trajectory(
             replace(one.start, begun=None),
             attempts=one.attempts,
+            was_late=one.was_late,
             given_up=+(one.given_up + Counter({reason: given_up})),
             faults=one.faults,
         )

@@ -47,7 +47,9 @@ class EnvironmentConfig:
     episode_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Seconds that a trajectory has."""
     retries: int = key(2, at_least=0, read_when=PLAYS, may_change_on_resume=True)
-    """Fresh environments for a trajectory whose own fails or is late."""
+    """Fresh environments for a trajectory whose own fails; or is late, while others play that were
+    not: one that never answers costs a step no more than one `step_s`.
+    """
     failed_reward: float | None = key(
         None,
         allows="a number, or null to leave them out",

@@ -41,26 +41,38 @@ class Group:
         """Whether a checkpoint holds the very same tensor under the same name."""
         return self.names == tuple(self.stored)
 
-    def read(
-        self, read: Callable[[str], Tensor], experts: range | None = None
-    ) -> dict[str, Tensor]:
-        """The module's weights from the checkpoint's tensors; of some experts alone if named."""
-        tensors = {}
-        for name in self.stored:
-            if experts is None or _expert_of(name) in experts:
-                tensors[name] = read(name)
+    def read(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The module's weights from the checkpoint's tensors."""
+        tensors = {name: read(name) for name in self.stored}
         return tensors if self.is_same else self.transforms.to_module(tensors)
 
     @property
-    def num_experts(self) -> int | None:
-        """How many experts the pieces are of, if each is of one of them."""
-        numbers = {_expert_of(name) for name in self.stored}
-        return len(numbers) if numbers == {*range(len(numbers))} else None
+    def stacked(self) -> list[list[str]] | None:
+        """Names of what every expert has, if the one weight is that, stacked.
+
+        What one expert has lies end to end. Seen in what small tensors become.
+        """
+        experts: dict[int, list[str]] = {}
+        for name in self.stored:
+            experts.setdefault(_expert_of(name), []).append(name)
+        if self.is_same or len(self.names) > 1 or [*experts] != [*range(len(experts))]:
+            return None
+        numbers = torch.arange(float(len(self.stored) * 6)).view(-1, 2, 3)
+        small = dict(zip(self.stored, numbers, strict=True))
+        (found,) = self.transforms.to_module(small).values()
+        if found.shape[::2] != (len(experts), 3):
+            return None
+        for place, names in experts.items():
+            names.sort(
+                key=lambda name: int((found[place, :, 0] == small[name][0, 0]).int().argmax())
+            )
+        expected = [torch.cat([small[name] for name in names]) for names in experts.values()]
+        return [*experts.values()] if torch.stack(expected).equal(found) else None
 
 
-def _expert_of(name: str) -> int | None:
+def _expert_of(name: str) -> int:
     found = re.search(r"\.experts\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 class Transforms:

@@ -250,43 +250,41 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
 def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> None:
     """What was read for one group is gone before the next is read.
 
-    Of experts that have pieces of their own a rank reads those that it holds.
+    Of experts that have pieces of their own a rank reads the slices that it holds.
     """
     weights = {name: missing.pop(name) for name in group.names if name in missing}
-    experts = _own_experts(group, [*weights.values()])
-    if experts is not None and not experts:
+    if (stacked := group.stacked) is not None:
+        (weight,) = weights.values()
+        _copy(weight, _Stacked([[source.find(piece) for piece in of_one] for of_one in stacked]))
         return
-    read = group.read(lambda piece: source.find(piece)[:], experts)
+    read = group.read(lambda piece: source.find(piece)[:])
     for name, weight in weights.items():
-        _copy(weight, read[name] if experts is None else _Experts(read[name], experts.start))
-
-
-def _own_experts(group: Group, weights: list[Tensor]) -> range | None:
-    """The experts that this rank holds, if some and of all alike, each with pieces of its own."""
-    count, held = group.num_experts, set[tuple[int, ...]]()
-    if count is None or any(weight.shape[:1] != (count,) for weight in weights):
-        return None
-    for weight in weights:
-        others = weight.ndim - 1
-        numbers = torch.arange(count, dtype=torch.int16).view(-1, *[1] * others)
-        own = own_rows(weight, numbers.expand(weight.shape))
-        held.add(tuple(own[(..., *[0] * others)].tolist()) if own.numel() else ())
-    numbers_held = held.pop()
-    if held or len(numbers_held) == count:
-        return None
-    return range(numbers_held[0], numbers_held[-1] + 1) if numbers_held else range(0)
+        _copy(weight, read[name])
 
 
 @dataclass(frozen=True)
-class _Experts:
-    """Stands for a weight of all experts, of which those from `first` on were read."""
+class _Stacked:
+    """Stands for a weight of all experts; what is asked for is read of each expert's pieces.
 
-    read: Tensor
-    first: int
+    These lie end to end along its first dim.
+    """
 
-    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
-        experts, *others = where
-        return self.read[(slice(experts.start - self.first, experts.stop - self.first), *others)]
+    experts: list[list[Any]]
+
+    def __getitem__(self, where: Any) -> Tensor:
+        experts, rows, *others = (slice(None),) * 2 if where is Ellipsis else where
+        return torch.stack([_end_to_end(pieces, rows, others) for pieces in self.experts[experts]])
+
+
+def _end_to_end(pieces: list[Any], rows: slice, others: list[slice]) -> Tensor:
+    found, begin = [], 0
+    for piece in pieces:
+        size = piece.get_shape()[0]
+        first, last, _ = rows.indices(begin + size)
+        if max(first, begin) < last:
+            found.append(piece[(slice(max(first - begin, 0), last - begin), *others)])
+        begin += size
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:

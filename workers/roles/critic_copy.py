@@ -37,8 +37,10 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
-        """The critic's model, frozen."""
-        return replace(CriticWorker.held_model(config), trains=False, saved=())
+        """The critic's model, frozen, on ranks of its own: the critic's axes are none of theirs."""
+        held = CriticWorker.held_model(config)
+        fsdp = replace(held.fsdp, fsdp_size=-1)
+        return replace(held, trains=False, saved=(), fsdp=fsdp, parallel=None)
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")

@@ -48,6 +48,19 @@ def test_every_maker_and_trainer_is_a_process_and_the_numbers_are_those_of_local
     assert ledger["trainers"] == {"0": 16, "1": 16}
 
 
+def test_trainers_that_share_a_model_have_the_numbers_of_one(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = ("detached.max_staleness=0", "trainer.total_training_steps=2")
+    local = overrides(tiny_dir, tmp_path / "local", "trainer.backend=local", *settings)
+    run(load_config(local, DETACHED))
+    sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    more = ["detached.topology=2m2t", *(f"{section}.parallel.tp=2" for section in sections)]
+    run(load_config(overrides(tiny_dir, tmp_path / "ray", *ON_RAY, *settings, *more), DETACHED))
+    for ours, theirs in zip(curves(tmp_path / "ray"), curves(tmp_path / "local"), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
 def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from trainer.config.compose import load_config
 from trainer.migrate.systems import RECIPES, migrate
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
+from workers.config import ParallelConfig
 
 MAIN = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y"
 ACTOR, TURNS = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.multi_turn"
@@ -53,7 +54,7 @@ def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> No
 @pytest.mark.parametrize(
     "words",
     [
-        f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.megatron.param_offload=True",
+        f"{ACTOR}.megatron.expert_tensor_parallel_size=1 {ACTOR}.megatron.param_offload=True",
         "actor_rollout_ref.model.trust_remote_code=True",
         "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
     ],
@@ -61,6 +62,31 @@ def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> No
 def test_what_lays_out_the_work_is_dropped_with_a_word(words: str) -> None:
     done = translated_whole("verl", f"{MAIN} {words}")
     assert [line.partition(":")[0] for line in done.absent] == words.split()
+
+
+MEGATRON = f"{ACTOR}.strategy=megatron {ACTOR}.megatron"
+
+
+def test_megatrons_sizes_are_axes() -> None:
+    words = f"{MEGATRON}.tensor_model_parallel_size=2 {ACTOR}.megatron.context_parallel_size=2 "
+    words += "actor_rollout_ref.ref.megatron.expert_model_parallel_size=4 "
+    words += "actor_rollout_ref.actor.use_kl_loss=True"
+    config = composed(translated_whole("verl", f"{MAIN} {words}")).actor_rollout_ref
+    assert (config.actor.strategy, config.actor.parallel) == ("fsdp", ParallelConfig(tp=2, sp=2))
+    assert config.ref.parallel == ParallelConfig(ep=4)
+
+
+def test_a_layout_that_cannot_be_had_is_dropped_with_a_word() -> None:
+    words = f"{MEGATRON}.tensor_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=4"
+    done = translated_whole("verl", f"{MAIN} {words}")
+    assert composed(done).actor_rollout_ref.actor.parallel == ParallelConfig(ep=4)
+    assert any(f"{ACTOR}.parallel.ep=4 keeps whole experts" in line for line in done.absent)
+
+
+def test_rows_of_all_processes_are_those_of_processes_with_rows_of_their_own() -> None:
+    words = f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.ppo_micro_batch_size=6"
+    config = composed(translated_whole("verl", f"{MAIN} {words}"))
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 3
 
 
 def test_a_yaml_of_keys_is_read_with_those_that_it_is_made_of(tmp_path: Path) -> None:

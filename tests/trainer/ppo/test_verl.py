@@ -190,7 +190,7 @@ def test_scripts_of_verls_start_as_they_are(script: str) -> None:
 
 def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> None:
     script = [
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.sequence_parallel=true",
         "actor_rollout_ref.rollout.expert_parallel_size=2",
         "trainer.val_only=True",
     ]
@@ -198,6 +198,15 @@ def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> No
         ConfigError, match="(?s)sharded by FSDP.*take tensor parallelism.*steps once"
     ):
         load_config([*NEEDED, *script])
+
+
+def test_megatrons_sizes_are_the_axes_of_each_role() -> None:
+    sizes = ("tensor_model=2", "context=3", "pipeline_model=1", "expert_model=1")
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        names = [f"{role}.megatron.{size.replace('=', '_parallel_size=')}" for size in sizes]
+        ours = [f"{role}.parallel.{size}" for size in ("tp=2", "sp=3", "pp=1", "ep=1")]
+        assert translate(names) == ours
+    assert translate(["critic.strategy=megatron"]) == ["critic.strategy=fsdp"]
 
 
 def test_a_key_that_nobody_has_is_still_answered_with_the_nearest() -> None:

@@ -77,6 +77,26 @@ class Sometimes(Count):
         return super().step(text)
 
 
+class HangsOnce(Count):
+    """The first attempt of row 0; the other rows take their time."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def reset(self, row, rng):
+        self.is_first = row["number"] == 0
+        with open(self.file, "a") as file:
+            file.write("x" * self.is_first)
+        if self.is_first and len(open(self.file).read()) == 1:
+            time.sleep(60)
+        return super().reset(row, rng)
+
+    def step(self, text):
+        time.sleep(0.0 if self.is_first else 2.0)
+        return super().step(text)
+
+
 class Hangs(Environment):
     def reset(self, row, rng):
         if row.get("number") == 0:

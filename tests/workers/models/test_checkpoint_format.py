@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.errors import ConfigError
-from workers.models.checkpoint_format import Group, checkpoint_format
+from workers.models import load
+from workers.models.checkpoint_format import checkpoint_format
 from workers.models.load import load_model
 from workers.models.state import named_state
 from workers.roles.critic import CriticWorker
@@ -110,21 +111,20 @@ def test_what_was_read_for_one_group_is_gone_before_the_next_is_read(
 ) -> None:
     """So loading takes the module's weights and one group beside them, however many layers."""
     saved(tmp_path, "mixtral")
-    read, held, calls = Group.read, list[weakref.ref[Tensor]](), []
-
-    def watched(group: Group, read_piece: Any, experts: range | None) -> dict[str, Tensor]:
-        alive = [tensor for tensor in held if tensor() is not None]
-        calls.append(len(alive))
-        found = read(group, lambda name: remembered(read_piece(name)), experts)
-        return {name: remembered(tensor) for name, tensor in found.items()}
+    read, slices, held, calls = load.own_rows, load._end_to_end, list[weakref.ref[Tensor]](), []
 
     def remembered(tensor: Tensor) -> Tensor:
         held.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(Group, "read", watched)
+    def watched(weight: Tensor, stored: Any) -> Tensor:
+        calls.append(len([tensor for tensor in held if tensor() is not None]))
+        return remembered(read(weight, stored))
+
+    monkeypatch.setattr(load, "own_rows", watched)
+    monkeypatch.setattr(load, "_end_to_end", lambda *args: remembered(slices(*args)))
     load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
-    assert len(calls) > 1
+    assert len(held) > len(calls) > 1
     assert not any(calls)
 
 

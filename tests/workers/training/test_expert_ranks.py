@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
     if family in WITH_ROUTER_LOSS and "lora_rank" not in change:
         section.router_aux_loss_coef = 0.5
     section.strategy = config.critic.strategy = change.pop("strategy", "fsdp")
-    axes = {"sp": min(change.pop("sp", 1), world), "ep": min(change.pop("ep", world), world)}
+    sizes = {"sp": 1, "tp": 1, "ep": world}
+    axes = {axis: min(change.pop(axis, size), world) for axis, size in sizes.items()}
     section.parallel = config.critic.parallel = ParallelConfig(**axes)
     if world > 1:
         section.fsdp_config.fsdp_size = config.critic.model.fsdp_config.fsdp_size = size
@@ -215,9 +217,11 @@ def without_experts(folder: Path, family: str, loaded: str, written: str) -> Any
     return go_on(folder, family, loaded, written, ep=1)
 
 
-def scored_by_reference(folder: Path) -> tuple[slice, torch.Tensor, str, set[int]]:
-    """Log-probs of a frozen model, its hash, and whose experts were read."""
-    read: set[int] = set()
+def scored_by_reference(
+    folder: Path, **change: Any
+) -> tuple[slice, torch.Tensor, str, Counter[int]]:
+    """Log-probs of a frozen model, its hash, and how many elements of each expert were read."""
+    read = Counter[int]()
     find = Folder.find
 
     def watched(self: Folder, name: str) -> Any:
@@ -225,7 +229,7 @@ def scored_by_reference(folder: Path) -> tuple[slice, torch.Tensor, str, set[int
         return found if found is None else Noted(found, name, read)
 
     Folder.find = watched
-    config = make_actor_config(folder, "deepseek-v3", {"rows": 3})
+    config = make_actor_config(folder, "deepseek-v3", {"rows": 3, **change})
     config.actor_rollout_ref.ref.parallel = config.actor_rollout_ref.actor.parallel
     try:
         worker = started(ReferenceWorker, config)
@@ -239,27 +243,41 @@ def scored_by_reference(folder: Path) -> tuple[slice, torch.Tensor, str, set[int
 
 
 class Noted:
-    """A tensor in a file, whose expert is noted when it is read."""
+    """A tensor in a file, whose expert is noted when some of it is read."""
 
-    def __init__(self, stored: Any, name: str, read: set[int]) -> None:
+    def __init__(self, stored: Any, name: str, read: Counter[int]) -> None:
         self.stored, self.name, self.read = stored, name, read
 
     def get_shape(self) -> list[int]:
         return list(self.stored.get_shape())
 
     def __getitem__(self, where: Any) -> torch.Tensor:
+        some: torch.Tensor = self.stored[where]
         if found := re.search(r"\.experts\.(\d+)\.", self.name):
-            self.read.add(int(found[1]))
-        return self.stored[where]
+            self.read[int(found[1])] += some.numel()
+        return some
 
 
 def test_a_frozen_model_has_its_experts_on_ranks_that_read_no_others(tmp_path: Path) -> None:
     folder = saved(tmp_path, "deepseek-v3")
     _, expected, weights, read = scored_by_reference(folder)
-    assert read == {0, 1, 2, 3}
+    assert {*read} == {0, 1, 2, 3}
     for rank, (rows, found, hash_of_rank, read) in enumerate(
         run_kept(2, scored_by_reference, folder)
     ):
         torch.testing.assert_close(found, expected[rows], atol=1e-6, rtol=0)
         assert hash_of_rank == weights
-        assert read == {2 * rank, 2 * rank + 1}
+        assert {*read} == {2 * rank, 2 * rank + 1}
+
+
+def test_ranks_that_share_each_expert_read_their_slices_of_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "deepseek-v3")
+    _, expected, weights, read = scored_by_reference(folder)
+    for rows, found, hash_of_rank, own in run_kept(2, scored_by_reference_on_slices, folder):
+        torch.testing.assert_close(found, expected[rows], atol=1e-6, rtol=0)
+        assert hash_of_rank == weights
+        assert {expert: 2 * count for expert, count in own.items()} == read
+
+
+def scored_by_reference_on_slices(folder: Path) -> Any:
+    return scored_by_reference(folder, tp=2, ep=1)

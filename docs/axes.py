@@ -1,0 +1,81 @@
+"""Which layouts go with what else a run may have: the cells of a table in `parallel.md`.
+
+`make_tables.py` writes it, `tests/integration/test_axes_together.py` runs every cell: one that
+works follows one process's numbers, one that is refused says its words before a process starts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """Axes of the role's ranks."""
+
+    num_ranks: int
+    axes: tuple[str, ...]
+    model: str = "dense"
+    """Of the test: one with experts, where they lie over ranks."""
+
+
+class Beside(NamedTuple):
+    """What a run has beside the layout."""
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+    """With {tiny}, {model}, {classifier}, {rows}, {pairs}, and {num_ranks}."""
+    sections: tuple[str, ...] = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    """Those that get the layout; "" is a recipe's on rows."""
+
+
+LAYOUTS = {
+    "replicate x sp": Layout(4, ("shard=1", "sp=2")),
+    "shard x sp": Layout(4, ("shard=2", "sp=2")),
+    "shard x tp": Layout(4, ("shard=2", "tp=2")),
+    "sp x tp": Layout(4, ("sp=2", "tp=2")),
+    "ep x sp": Layout(2, ("ep=2", "sp=2"), "experts"),
+    "ep x shard": Layout(4, ("ep=2", "shard=4"), "experts"),
+    "ep x tp": Layout(2, ("ep=2", "tp=2"), "experts"),
+}
+BOTH = ("actor_rollout_ref.actor", "critic")
+ROWS = ("",)
+REF_IN_INT8 = "actor_rollout_ref.ref.quantization=int8"
+LORA = "actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"
+AVERAGED = "actor_rollout_ref.actor.ema_decay=0.5", "data.val_files={tiny}/val.parquet"
+CLASSIFIER = "reward_model.enable=true", "reward_model.model.path={classifier}"
+MAKERS = "detached.topology=2m{num_ranks}t", "detached.max_staleness=0"
+BESIDE = {
+    "actor, reference, critic": Beside("ppo"),
+    "LoRA": Beside("ppo", LORA, sections=BOTH),
+    "moving average (`ema_decay`)": Beside("ppo", (*AVERAGED, "trainer.test_freq=1")),
+    "offloading": Beside(
+        "ppo", ("role_workers.actor=tests.integration.offloading.OffloadingActor",)
+    ),
+    "int8 reference on such ranks": Beside("ppo", (REF_IN_INT8,)),
+    "int8 reference, whole on each": Beside("ppo", (REF_IN_INT8,), sections=BOTH),
+    "reward model that scores": Beside("ppo", CLASSIFIER),
+    "makers (`detached`)": Beside("detached", MAKERS),
+    "makers that score": Beside("detached", (*MAKERS, "detached.score_on=maker"), sections=BOTH),
+    "`sft`": Beside("sft", ("data.train_files={rows}",), ROWS),
+    "`sft` with LoRA": Beside("sft", ("data.train_files={rows}", "model.lora_rank=4"), ROWS),
+    "`dpo`": Beside("dpo", ("data.train_files={pairs}",), ROWS),
+    "`dpo` with a reference of its own": Beside(
+        "dpo", ("data.train_files={pairs}", "ref.model.path={model}"), ROWS
+    ),
+    "`reward-model`": Beside("reward_model", ("data.train_files={pairs}",), ROWS),
+}
+REFUSED = {
+    ("", "ep x tp"): "set one of them to 1",
+    ("int8 reference on such ranks", "ep x tp"): "tp=2 cuts every matrix",
+    ("int8 reference on such ranks", "shard x sp"): "leave out parallel.shard=2",
+    ("int8 reference on such ranks", "shard x tp"): "tp=2 cuts every matrix",
+    ("int8 reference on such ranks", "sp x tp"): "tp=2 cuts every matrix",
+    ("int8 reference on such ranks", "ep x sp"): "ep=2 shares the experts",
+    ("int8 reference on such ranks", "ep x shard"): "leave out parallel.shard=4",
+}
+"""(beside, layout) -> words of the refusal; "" is whatever is beside."""
+
+
+def refusal(beside: str, layout: str) -> str:
+    """The words of a cell that is refused; "" of one that works."""
+    return REFUSED.get((beside, layout), REFUSED.get(("", layout), ""))

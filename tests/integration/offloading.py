@@ -1,0 +1,49 @@
+"""Roles that offload on CPUs, as on GPUs: between two calls their tensors are in other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.parallel.placements import local_part
+from workers.roles.actor import ActorWorker
+from workers.training import engine
+
+
+@contextmanager
+def resident(module: Any, optimizer: Any, *_: Any) -> Iterator[None]:
+    """In the place of the engine's; whoever still reads the old memory finds NaN there."""
+    _move(module, optimizer)
+    yield
+    _move(module, optimizer)
+
+
+def _move(module: Any, optimizer: Any) -> None:
+    left: list[Tensor] = []
+
+    def moved(tensor: Tensor) -> Tensor:
+        left.append(local_part(tensor.detach()))
+        return tensor.detach().clone()
+
+    module._apply(moved)
+    for state in (optimizer.state if optimizer is not None else {}).values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                state[name] = moved(value)
+    with torch.no_grad():
+        for tensor in left:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+
+
+class OffloadingActor(ActorWorker):
+    """With it, all roles of its process offload."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.world_size > 1:  # one process is that of the tests
+            engine.resident = resident

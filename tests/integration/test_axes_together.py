@@ -1,0 +1,119 @@
+"""Layouts beside whatever else a run has: each cell of the table in `docs/parallel.md`, run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import load
+from tests.integration.runs import numbers, overrides
+from tests.integration.test_axes import with_experts
+from trainer import load_config, run
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.recipe import PPO
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
+from verl_like.errors import ConfigError
+
+TABLE: Any = load("docs/axes.py")
+RECIPES = {"ppo": PPO, "detached": DETACHED, "sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
+QUICK = [
+    ("actor, reference, critic", "shard x tp"),
+    ("LoRA", "shard x sp"),
+    ("makers (`detached`)", "ep x sp"),
+    ("`sft` with LoRA", "ep x shard"),
+    ("`dpo`", "sp x tp"),
+]
+OF_THE_CLOCK = ("detached/", "training/weight")
+TEXTS = [{"prompt": f"say {x}", "response": x * (1 + n % 3)} for n, x in enumerate("abcdefghijkl")]
+PAIRS = [
+    {"prompt": f"say {x}", "chosen": x * 2, "rejected": "cd"[: 1 + n % 2]}
+    for n, x in enumerate("efghijklmnop")
+]
+ON_ROWS = (
+    *("data.train_batch_size=6", "data.max_length=32"),
+    *("optim.lr=1e-3", "trainer.logger=[]"),
+)
+Numbers = list[dict[str, float]]
+
+
+def cells() -> list[Any]:
+    found = []
+    for beside in TABLE.BESIDE:
+        for layout in TABLE.LAYOUTS:
+            is_quick = (beside, layout) in QUICK or TABLE.refusal(beside, layout)
+            marks = [] if is_quick else [pytest.mark.slow]
+            found.append(pytest.param(beside, layout, marks=marks, id=f"{beside}, {layout}"))
+    return found
+
+
+class Runs:
+    """Two steps of what is beside a layout, with it or in one process."""
+
+    def __init__(self, tiny: Path, folder: Path, classifier: Path) -> None:
+        self.folder, self.models = folder, {"dense": tiny / "model", "experts": folder / "experts"}
+        self.names = {"tiny": tiny, "classifier": classifier}
+        for name, rows in {"rows": TEXTS, "pairs": PAIRS}.items():
+            self.names[name] = folder / f"{name}.jsonl"
+            self.names[name].write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        with_experts(tiny, self.models["experts"])
+        self.alone: dict[tuple[str, str], Numbers] = {}
+        self.count = 0
+
+    def of_one(self, beside: str, model: str) -> Numbers:
+        """The numbers of one process, once for all layouts."""
+        if (beside, model) not in self.alone:
+            self.alone[beside, model] = self.two_steps(beside, TABLE.Layout(1, (), model))
+        return self.alone[beside, model]
+
+    def two_steps(self, beside: str, layout: Any) -> Numbers:
+        """On processes of this machine."""
+        what, model = TABLE.BESIDE[beside], self.models[layout.model]
+        self.count += 1
+        folder = self.folder / str(self.count)
+        steps = ["trainer.backend=local", "trainer.total_training_steps=2"]
+        if what.recipe != "detached":
+            steps.append(f"trainer.n_gpus_per_node={layout.num_ranks}")
+        if what.recipe in ("ppo", "detached"):
+            policy = "actor_rollout_ref"
+            steps += [f"{policy}.model.path={model}", f"{policy}.actor.use_kl_loss=true"]
+            steps += [f"critic.model.path={model}"]
+            steps += ["placement=colocate"] if what.recipe == "ppo" else []
+            steps = overrides(self.names["tiny"], folder, *steps)
+        else:
+            steps += [f"model.path={model}", f"trainer.default_local_dir={folder}", *ON_ROWS]
+        axes = [f"{s}.parallel.{axis}".lstrip(".") for s in what.sections for axis in layout.axes]
+        names = {**self.names, "model": model, "num_ranks": layout.num_ranks}
+        own = [setting.format(**names) for setting in what.settings]
+        run(load_config([*steps, *axes, *own], RECIPES[what.recipe]))
+        return numbers(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tiny_dir, tmp_path_factory.mktemp("together"), classifier)
+
+
+@pytest.mark.parametrize(("beside", "layout"), cells())
+def test_a_layout_beside_all_else_follows_one_process_or_is_refused(
+    beside: str, layout: str, runs: Runs
+) -> None:
+    over_ranks = TABLE.LAYOUTS[layout]
+    if words := TABLE.refusal(beside, layout):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            runs.two_steps(beside, over_ranks)
+        return
+    found, expected = runs.two_steps(beside, over_ranks), runs.of_one(beside, over_ranks.model)
+    num_updates = 0
+    for own, alone in zip(found, expected, strict=True):
+        shared = {name for name in alone.keys() & own.keys() if "seqlen" not in name}
+        num_updates += any(name.endswith("grad_norm") for name in shared)
+        for name in sorted(shared):
+            if not name.startswith(OF_THE_CLOCK):
+                assert own[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
+    assert num_updates == 2

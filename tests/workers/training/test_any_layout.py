@@ -1,0 +1,61 @@
+"""A checkpoint of ranks in any layout resumes on ranks in any other, bit for bit."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.workers import distributed
+from tests.workers.training.test_sequence_ranks import saved
+from tests.workers.training.test_tensor_ranks import State, actor_over, state_of, updated_and_saved
+from workers.config import ParallelConfig
+
+TABLE = runpy.run_path(str(ROOT / "docs" / "axes.py"))
+LAYOUTS = {"one process": TABLE["Layout"](1, ()), **TABLE["LAYOUTS"]}
+del LAYOUTS["ep x tp"]
+Saved = dict[str, tuple[State, str]]
+
+
+def over_ranks(layout: str, function: Any, folder: Path, *args: Any) -> list[Any]:
+    num_ranks, axes, _ = LAYOUTS[layout]
+    pairs = (axis.split("=") for axis in axes)
+    parallel = ParallelConfig(**{name: int(size) for name, size in pairs})
+    return distributed.run(num_ranks, function, folder, parallel, *args, deadline_s=150)
+
+
+def saved_as(folder: Path, parallel: ParallelConfig, name: str) -> tuple[State, str]:
+    return updated_and_saved(folder / name, parallel, 0)
+
+
+def resumed_from(folder: Path, parallel: ParallelConfig, names: list[str]) -> Saved:
+    """The state and hash that an actor has after it went on from each of these checkpoints."""
+    actor, found = actor_over(folder, parallel), {}
+    for name in names:
+        actor.load_checkpoint(str(folder / name / "first"))
+        found[name] = state_of(actor), actor.weights_checksum()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
+    """A checkpoint of every layout after an update, in folders of their names."""
+    folder = saved(tmp_path_factory.mktemp("layouts"), "qwen3-moe")
+    for name in LAYOUTS:
+        (folder / name).mkdir()
+        (folder / name / "model").symlink_to(folder / "model")
+    return folder, {name: over_ranks(name, saved_as, folder, name)[0] for name in LAYOUTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_resumes_from_all_others(layout: str, checkpoints: tuple[Path, Saved]) -> None:
+    folder, expected = checkpoints
+    for found in over_ranks(layout, resumed_from, folder, [*expected]):
+        for name, (state, checksum) in expected.items():
+            assert found[name][1] == checksum
+            assert found[name][0].keys() == state.keys()
+            assert all(found[name][0][key].equal(tensor) for key, tensor in state.items())
