@@ -152,7 +152,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 def waited(value: Any) -> Any:
     """What plain or async code of a user's has given."""
-    if not inspect.isawaitable(value):
+    if not hasattr(value, "__await__"):  # `inspect.isawaitable` writes to caches of ABCs
         return value
     import asyncio  # it brings a hundred modules, which a fork of a process touches
 
