@@ -25,6 +25,7 @@ from workers.config.rollout import ENGINES
 from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
@@ -69,6 +70,16 @@ def own_engine(name: str) -> type[RolloutEngine] | None:
     check_methods(found, RolloutEngine, subject)
     check_call(found, subject, Call("module", "limits", by_name=["decode"]))
     return found
+
+
+def check_notes_routing(name: str) -> None:
+    """Refuse an engine that does not note which experts its model chooses."""
+    own = own_engine(name)
+    if name == "vllm" or (own and own.no_choices is RolloutEngine.no_choices):
+        raise ConfigError(
+            f"{ROUTING_KEY} with rollout.name={name}: this engine does not note which experts its "
+            "routers choose. Set actor_rollout_ref.rollout.name=native, or leave the replay out."
+        )
 
 
 def ranks_per_engine(config: WorkersConfig) -> int:
