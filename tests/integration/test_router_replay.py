@@ -52,6 +52,15 @@ def test_the_gap_to_a_rollout_of_another_type_shrinks(
     assert replayed[0][GAP] < 0.6 * plain[0][GAP]
 
 
+@pytest.mark.vllm
+def test_the_experts_of_vllm_are_replayed(tiny_dir: Path, tmp_path: Path) -> None:
+    sizes = {"num_experts": 32, "num_hidden_layers": 4, "initializer_range": 0.2}
+    model = with_experts(tiny_dir, tmp_path / "model", **sizes)
+    more = (model, f"{POLICY}.rollout.name=vllm", *POLICY_ALONE, R3)
+    for line in two_steps(tiny_dir, tmp_path / "replayed", *more):
+        assert line[GAP] < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
 def test_two_ranks_that_share_experts_follow_one_process(
@@ -73,7 +82,10 @@ def test_two_ranks_that_share_experts_follow_one_process(
     ("settings", "message"),
     [
         ([R3], "router_replay.mode=R3: LlamaForCausalLM has no routed experts"),
-        ([R3, f"{POLICY}.rollout.name=vllm"], "rollout.name=vllm: this engine does not note"),
+        (
+            [R3, f"{POLICY}.rollout.name=vllm", f"{POLICY}.rollout.server_urls=[http://here:8000]"],
+            "a server of vLLM's does not note",
+        ),
         ([R3.replace("R3", "R2")], "What others call R2 is R3 here"),
     ],
 )

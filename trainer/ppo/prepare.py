@@ -90,7 +90,7 @@ def _check_router_replay(config: PPOConfig) -> None:
     from workers.models.routing import KEY, check_routers  # with transformers: a second
 
     policy = config.actor_rollout_ref
-    check_notes_routing(policy.rollout.name)
+    check_notes_routing(policy.rollout)
     if policy.actor.parallel.pp > 1:
         raise ConfigError(
             f"{KEY} with actor_rollout_ref.actor.parallel.pp={policy.actor.parallel.pp}: a stage "

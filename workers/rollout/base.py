@@ -346,7 +346,7 @@ class RolloutEngine(ABC):
         if sampling.routed_experts and self.no_choices() is None:
             raise ConfigError(
                 f"sampling: {type(self).__name__} does not note which experts its model chooses "
-                "(actor.router_replay); rollout.name=native and hf do."
+                "(actor.router_replay); rollout.name=native, hf and vllm in process do."
             )
         outside = [token for token, _ in sampling.logit_bias if not 0 <= token < self.vocab_size]
         if outside:

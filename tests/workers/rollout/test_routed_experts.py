@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.workers.models.test_routing import model_of
 from tests.workers.prompts import META, prompt_batch
 from verl_like.errors import ConfigError, RolloutError
+from workers.config import RolloutConfig
 from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.batches import sample_columns
@@ -144,13 +145,14 @@ def test_an_engine_that_does_not_note_them_is_refused() -> None:
     engine.vocab_size = 64
     with pytest.raises(ConfigError, match="StandbyEngine does not note which experts"):
         engine._check_samples(SAMPLES, SAMPLING)
-    with pytest.raises(ConfigError, match="rollout.name=vllm: this engine does not note"):
-        check_notes_routing("vllm")
-    own = f"{PlainEngine.__module__}.PlainEngine"
-    with pytest.raises(ConfigError, match="this engine does not note"):
+    own = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
+    with pytest.raises(ConfigError, match="PlainEngine does not note which experts"):
         check_notes_routing(own)
-    check_notes_routing("native")
-    check_notes_routing("workers.rollout.hf.HFEngine")
+    server = RolloutConfig(name="vllm", server_urls=["http://here:8000"])
+    with pytest.raises(ConfigError, match="a server of vLLM's does not note which experts"):
+        check_notes_routing(server)
+    for name in ("native", "hf", "vllm", "workers.rollout.hf.HFEngine"):
+        check_notes_routing(RolloutConfig(name=name))
 
 
 def test_a_dense_model_has_none() -> None:
