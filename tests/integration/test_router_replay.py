@@ -86,7 +86,10 @@ def test_two_ranks_that_share_experts_follow_one_process(
             [R3, f"{POLICY}.rollout.name=vllm", f"{POLICY}.rollout.server_urls=[http://here:8000]"],
             "a server of vLLM's does not note",
         ),
-        ([R3.replace("R3", "R2")], "What others call R2 is R3 here"),
+        (
+            [R3.replace("R3", "R2")],
+            "mode=R2: choose disabled or R3, .*R2, the actor's own of an earlier pass, is not here",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(

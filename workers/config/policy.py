@@ -146,7 +146,11 @@ class RolloutCorrectionConfig:
 class RouterReplayConfig:
     """Which experts a mixture's tokens go to when the actor reads them."""
 
-    mode: str = key("disabled", choices=("disabled", "R3"), elsewhere={"R2": "R3"})
+    mode: str = key(
+        "disabled",
+        choices=("disabled", "R3"),
+        hint="the rollout's choices (R2, the actor's own of an earlier pass, is not here)",
+    )
     """R3: those that the rollout's routers chose, in old log-probs and update; they travel with the
     samples, a byte per token, layer and choice. Reference and critic choose by themselves.
     """
