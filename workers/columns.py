@@ -87,6 +87,13 @@ COLUMNS: dict[str, Column] = {
             ", if truncated_log_probs",
             *_GENERATED,
         ),
+        Column(
+            "routed_experts",
+            "[rows, T, layers, choices]",
+            "uint8",
+            ", if actor.router_replay.mode=R3 (int16 of more than 256 experts)",
+            *_GENERATED,
+        ),
         Column("token_versions", "[rows, R]", "int32", "", *_GENERATED),
         Column("policy_version", "[rows]", "int64", ": that of the oldest token", *_GENERATED),
         Column("draw_hash", "[rows]", "int64", "", *_GENERATED),

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 NO_CRITIC = re.compile(r"algorithm(\.adv_estimator)?=(?!gae$|ppo$|\{)")
+
+EXPERTS = {
+    **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "intermediate_size": 32},
+}
 
 
 def overrides(tiny: Path, folder: Path, *more: str) -> list[str]:
@@ -35,6 +41,24 @@ POLICY_ALONE = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=fals
 """Neither critic nor reference: half a run's seconds, where a test asks nothing of them."""
 FEW_ROWS = ("data.train_batch_size=4", "data.max_response_length=4")
 """One update a step, of short rows."""
+
+
+def with_experts(tiny: Path, folder: Path, family: str = "Qwen3Moe", **sizes: float) -> str:
+    """A small mixture of experts beside the tiny model's tokenizer; its key and path."""
+    import torch
+    import transformers
+
+    shutil.copytree(tiny / "model", folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    known = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    names = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "hidden_size")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    own = {"num_hidden_layers": 2, **EXPERTS, **heads, **sizes}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**own, **{n: known[n] for n in names})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return f"actor_rollout_ref.model.path={folder}"
 
 
 def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.integration.runs import numbers, overrides
+from tests.integration.runs import numbers, overrides, with_experts
 from trainer import load_config, run
 from verl_like.errors import ConfigError
 
@@ -55,25 +53,6 @@ def test_two_ranks_that_share_a_model_follow_one_process(
     axes: list[str], of_one: list[dict[str, float]], tiny_dir: Path, tmp_path: Path
 ) -> None:
     assert_follows(on_two(tiny_dir, tmp_path, axes), of_one)
-
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def with_experts(tiny: Path, folder: Path) -> str:
-    """A small mixture of experts beside the tiny model's tokenizer; its key and path."""
-    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shutil.copytree(tiny / "model", folder)
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    known = AutoConfig.from_pretrained(folder).to_dict()
-    names = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "hidden_size")
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**EXPERTS, **sizes, **{name: known[name] for name in names})
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return f"{POLICY}.model.path={folder}"
 
 
 @pytest.mark.slow

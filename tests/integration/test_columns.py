@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.runs import overrides
+from tests.integration.runs import overrides, with_experts
 from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import step
@@ -30,7 +30,7 @@ from workers.roles.rollout import RolloutWorker
 from workers.roles.teacher import TeacherWorker
 from workers.training.engine import INPUTS
 
-WIDTHS = {"P": 16, "R": 8, "T": 16 + 8}
+WIDTHS = {"P": 16, "R": 8, "T": 16 + 8, "layers": 3, "choices": 2}
 METHODS = {
     "actor.compute_log_prob": ActorWorker,
     "critic.compute_values": CriticWorker,
@@ -113,7 +113,14 @@ def recorders(
         "environment.max_tokens_per_turn=2",
     ]
     remax = ["algorithm.adv_estimator=remax"]
+    experts = [
+        "algorithm=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+        with_experts(tiny_dir, folder / "model", num_hidden_layers=WIDTHS["layers"]),
+    ]
     runs = {"all": every_role, "own": own_columns, "remax": remax, "turns": turns}
+    runs["experts"] = experts
     made = []
     for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:

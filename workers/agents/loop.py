@@ -609,7 +609,7 @@ def _asked(sample: Sample, longest: int) -> Sample:
         return sample
     begin = sample.segments[-1]
     rest = slice(begin + 1, None)
-    truncated = sample.truncated_log_probs
+    truncated, routed = sample.truncated_log_probs, sample.routed_experts
     return replace(
         sample,
         prompt=sample.tokens[begin : begin + 1].tolist(),
@@ -618,6 +618,7 @@ def _asked(sample: Sample, longest: int) -> Sample:
         log_probs=sample.log_probs[rest],
         versions=sample.versions[rest],
         truncated_log_probs=None if truncated is None else truncated[rest],
+        routed_experts=None if routed is None else routed[len(sample.prompt) + begin :],
         end_at=sample.longest(longest) - begin - 1,
         segments=(),
     )
@@ -637,9 +638,20 @@ def _joined(whole: Sample, drawn: Sample) -> Sample:
         truncated_log_probs=(
             None if truncated is None or more is None else torch.cat([truncated[before], more])
         ),
+        routed_experts=_joined_choices(whole, drawn),
         finish_reason=drawn.finish_reason,
         kept=drawn.kept,
     )
+
+
+def _joined_choices(whole: Sample, drawn: Sample) -> torch.Tensor | None:
+    """Experts of all segments; the last tokens of those before, which nobody read, have zeros."""
+    before, more = whole.routed_experts, drawn.routed_experts
+    if before is None or more is None:
+        return None
+    begin = len(whole.prompt) + whole.segments[-1]
+    unread = before.new_zeros(max(begin - len(before), 0), *before.shape[1:])
+    return torch.cat([before[:begin], unread, more])
 
 
 def _begun(one: Trajectory) -> Begun:

@@ -36,6 +36,7 @@ from workers.config.policy import (
     RefConfig,
     RolloutCorrectionConfig,
     TeacherModelConfig,
+    replays_routing,
     shuffle_seed,
 )
 from workers.config.rewards import (

@@ -143,6 +143,20 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(kw_only=True)
+class RouterReplayConfig:
+    """Which experts a mixture's tokens go to when the actor reads them."""
+
+    mode: str = key(
+        "disabled",
+        choices=("disabled", "R3"),
+        hint="the rollout's choices (R2, the actor's own of an earlier pass, is not here)",
+    )
+    """R3: those that the rollout's routers chose, in old log-probs and update; they travel with the
+    samples, a byte per token, layer and choice. Reference and critic choose by themselves.
+    """
+
+
+@dataclass(kw_only=True)
 class ActorConfig(ShardedConfig):
     """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
 
@@ -210,6 +224,8 @@ class ActorConfig(ShardedConfig):
     """
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts."""
+    router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
+    """Rollout routing replay."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     optim: OptimConfig = key(factory=OptimConfig)
@@ -220,6 +236,12 @@ class ActorConfig(ShardedConfig):
     """Axes."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """What is saved."""
+
+
+def replays_routing(policy: Any) -> bool:
+    """Whether the actor's tokens go to the experts that the rollout chose, if there is an actor."""
+    actor = getattr(policy, "actor", None)
+    return actor is not None and actor.router_replay.mode == "R3"
 
 
 def shuffle_seed(actor: ActorConfig) -> int | None:

@@ -12,7 +12,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
 from workers.columns import SEQUENCES, batch_columns, drawn_from
-from workers.config import shuffle_seed
+from workers.config import replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
@@ -24,6 +24,7 @@ from workers.losses.registry import facts_of, get_policy_loss
 from workers.memory import HeldModel
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
+from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
@@ -64,6 +65,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         self.budget = pass_budget(config, self.config.ppo_micro_batch_size_per_gpu)
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu
         self.log_prob_budget = pass_budget(config, rows)
+        self.routed = [ROUTED] if replays_routing(self.policy) else []
         coef = self.config.router_aux_loss_coef
         engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
         self.engine = self.engine_of(
@@ -71,6 +73,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
             engine_cls,
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
+            replays_routing=bool(self.routed),
         )
 
     @classmethod
@@ -100,7 +103,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores_as="old log-probs")
+    @batch_columns(reads=(*SEQUENCES, ROUTED), scores_as="old log-probs")
     def compute_log_prob(self, data: DataProto) -> Result:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
 
@@ -109,7 +112,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
             wanted = Wanted(self.temperature, entropy=True, sum_pi_squared=wants_squares)
-            outputs = self.engine.forward_rows(data, self.log_prob_budget, wanted)
+            outputs = self.engine.forward_rows(data, self.log_prob_budget, wanted, self.routed)
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return Result(DataProto.from_dict(columns), mfu)
 
@@ -118,7 +121,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         reads=(
             *(*SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
             *("rollout_log_probs", "rollout_truncated_log_probs", "rollout_is_weights"),
-            "chosen_tokens",
+            *("chosen_tokens", ROUTED),
         )
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
@@ -167,7 +170,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     def columns_of_update(self, data: DataProto, on_policy: bool) -> list[str]:
         """What an update reads beside tokens and masks."""
-        names = ["advantages"]
+        names = ["advantages", *self.routed]
         if self.config.use_kl_loss:
             names.append("ref_log_prob")
         if self.gauge is not None:

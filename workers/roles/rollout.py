@@ -31,7 +31,7 @@ from workers.agents.faults import Faults
 from workers.agents.loop import Trajectory
 from workers.agents.players import Players, trajectory_columns, with_prompts
 from workers.columns import NAMED, batch_columns, require
-from workers.config import plays
+from workers.config import plays, replays_routing
 from workers.models.folder import generation_eos
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import (
@@ -187,8 +187,15 @@ class RolloutWorker(WeightReceiver, Worker):
             raise RolloutError(
                 "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
             )
-        truncated = self.sampling_of(data).truncated_log_probs
-        columns = sample_columns(data, samples, self.response_width, int(pad), truncated)
+        sampling = self.sampling_of(data)
+        columns = sample_columns(
+            data,
+            samples,
+            self.response_width,
+            int(pad),
+            sampling.truncated_log_probs,
+            self.engine.no_choices() if sampling.routed_experts else None,
+        )
         columns["policy_version"] = oldest_versions(samples, len(data), self.engine.version or 0)
         columns["draw_hash"] = draw_hashes(samples, len(data))
         reasons = [sample.finish_reason for sample in samples]
@@ -221,7 +228,8 @@ class RolloutWorker(WeightReceiver, Worker):
                 settings[name] = value
         own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
         settings |= {name: data.meta_info[name] for name in own}
-        return sampling_params(settings, self.response_width, stop)
+        sampling = sampling_params(settings, self.response_width, stop)
+        return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
 
     def requests_of(self, data: DataProto) -> list[Sample]:
         """The real rows as samples that are to be drawn, or drawn on."""

@@ -35,6 +35,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     truncated_log_probs: bool = False
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that draw nothing."""
@@ -275,6 +276,10 @@ class RolloutEngine(ABC):
         """Hash of the full weights, comparable with the trainer's."""
         return checksum_of(self.named_weights())
 
+    def no_choices(self) -> Tensor | None:
+        """[0, layers, choices] of an engine that notes which experts are chosen; else None."""
+        return None
+
     @abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights as they are in the engine, under Hugging Face's names."""
@@ -337,6 +342,11 @@ class RolloutEngine(ABC):
         if sampling.stop_strings and self.decode is None:
             raise ConfigError(
                 "sampling: stop strings need the tokenizer, and this engine was built without one."
+            )
+        if sampling.routed_experts and self.no_choices() is None:
+            raise ConfigError(
+                f"sampling: {type(self).__name__} does not note which experts its model chooses "
+                "(actor.router_replay); rollout.name=native, hf and vllm in process do."
             )
         outside = [token for token, _ in sampling.logit_bias if not 0 <= token < self.vocab_size]
         if outside:

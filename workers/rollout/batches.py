@@ -11,6 +11,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from verl_like.errors import RolloutError
 from workers.columns import has_column, require, token_counts
+from workers.models.routing import COLUMN as ROUTED
 from workers.rollout.sample import Sample
 
 REQUEST = "request"
@@ -91,9 +92,17 @@ def _response_rows(data: DataProto, name: str) -> Sequence[Tensor]:
 
 
 def sample_columns(
-    data: DataProto, samples: Sequence[Sample], width: int, pad: int, truncated: bool = False
+    data: DataProto,
+    samples: Sequence[Sample],
+    width: int,
+    pad: int,
+    truncated: bool = False,
+    no_choices: Tensor | None = None,
 ) -> dict[str, Column]:
-    """Columns of the rows with these responses; pad rows get an empty one."""
+    """Columns of the rows with these responses; pad rows get an empty one.
+
+    With `no_choices`, what was chosen of experts for no token, there is a column of them.
+    """
     prompts, prompt_positions, prompt_width = prompt_rows(data)
     made = [*samples, *[Sample([])] * (len(prompts) - len(samples))]
     responses = Ragged.of_rows([sample.tokens for sample in made], width, fill=pad)
@@ -123,7 +132,23 @@ def sample_columns(
         of_drawn = [sample.truncated_log_probs for sample in samples]
         found = [log_probs for log_probs in of_drawn if log_probs is not None]
         columns[TRUNCATED] = responses.with_values(torch.cat([torch.empty(0), *found]))
+    if no_choices is not None:
+        chosen = [_choices(*row, no_choices) for row in zip(made, tokens, strict=True)]
+        columns[ROUTED] = ids.with_values(torch.cat([no_choices, *chosen]))
     return columns
+
+
+def _choices(sample: Sample, tokens: Tensor, no_choices: Tensor) -> Tensor:
+    """[tokens, layers, choices]; zeros for those that the engine has not read, such as the last."""
+    chosen = no_choices if sample.routed_experts is None else sample.routed_experts
+    drawn = (sample.versions >= 0).nonzero().flatten()
+    needed = len(sample.prompt) + int(drawn[-1]) if len(drawn) else 0
+    if len(chosen) < needed and sample.finish_reason != "abort":
+        raise RolloutError(
+            f"rollout: of {sample.name} the experts of {len(chosen)} tokens are known, and its "
+            f"last token was drawn after {needed}."
+        )
+    return torch.cat([chosen, chosen.new_zeros(len(tokens) - len(chosen), *chosen.shape[1:])])
 
 
 def oldest_versions(samples: Sequence[Sample], rows: int, current: int) -> Tensor:

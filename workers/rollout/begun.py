@@ -57,12 +57,13 @@ class Begun:
             return None
         drawn = (mine.versions >= 0) & (torch.tensor(self.turns) == turn)
         end = int(drawn.nonzero()[-1]) + 1
-        truncated = mine.truncated_log_probs
+        truncated, routed = mine.truncated_log_probs, mine.routed_experts
         return replace(
             sample,
             tokens=mine.tokens[:end],
             log_probs=mine.log_probs[:end],
             versions=mine.versions[:end],
             truncated_log_probs=None if truncated is None else truncated[:end],
+            routed_experts=None if routed is None else routed[: len(mine.prompt) + end],
             finish_reason=self.reasons[turn],
         )

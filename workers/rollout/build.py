@@ -21,10 +21,12 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import Call, check_call, check_methods
+from workers.config.policy import replays_routing
 from workers.config.rollout import ENGINES
 from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
@@ -32,7 +34,7 @@ from workers.rollout.vllm.setup import check_options
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
-    from workers.config import WorkersConfig
+    from workers.config import RolloutConfig, WorkersConfig
 
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:
@@ -69,6 +71,18 @@ def own_engine(name: str) -> type[RolloutEngine] | None:
     check_methods(found, RolloutEngine, subject)
     check_call(found, subject, Call("module", "limits", by_name=["decode"]))
     return found
+
+
+def check_notes_routing(rollout: RolloutConfig) -> None:
+    """Refuse an engine that does not note which experts its model chooses."""
+    own = own_engine(rollout.name)
+    if rollout.server_urls or (own and own.no_choices is RolloutEngine.no_choices):
+        engine = "a server of vLLM's" if rollout.server_urls else rollout.name
+        raise ConfigError(
+            f"{ROUTING_KEY} with rollout.name={rollout.name}: {engine} does not note which experts "
+            "its routers choose. Set actor_rollout_ref.rollout.name=native, or leave the replay "
+            "out."
+        )
 
 
 def ranks_per_engine(config: WorkersConfig) -> int:
@@ -164,6 +178,7 @@ def _vllm_engine(
         tensor_parallel=policy.rollout.tensor_model_parallel_size,
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
         device_type=worker.device.type,
+        notes_routing=replays_routing(policy),
         options=dict(policy.rollout.engine_kwargs),
     )
     if urls := policy.rollout.server_urls:

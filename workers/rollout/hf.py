@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,8 @@ class _Decoding:
         self.cache: Any = None
         self.position = 0
         """Tokens of the response that the model has read, or will have with the next."""
+        self.routers = engine.routers if sampling.routed_experts else None
+        self.routed: Tensor | None = None
 
     def run(self, max_tokens: int | None) -> None:
         """Until it is finished, or has drawn so many more tokens."""
@@ -131,29 +134,42 @@ class _Decoding:
         ids = [*self.sample.prompt, *self.tokens[: self.position]]
         row = torch.tensor([ids], device=self.engine.module.device)
         cache = {} if self.cache is None else {"past_key_values": self.cache}
-        found = self.engine.module.generate(
-            row,
-            attention_mask=torch.ones_like(row),
-            generation_config=GenerationConfig(
-                max_new_tokens=self.most - self.position,
-                do_sample=False,
-                pad_token_id=0,
-                use_cache=self.engine.uses_cache,
-                return_dict_in_generate=True,
-            ),
-            logits_processor=[self],
-            stopping_criteria=[self._finished],
-            **cache,
-        )
+        with nullcontext() if self.routers is None else self.routers.noting() as noted:
+            found = self.engine.module.generate(
+                row,
+                attention_mask=torch.ones_like(row),
+                generation_config=GenerationConfig(
+                    max_new_tokens=self.most - self.position,
+                    do_sample=False,
+                    pad_token_id=0,
+                    use_cache=self.engine.uses_cache,
+                    return_dict_in_generate=True,
+                ),
+                logits_processor=[self],
+                stopping_criteria=[self._finished],
+                **cache,
+            )
+        if noted is not None:
+            self._note_routed(noted.take())
         if self.engine.uses_cache:
             self.cache = found.past_key_values
+
+    def _note_routed(self, chosen: Tensor) -> None:
+        """What routers chose for the tokens that this run has read."""
+        if not self.engine.uses_cache:  # each pass reads the whole row: that of the last one
+            chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
+        elif self.cache is not None and self.routed is not None:
+            chosen = torch.cat([self.routed, chosen])
+        self.routed = chosen
 
     def so_far(self) -> Sample:
         """The sample with what is drawn."""
         tokens = torch.tensor(self.tokens, dtype=torch.long)
         versions = torch.tensor(self.versions, dtype=torch.int32)
         log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
-        return self.sample.with_response(tokens, log_probs, versions, self.finish_reason)
+        return self.sample.with_response(
+            tokens, log_probs, versions, self.finish_reason, self.routed
+        )
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores that leave greedy search the token that is there, or that the noise draws."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workers.models.quantize import Int8Weight
+from workers.models.routing import Routers
 from workers.models.state import named_state
 from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.rollout.int8_hashes import Int8Hashes
@@ -31,6 +33,15 @@ class ModuleEngine(RolloutEngine):
         self._written: dict[str, Tensor] = {}
         """The module's state while it is being loaded."""
         self.int8 = Int8Hashes()
+
+    @cached_property
+    def routers(self) -> Routers:
+        """Those of the module; a ConfigError where it has none."""
+        return Routers(self.module)
+
+    def no_choices(self) -> Tensor | None:
+        """Of no token."""
+        return self.routers.no_choices
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         writer = ModuleWriter(self.module)

@@ -78,11 +78,22 @@ class Sample:
     """Tokens of the response, observed ones too, at which it ends for now; None: the sampling's."""
     segments: tuple[int, ...] = ()
     """Places in the response where what the policy reads begins anew: nothing before is read on."""
+    routed_experts: Tensor | None = None
+    """[tokens, layers, choices]: what routers chose for those that are read, the prompt's first.
+
+    Where the sampling asks for it. A token that is read again, as new weights came, has the later
+    choices, which its keys and values are of.
+    """
     kept: KeptStates | None = None
     """What an engine has computed of it; an empty one asks for that to be kept for a next turn."""
 
     def with_response(
-        self, tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str
+        self,
+        tokens: Tensor,
+        log_probs: Tensor,
+        versions: Tensor,
+        finish_reason: str,
+        routed_experts: Tensor | None = None,
     ) -> Sample:
         """The sample with copies of what was drawn; `log_probs` is [tokens, kinds]."""
         policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
@@ -93,6 +104,7 @@ class Sample:
             versions=versions.clone(),
             finish_reason=finish_reason,
             truncated_log_probs=truncated[0] if truncated else None,
+            routed_experts=routed_experts,
         )
 
     def longest(self, max_tokens: int) -> int:

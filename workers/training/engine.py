@@ -41,6 +41,8 @@ from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
 from workers.models.precision import computing_in, frozen, precision_of
 from workers.models.quantize import quantize_linears
+from workers.models.routing import COLUMN as ROUTED
+from workers.models.routing import Routers
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel import tensor as tensor_parallel
 from workers.parallel.experts import spread_experts
@@ -108,7 +110,9 @@ class TrainEngine:
         grad_clip: float = 1.0,
         quantization: str | None = None,
         parallel: ParallelConfig | None = None,
+        replays_routing: bool = False,
     ) -> None:
+        """With `replays_routing`, rows that say which experts their tokens go to are heard."""
         self.model_config = model_config
         self.quantization = quantization
         self.sharding = settle(strategy, fsdp_config, parallel, quantization=quantization)
@@ -117,6 +121,8 @@ class TrainEngine:
         self.grad_clip = grad_clip
         self.optimizer: torch.optim.Optimizer | None = None
         self.row_passes = RowPasses()
+        self.replays_routing = replays_routing
+        self.routers: Routers | None = None
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Shard and load the model on the worker's device.
@@ -162,6 +168,9 @@ class TrainEngine:
             self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.groups)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 
+        if self.replays_routing:
+            self.routers = Routers(self.module)
+
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
         rows = {
@@ -183,12 +192,19 @@ class TrainEngine:
         """Whether rows run end to end, without padding."""
         return self.row_passes.kind == "packed"
 
-    def forward_rows(self, data: DataProto, budget: Budget, wanted: Wanted = DEFAULT) -> RowColumns:
+    def forward_rows(
+        self,
+        data: DataProto,
+        budget: Budget,
+        wanted: Wanted = DEFAULT,
+        names: Sequence[str] = (),
+    ) -> RowColumns:
         """For every row `log_probs` (and `entropys`, `sum_pi_squared`), or `values`.
 
-        Each is [rows, R], zero outside the response mask, and ragged where that is.
+        Each is [rows, R], zero outside the response mask, and ragged where that is. A pass reads
+        the columns `names`, too.
         """
-        rows = self._take(data, self.forward_inputs)
+        rows = self._take(data, (*self.forward_inputs, *names))
         cuts = self._cut(rows.columns, budget)
         pieces: dict[str, list[Column]] = {}
         self.module.eval()
@@ -288,7 +304,8 @@ class TrainEngine:
                 outputs = self.outputs(columns, wanted)
                 # losses are formulas of rectangles
                 said = {name: rectangle_of(column) for name, column in outputs.items()}
-                asked = {name: self._for_loss(column) for name, column in columns.items()}
+                for_loss = columns.keys() - {ROUTED}
+                asked = {name: self._for_loss(columns[name]) for name in for_loss}
                 loss, shares = loss_fn(said, asked, batch)
                 # a loss that is not finite has a gradient of NaN, also where its formula clamps
                 seed = 1 + (loss.detach() - loss.detach())
@@ -342,12 +359,17 @@ class TrainEngine:
         return response_reads(columns)
 
     def feed(self, columns: RowColumns) -> Feed:
-        """The arguments of one pass over these rows."""
-        return self.row_passes.feed(columns, self.reads(columns), self.device)
+        """The arguments of one pass over these rows, whose experts are chosen as they say."""
+        feed = self.row_passes.feed(columns, self.reads(columns), self.device)
+        if self.routers is not None:
+            self.routers.replay(feed.routed)
+        return feed
 
     def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
         rows = Rows.take(data, names, self.dims.data_size)
         check_rows(self.module, rows.columns["input_ids"])
+        if self.routers is not None and ROUTED in rows.columns:
+            self.routers.check(rows.columns[ROUTED].values)
         return rows
 
     def _cut(self, columns: RowColumns, budget: Budget) -> list[list[int]]:
@@ -369,6 +391,8 @@ class TrainEngine:
                 stack.enter_context(cpu_kernels(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module, self.kernel))
+            if self.routers is not None:
+                stack.enter_context(self.routers.replaying())
             yield
 
     def parameters(self) -> list[nn.Parameter]:

@@ -161,7 +161,7 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
 
     found: RowColumns = {}
     for name, column in columns.items():
-        span = spans.get(column.shape)
+        span = spans.get(column.shape[: len(mask.shape)])
         is_kept = isinstance(column, Ragged) and (
             span is None or torch.equal(column.lengths, span.lengths)
         )

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, RowColumns
@@ -115,6 +115,11 @@ class Feed:
     """Packed: which part of the row this is, where ranks share it."""
     is_real: Tensor | None = None
     """Which tokens are no padding; None is all of them."""
+    routed: Tensor | None = None
+    """[tokens, layers, choices]: the experts that each token goes to.
+
+    None, and -1 for padding: as routers choose.
+    """
 
     def own(self, column: Tensor) -> Tensor:
         """Of a number for each position that the ranks read, those of this feed's."""
@@ -146,22 +151,34 @@ def packed_feed(
         inputs = {name: tokens[name][None].to(device) for name in ("input_ids", "position_ids")}
         layout = RowLayout(rows, device)
         return Feed(
-            {**inputs, "row_layout": layout}, tokens["reads"].nonzero().squeeze(1).to(device)
+            {**inputs, "row_layout": layout},
+            tokens["reads"].nonzero().squeeze(1).to(device),
+            routed=_choices(tokens.get(ROUTED), device),
         )
 
     num_real = sum(rows)
     padding = ranks.padded(num_real) - num_real
-    tokens = {name: pad(values, (0, padding)) for name, values in tokens.items()}
+    tokens = {name: _lengthened(values, padding) for name, values in tokens.items()}
     split = ranks.split(tokens["reads"])
-    own = {name: tokens[name][split.places] for name in ("input_ids", "position_ids")}
-    inputs = {name: values[None].to(device) for name, values in own.items()}
+    own = {name: values[split.places] for name, values in tokens.items()}
+    inputs = {name: own[name][None].to(device) for name in ("input_ids", "position_ids")}
     layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
     return Feed(
         {**inputs, "row_layout": layout},
         split.reads.to(device),
         split=split,
         is_real=(split.places < num_real).to(device),
+        routed=_choices(own.get(ROUTED), device),
     )
+
+
+def _lengthened(values: Tensor, padding: int) -> Tensor:
+    return torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
+
+
+def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
+    """Experts that count from 1 in `_needed`, from 0 as models count."""
+    return None if counted is None else counted.to(device) - 1
 
 
 def padded_feed(
@@ -171,18 +188,24 @@ def padded_feed(
     tokens, lengths = _needed(columns, reads, whole)
     width = int(lengths.max())
     padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
-    mask = padded.pop("reads")
+    mask, routed = padded.pop("reads"), padded.pop(ROUTED, None)
     inputs = {name: column.to(device) for name, column in padded.items()}
     inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long().to(device)
 
     read_columns = mask.any(dim=0).nonzero()
     first = int(read_columns[0]) if len(read_columns) else width - 1
-    is_real = inputs["attention_mask"].flatten() != 0
-    return Feed(inputs, mask.to(device), first, packed=False, is_real=is_real)
+    return Feed(
+        inputs,
+        mask.to(device),
+        first,
+        packed=False,
+        is_real=inputs["attention_mask"].flatten() != 0,
+        routed=_choices(None if routed is None else routed.flatten(0, 1), device),
+    )
 
 
 def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """The needed tokens of all rows, their positions and reads, and how many each row has.
+    """The needed tokens of all rows, what is said of them, and how many each row has.
 
     Segments are rows of their own. Rows of which nothing is read are a dummy together: one token,
     of which nothing is read either.
@@ -192,8 +215,10 @@ def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, 
     kept = _places_in_rows(reads) < lengths[reads.row_of_values()]
     tokens = {name: columns[name].values[kept] for name in ("input_ids", "position_ids")}
     tokens["reads"] = reads.values[kept]
+    if ROUTED in columns:  # from 1 on, so that the zeros of padding are none
+        tokens[ROUTED] = columns[ROUTED].values[kept].short() + 1
     if not lengths.any():
-        tokens = {name: values.new_zeros(1) for name, values in tokens.items()}
+        tokens = {name: values.new_zeros(1, *values.shape[1:]) for name, values in tokens.items()}
         lengths = torch.ones(1, dtype=torch.int64)
     return tokens, lengths
 

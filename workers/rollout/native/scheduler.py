@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.models.routing import Noted
 from workers.rollout.base import Budget, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import DirectForward
@@ -43,7 +45,7 @@ PREFILL_PROMPTS = 64
 
 TABLES = (
     *("numbers", "samples", "keys", "tokens", "log_probs", "versions"),
-    *("prompt_lengths", "lengths", "forced", "longest_of", "num_drawn"),
+    *("prompt_lengths", "lengths", "forced", "longest_of", "num_drawn", "routed"),
 )
 """Arrays of a scheduler with a row for each slot of the cache."""
 
@@ -105,6 +107,10 @@ class Scheduler:
         self.numbers, self.prompt_lengths, self.lengths = (np.zeros(0, np.int64) for _ in range(3))
         self.forced, self.longest_of, self.num_drawn = (np.zeros(0, np.int64) for _ in range(3))
         """Of every slot; `num_drawn` counts what the present `run` drew."""
+        self.routers = engine.routers if sampling.routed_experts else None
+        self.noted: Noted | None = None
+        self.routed = np.zeros(0, dtype=object)
+        """Of every slot a list of what routers chose, pass by pass, where they are asked."""
 
         self.waiting: deque[_Waiting] = deque()
         self.num_active = self.longest = self.max_active = 0
@@ -135,6 +141,8 @@ class Scheduler:
         kept = sample.kept
         if kept is None or kept.states is None or kept.version != self.engine.version:
             return None
+        if self.routers is not None and sample.routed_experts is None:
+            return None
         num_read = len(kept.read) - len(sample.prompt)
         text = [*sample.prompt, *sample.tokens[: max(num_read, 0)].tolist()]
         return kept if at_once <= num_read and text == kept.read else None
@@ -162,17 +170,18 @@ class Scheduler:
         self._take_newer_weights()
         self._fit_cache()
         self.num_drawn[:] = 0
-        while not self.is_empty:
-            self._let_in_kept()
-            group = self._next_group()
-            if group:
-                self._prefill(group)
-            elif self._has_drawn(budget.max_tokens):
-                return
-            else:
-                self._decode()
-            if budget.is_over or (budget.until_one and self._finished):
-                return
+        with nullcontext() if self.routers is None else self.routers.noting() as self.noted:
+            while not self.is_empty:
+                self._let_in_kept()
+                group = self._next_group()
+                if group:
+                    self._prefill(group)
+                elif self._has_drawn(budget.max_tokens):
+                    return
+                else:
+                    self._decode()
+                if budget.is_over or (budget.until_one and self._finished):
+                    return
 
     def _has_drawn(self, max_tokens: int | None) -> bool:
         if max_tokens is None:
@@ -241,6 +250,8 @@ class Scheduler:
             for slot, (one, kept) in enumerate(those, start=self.num_active):
                 self._put_in(slot, one)
                 self.lengths[slot] = len(kept.read) - len(one.sample.prompt) + 1
+                if one.sample.routed_experts is not None:
+                    self.routed[slot] = [one.sample.routed_experts[: len(kept.read)]]
                 kept.states = None
             self.num_active += len(those)
 
@@ -286,6 +297,10 @@ class Scheduler:
         slots = np.arange(self.num_active, self.num_active + len(group))
         for slot, one in zip(slots.tolist(), group, strict=True):
             self._put_in(slot, one)
+        if self.noted is not None:
+            routed = self.noted.take().unflatten(0, (rows, width))
+            for slot, text in zip(slots.tolist(), texts, strict=True):
+                self.routed[slot] = [routed[row_of[text], width - len(text) :]]
         self.num_active += len(group)
         self._append(slots, logits[sources])
 
@@ -319,6 +334,10 @@ class Scheduler:
         logits = self.forward.decode(
             torch.from_numpy(ids).to(self.device), torch.from_numpy(positions).to(self.device)
         )
+        if self.noted is not None:
+            routed = self.noted.take().split(1)
+            for slot in range(self.num_active):
+                self.routed[slot].append(routed[slot])
         self._append(np.arange(self.num_active), logits[: self.num_active])
 
     def _append(self, slots: NDArray[np.int64], logits: Tensor) -> None:
@@ -383,8 +402,9 @@ class Scheduler:
         sample: Sample = self.samples[slot]
         if kept is not None:
             sample = replace(sample, kept=kept)
+        routed = None if self.routers is None else torch.cat(self.routed[slot])
         with torch.inference_mode(False):  # autograd refuses tensors that are made within it
-            return sample.with_response(*map(torch.from_numpy, made), finish_reason)
+            return sample.with_response(*map(torch.from_numpy, made), finish_reason, routed)
 
     def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
         """Copies of the keys and values of slots that ask for it, as far as there is room.

@@ -26,7 +26,12 @@ from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingPa
 from workers.rollout.sample import Sample
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.read_back import UNQUANTIZED
-from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
+from workers.rollout.vllm.setup import (
+    check_version,
+    expected_weights,
+    no_choices_of,
+    process_environment,
+)
 from workers.weights.channel import pack
 from workers.weights.checksum import Stopwatch
 
@@ -47,6 +52,8 @@ class VllmSettings:
     tensor_parallel: int = 1
     gpu_memory_utilization: float = 0.5
     device_type: str = "cpu"
+    notes_routing: bool = False
+    """Note which experts are chosen: without cached prefixes and, on GPUs, without graphs."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,6 +81,10 @@ class VllmEngine(RolloutEngine):
                 f"every layer is {', '.join(methods)}. Leave it out, or use a checkpoint and "
                 "device that support it."
             )
+        self._no_choices: Tensor | None = None
+        if settings.notes_routing:
+            self._no_choices = no_choices_of(settings.model_path)
+            self._everywhere("note_choices", str(self._no_choices.dtype).removeprefix("torch."))
         self._checksum = "no weights have arrived"
         self.unread: list[str] | None = None
         """Weights of the last load that could not be read back: they were compared as they
@@ -108,8 +119,8 @@ class VllmEngine(RolloutEngine):
                     tensor_parallel_size=parallel,
                     max_model_len=limits.prompt_width + limits.response_width,
                     max_num_seqs=limits.max_num_seqs,
-                    enforce_eager=settings.device_type == "cpu",
-                    enable_prefix_caching=True,
+                    enforce_eager=settings.device_type == "cpu" or settings.notes_routing,
+                    enable_prefix_caching=not settings.notes_routing,
                     async_scheduling=False,
                     disable_log_stats=True,
                     worker_extension_cls=EXTENSION,
@@ -125,6 +136,10 @@ class VllmEngine(RolloutEngine):
     def weights_checksum(self) -> str:
         """Hash of the weights as they were handed to vLLM, which fuses and packs them."""
         return self._checksum
+
+    def no_choices(self) -> Tensor | None:
+        """Of no token, where the settings ask for choices."""
+        return self._no_choices
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Not held in Hugging Face's layout."""
@@ -225,9 +240,15 @@ class VllmEngine(RolloutEngine):
         if numbers:
             assert self._sampling is not None, "set with the first sample"
             requests = [self._requests.pop(number) for number in numbers]
-            table = self._everywhere("drawn_for", [request.row for request in requests])[0]
-            for number, request, *row in zip(numbers, requests, *table, strict=True):
-                samples[number] = request.so_far(*map(torch.as_tensor, row))
+            rows = [request.row for request in requests]
+            table = list(self._everywhere("drawn_for", rows)[0])
+            if self._no_choices is not None:
+                table.append(self._everywhere("choices_for", rows)[0])
+            for number, request, log_probs, versions, *chosen in zip(
+                numbers, requests, *table, strict=True
+            ):
+                drawn = torch.as_tensor(log_probs), torch.as_tensor(versions)
+                samples[number] = request.so_far(*drawn, *chosen)
         if not self._requests:
             self._num_rows = 0
             self._everywhere("end_requests")
@@ -334,14 +355,19 @@ class _Request:
         """The tokens of the response: those from before this request, and those drawn since."""
         return [*self.sample.tokens.tolist(), *self.tokens]
 
-    def so_far(self, log_probs: Tensor, versions: Tensor) -> Sample:
-        """The sample; `log_probs` [tokens, kinds] and `versions` [tokens] are those of its row."""
+    def so_far(self, log_probs: Tensor, versions: Tensor, chosen: Tensor | None = None) -> Sample:
+        """The sample; `log_probs` [tokens, kinds] and `versions` [tokens] are those of its row.
+
+        So is what was `chosen` of experts, [tokens, layers, choices].
+        """
         before, tokens = self.sample, torch.tensor(self.all_tokens(), dtype=torch.long)
         first, end = len(before.tokens), len(tokens)
         log_probs, versions = log_probs[:end].clone(), versions[:end].clone()
         log_probs[:first] = before.stacked_log_probs(log_probs.shape[1])
         versions[:first] = before.versions
-        return before.with_response(tokens, log_probs, versions, self.finish_reason)
+        if chosen is not None:  # all are read but the last
+            chosen = chosen[: len(before.prompt) + end - 1].clone()
+        return before.with_response(tokens, log_probs, versions, self.finish_reason, chosen)
 
 
 def check_vllm(model_path: str) -> str:

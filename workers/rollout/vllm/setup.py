@@ -13,10 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.checkpoint_format import CheckpointFormat
 from workers.models.hf_config import read_hf_config
+from workers.models.routing import Routers
 from workers.models.state import named_state
 
 TESTED = ("0.32", "0.33")
@@ -137,13 +139,22 @@ class ExpectedWeights:
         return sum(shape.numel() for shape in self.shapes.values())
 
 
-def expected_weights(model_path: str) -> ExpectedWeights:
-    """Names and shapes from the model's config; tied weights count once."""
+def _meta_model(model_path: str) -> Any:
+    """The model of a folder without weights."""
     from transformers import AutoModelForCausalLM
 
-    config = read_hf_config(model_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(read_hf_config(model_path))
+
+
+def no_choices_of(model_path: str) -> Tensor:
+    """[0, layers, choices] of the model's experts."""
+    return Routers(_meta_model(model_path)).no_choices
+
+
+def expected_weights(model_path: str) -> ExpectedWeights:
+    """Names and shapes from the model's config; tied weights count once."""
+    model = _meta_model(model_path)
     model.tie_weights()
     shapes = {name: weight.shape for name, weight in named_state(model)}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -151,5 +162,5 @@ def expected_weights(model_path: str) -> ExpectedWeights:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in shapes:
             tied[name] = first[id(parameter)]
-    vocab_size = config.get_text_config().vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
     return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
+from workers.rollout.vllm.choices import Choices
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.read_back import ReadBack
 from workers.rollout.vllm.setup import model_facts
@@ -46,6 +47,8 @@ class Sampler(nn.Module):
         self.version = 0
         """Of the weights that draw."""
         self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
+        self.choices: Choices | None = None
+        self.choice_dtype = torch.uint8
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
         """Room for what is drawn for so many requests at once; what is there stays."""
@@ -77,6 +80,8 @@ class Sampler(nn.Module):
         tokens, log_probs = choose_tokens(logits, noise, self.sampling, steps)
         rows = [fact["row"] for fact in facts]
         self.log_probs[rows, steps], self.versions[rows, steps] = log_probs.cpu(), self.version
+        if self.choices is not None:
+            self.choices.end_pass(rows, self.choice_dtype)
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
@@ -121,6 +126,15 @@ class WorkerExtension:
             if method is not None:
                 methods.add(type(method).__name__)
         return sorted(methods)
+
+    def note_choices(self, dtype: str) -> None:
+        """Note which experts are chosen from now on, as numbers of this type."""
+        sampler = self.model_runner.sampler
+        sampler.choices, sampler.choice_dtype = Choices(self.model_runner), getattr(torch, dtype)
+
+    def choices_for(self, rows: list[int]) -> list[Tensor | None]:
+        """What was chosen for these requests, which have ended."""
+        return [self.model_runner.sampler.choices.take(row) for row in rows]
 
     def use_version(self, version: int) -> None:
         """What is drawn from here on is of that version."""

@@ -1,0 +1,114 @@
+"""PPO of mixtures of experts whose actor and rollout route alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, numbers, overrides, with_experts
+from tests.trainer.detached.test_environments import numbers as own_numbers
+from tests.trainer.detached.test_environments import play
+from trainer import load_config, run
+from trainer.ppo.recipe import PPO
+from verl_like.errors import ConfigError
+
+POLICY = "actor_rollout_ref"
+R3 = f"{POLICY}.actor.router_replay.mode=R3"
+GAP = "training/rollout_probs_diff_mean"
+
+
+def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    where = "trainer.backend=local", "placement=colocate", "trainer.total_training_steps=2"
+    run(load_config(overrides(tiny, folder, *where, *more)))
+    return numbers(folder)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_where_both_choose_alike_no_number_changes(
+    family: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Of one update a step: before a second one the weights have moved, and choices with them."""
+    model = with_experts(tiny_dir, tmp_path / "model", family)
+    more = (model, f"{POLICY}.actor.ppo_mini_batch_size=8")
+    plain = two_steps(tiny_dir, tmp_path / "plain", *more)
+    assert two_steps(tiny_dir, tmp_path / "replayed", *more, R3) == plain
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_the_gap_to_a_rollout_of_another_type_shrinks(
+    family: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    sizes = {
+        "num_experts": 32,
+        "num_local_experts": 32,
+        "num_hidden_layers": 4,
+        "initializer_range": 0.2,
+    }
+    model = with_experts(tiny_dir, tmp_path / "model", family, **sizes)
+    more = (model, f"{POLICY}.rollout.dtype=bfloat16", *POLICY_ALONE)
+    plain = two_steps(tiny_dir, tmp_path / "plain", *more)
+    replayed = two_steps(tiny_dir, tmp_path / "replayed", *more, R3)
+    assert replayed[0][GAP] < 0.6 * plain[0][GAP]
+
+
+@pytest.mark.vllm
+def test_the_experts_of_vllm_are_replayed(tiny_dir: Path, tmp_path: Path) -> None:
+    sizes = {"num_experts": 32, "num_hidden_layers": 4, "initializer_range": 0.2}
+    model = with_experts(tiny_dir, tmp_path / "model", **sizes)
+    more = (model, f"{POLICY}.rollout.name=vllm", *POLICY_ALONE, R3)
+    for line in two_steps(tiny_dir, tmp_path / "replayed", *more):
+        assert line[GAP] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_two_ranks_that_share_experts_follow_one_process(
+    family: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    model = with_experts(tiny_dir, tmp_path / "model", family)
+    more = (model, R3)
+    of_one = two_steps(tiny_dir, tmp_path / "one", *more)
+    spread = [f"{POLICY}.{section}.parallel.ep=2" for section in ("actor", "ref")]
+    found = two_steps(tiny_dir, tmp_path / "two", "trainer.n_gpus_per_node=2", *spread, *more)
+    for own, expected in zip(found, of_one, strict=True):
+        shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}
+        assert {"actor/pg_loss", "actor/grad_norm", GAP} <= shared
+        for name in shared:
+            assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([R3], "router_replay.mode=R3: LlamaForCausalLM has no routed experts"),
+        (
+            [R3, f"{POLICY}.rollout.name=vllm", f"{POLICY}.rollout.server_urls=[http://here:8000]"],
+            "a server of vLLM's does not note",
+        ),
+        (
+            [R3.replace("R3", "R2")],
+            "mode=R2: choose disabled or R3, .*R2, the actor's own of an earlier pass, is not here",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    settings: list[str], message: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        two_steps(tiny_dir, tmp_path, *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("history", ["as_drawn", "as_template"])
+def test_a_detached_run_of_pieces_of_turns_is_the_synchronous_one(
+    history: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    model = with_experts(tiny_dir, tmp_path / "model")
+    more = (model, R3, f"environment.history={history}")
+    plain = play(tiny_dir, tmp_path / "plain", *more, recipe=PPO)
+    parts = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "detached.max_staleness=0")
+    found = play(tiny_dir, tmp_path / "detached", *more, *parts)
+    for own, expected in zip(own_numbers(found), own_numbers(plain), strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", GAP):
+            assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name

@@ -1,0 +1,142 @@
+"""Choices of experts: noted, chosen again, and classes of models where that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.training.test_sequence_ranks import FAMILIES, SIZES
+from verl_like.errors import BatchError, ConfigError
+from workers.models.routing import Routers, check_routers
+
+IDS = torch.arange(3, 23)[None]
+
+
+def model_of(family: str, seed: int = 0, **more: Any) -> Any:
+    import transformers
+
+    name, own = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = getattr(transformers, name)(**{**SIZES, **own, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model.eval()
+
+
+def gradients_of(
+    model: Any, routers: Routers, chosen: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits of a pass with these choices, and the gradients of all weights."""
+    model.zero_grad()
+    with routers.replaying():
+        routers.replay(chosen)
+        logits = model(IDS, use_cache=False).logits
+        logits.square().mean().backward()
+    return logits.detach(), [w.grad.clone() for w in model.parameters() if w.grad is not None]
+
+
+def choices(model: Any) -> Tensor:
+    with torch.no_grad(), Routers(model).noting() as passes:
+        model(IDS[:, :13], use_cache=False)
+        model(IDS[:, 13:], use_cache=False)
+        return passes.take()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_own_choices_are_no_other_bit_of_logits_and_gradients(
+    family: str, checkpointing: bool
+) -> None:
+    model = model_of(family)
+    check_routers(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    routers = Routers(model)
+    with torch.no_grad(), routers.noting() as passes:
+        expected = model(IDS, use_cache=False).logits
+        own = passes.take()
+    assert own.dtype == torch.uint8
+    assert own.shape == (IDS.shape[1], *routers.shape)
+    logits, gradients = gradients_of(model, routers, own)
+    assert torch.equal(logits, expected)
+    without, plain = gradients_of(model, routers, None)
+    assert torch.equal(without, expected)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
+def test_choices_of_another_router_are_chosen_and_weighted_by_this_one(family: str) -> None:
+    model = model_of(family)
+    routers = Routers(model)
+    own, others = choices(model), choices(model_of(family, seed=1))
+    assert (own != others).any()
+    with torch.no_grad(), routers.noting() as passes, routers.replaying():
+        routers.replay(others)
+        changed = model(IDS, use_cache=False).logits
+        assert torch.equal(passes.take(), others)
+        flipped = others.flip(-1)
+        routers.replay(flipped)
+        again = model(IDS, use_cache=False).logits
+        routers.replay(None)
+        plain = model(IDS, use_cache=False).logits
+    torch.testing.assert_close(again, changed, atol=1e-5, rtol=0)
+    assert (changed - plain).abs().max() > 1e-3
+
+
+def test_experts_are_chosen_within_groups_and_replayed_over_all() -> None:
+    """DeepSeek's groups are chosen by topk, too: that is left alone."""
+    sizes = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
+    model = model_of("deepseek-v3", **sizes)
+    routers = Routers(model)
+    everywhere = torch.tensor([0, 7]).expand(IDS.shape[1], *routers.shape)
+    with torch.no_grad(), routers.noting() as passes, routers.replaying():
+        routers.replay(everywhere)
+        model(IDS, use_cache=False)
+        assert torch.equal(passes.take(), everywhere)
+
+
+def test_nothing_is_left_at_the_module_when_it_is_over() -> None:
+    model = model_of("mixtral")
+    routers = Routers(model)
+    with routers.noting(), routers.replaying():
+        pass
+    assert all("forward" not in vars(router) for router in routers.routers)
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("llama", {}, "LlamaForCausalLM has no routed experts"),
+        ("PhimoeConfig", {"num_local_experts": 4}, "'phimoe' .* not given what is chosen by topk"),
+        ("JambaConfig", {"num_experts": 4, "use_mamba_kernels": False}, "router of its own"),
+    ],
+)
+def test_a_class_whose_choices_cannot_be_replayed_is_refused(
+    family: str, config: dict[str, Any], message: str
+) -> None:
+    import transformers
+
+    if family in FAMILIES:
+        model = model_of(family)
+    else:
+        own = getattr(transformers, family)(**{**SIZES, **config})
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(own)
+    with pytest.raises(ConfigError, match=message):
+        check_routers(model)
+
+
+def test_choices_of_another_model_are_refused_with_the_sizes_of_both() -> None:
+    routers = Routers(model_of("mixtral"))
+    with pytest.raises(BatchError, match=r"\[layers, choices\] of \[3, 2\] .* choose \[2, 2\]"):
+        routers.check(torch.zeros(5, 3, 2, dtype=torch.uint8))
+    with pytest.raises(BatchError, match="experts 0 to 7, and a layer of the model has 4"):
+        routers.check(torch.tensor([[[0, 1], [2, 7]]], dtype=torch.uint8))
+    routers.check(routers.no_choices)

@@ -1,0 +1,161 @@
+"""The experts that a rollout's tokens went to: those of a pass over the whole row."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.models.test_routing import model_of
+from tests.workers.prompts import META, prompt_batch
+from verl_like.errors import ConfigError, RolloutError
+from workers.config import RolloutConfig
+from workers.models.routing import Routers
+from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.batches import sample_columns
+from workers.rollout.build import StandbyEngine, check_notes_routing
+from workers.rollout.hf import HFEngine
+from workers.rollout.native.engine import NativeEngine
+from workers.rollout.sample import KeptStates, Sample
+
+LIMITS = EngineLimits(prompt_width=6, response_width=12, max_num_seqs=3, kv_cache_gb=1.0)
+SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2, 5), routed_experts=True)
+SAMPLES = [Sample(list(range(8, 8 + n)), 100 + n, f"sample {n}") for n in (1, 6, 3, 4, 2)]
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
+def model(request: pytest.FixtureRequest) -> Any:
+    window = {"sliding_window": 64} if request.param == "gpt-oss" else {}
+    return model_of(request.param, **window)
+
+
+def engine_of(name: str, model: Any, **limits: Any) -> RolloutEngine:
+    own = copy.deepcopy(model)
+    its = replace(LIMITS, **limits)
+    engine: RolloutEngine = (
+        HFEngine(own, its) if name == "hf" else NativeEngine(own, its, owns_weights=True)
+    )
+    engine.commit(1)
+    return engine
+
+
+@torch.no_grad()
+def choices(model: Any, ids: list[int]) -> Tensor:
+    """What the model chooses in one pass over these tokens, in any order."""
+    with Routers(model).noting() as noted:
+        model(torch.tensor([ids]), use_cache=False)
+        return noted.take().sort(dim=-1).values
+
+
+def assert_chosen(model: Any, sample: Sample) -> None:
+    """Of every token but the last, which nobody has read."""
+    row = [*sample.prompt, *sample.tokens.tolist()]
+    assert sample.routed_experts is not None
+    assert len(sample.routed_experts) == len(row) - 1
+    found = sample.routed_experts.sort(dim=-1).values
+    assert torch.equal(found, choices(model, row[:-1]))
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_every_token_read_has_its_experts(name: str, model: Any) -> None:
+    engine = engine_of(name, model)
+    plain = engine.generate(SAMPLES, replace(SAMPLING, routed_experts=False))
+    outputs = engine.generate(SAMPLES, SAMPLING)
+    for one, other in zip(outputs, plain, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.log_probs, other.log_probs)
+        assert other.routed_experts is None
+        assert_chosen(model, one)
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+@pytest.mark.parametrize("keep_kv", [False, True], ids=["read again", "kept"])
+def test_a_sample_that_goes_on_has_the_experts_of_its_cache(
+    name: str, keep_kv: bool, model: Any
+) -> None:
+    engine = engine_of(name, model, keep_kv=keep_kv)
+    expected = engine.generate(SAMPLES, SAMPLING)
+    engine.submit(SAMPLES, SAMPLING)
+    early = engine.take(max_tokens=3)
+    aborted = engine.abort()
+    numbers = engine.submit(list(aborted.values()), SAMPLING)
+    found = {sample.name: sample for sample in early.values()}
+    engine.take(max_tokens=2)
+    engine.commit(2)  # the same weights under another name
+    found |= {sample.name: sample for sample in engine.take().values()}
+    assert len(numbers) == len(aborted)
+    for sample in expected:
+        if sample.name in found:
+            assert torch.equal(found[sample.name].tokens, sample.tokens)
+            assert_chosen(model, found[sample.name])
+
+
+def test_a_next_turn_goes_on_with_kept_states_and_their_experts(model: Any) -> None:
+    engine = engine_of("native", model)
+    (first,) = engine.generate([replace(SAMPLES[1], kept=KeptStates(), end_at=4)], SAMPLING)
+    assert first.kept is not None
+    assert first.kept.read
+    observed = torch.tensor([9, 10, 11])
+    second = replace(
+        first,
+        tokens=torch.cat([first.tokens, observed]),
+        log_probs=torch.cat([first.log_probs, torch.full((3,), torch.nan)]),
+        versions=torch.cat([first.versions, torch.full((3,), -1, dtype=torch.int32)]),
+        finish_reason="abort",
+        end_at=None,
+    )
+    for kept in (first.kept, None):
+        (output,) = engine.generate([replace(second, kept=kept)], SAMPLING)
+        assert_chosen(model, output)
+
+
+def test_the_column_has_a_row_for_every_token(model: Any) -> None:
+    engine = engine_of("native", model)
+    prompts = prompt_batch(3)
+    masks = prompts.batch["attention_mask"].bool()
+    ids = prompts.batch["input_ids"]
+    asked = [Sample(row[mask].tolist(), 7) for row, mask in zip(ids, masks, strict=True)]
+    outputs = engine.generate(asked[:2], SAMPLING)  # the third row is padding
+    empty = engine.no_choices()
+    columns = sample_columns(prompts, outputs, 12, META["pad_token_id"], no_choices=empty)
+    column = columns["routed_experts"]
+    assert torch.equal(column.lengths, columns["input_ids"].lengths)
+    for row, output in zip(column.rows(), outputs, strict=False):
+        assert torch.equal(row[:-1], output.routed_experts)
+        assert not row[-1].any()
+
+    cut = replace(outputs[0], name="uid 3", routed_experts=outputs[0].routed_experts[:-1])
+    with pytest.raises(RolloutError, match="of uid 3 the experts of .* tokens are known"):
+        sample_columns(prompts, [cut], 12, 0, no_choices=empty)
+
+
+class PlainEngine(StandbyEngine):
+    """One of a user's, as they were before."""
+
+    def __init__(self, module: Any, limits: EngineLimits, *, decode: Any = None) -> None:
+        super().__init__(limits, decode)
+
+
+def test_an_engine_that_does_not_note_them_is_refused() -> None:
+    engine = StandbyEngine(LIMITS)
+    engine.vocab_size = 64
+    with pytest.raises(ConfigError, match="StandbyEngine does not note which experts"):
+        engine._check_samples(SAMPLES, SAMPLING)
+    own = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
+    with pytest.raises(ConfigError, match="PlainEngine does not note which experts"):
+        check_notes_routing(own)
+    server = RolloutConfig(name="vllm", server_urls=["http://here:8000"])
+    with pytest.raises(ConfigError, match="a server of vLLM's does not note which experts"):
+        check_notes_routing(server)
+    for name in ("native", "hf", "vllm", "workers.rollout.hf.HFEngine"):
+        check_notes_routing(RolloutConfig(name=name))
+
+
+def test_a_dense_model_has_none() -> None:
+    engine = engine_of("native", model_of("llama"))
+    with pytest.raises(ConfigError, match="no routed experts"):
+        engine.generate(SAMPLES, SAMPLING)

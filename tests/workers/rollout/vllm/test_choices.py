@@ -1,0 +1,62 @@
+"""The experts that vLLM chooses are noted, request by request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.distributed import run
+from tests.workers.rollout.vllm.test_experts import save_model
+from tests.workers.rollout_engines import make_prompts, requests_of, settings
+from workers.models.routing import Routers
+from workers.models.state import named_state
+from workers.rollout.base import EngineLimits
+
+
+def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
+    """vLLM's and transformers' for each sample; some were aborted, some saw a newer version."""
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    model: Any = save_model(folder, family)
+    limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=4, kv_cache_gb=1.0)
+    engine = VllmEngine(VllmSettings(str(folder), notes_routing=True), limits)
+    engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
+    engine.commit(0)
+    sampling = replace(settings(), routed_experts=True)
+    requests = requests_of(make_prompts()[:9])
+
+    outputs = engine.generate(requests, sampling)
+    numbers = engine.submit(requests, sampling)
+    done = engine.take(max_tokens=2)
+    aborted = engine.abort(numbers[:5])
+    engine.commit(1)  # what runs is read again
+    done |= engine.take()
+    again = [sample for sample in aborted.values() if sample.finish_reason == "abort"]
+    outputs += [*done.values(), *engine.generate(again, sampling)]
+
+    routers, found = Routers(model), []
+    for output in outputs:
+        row = torch.tensor([[*output.prompt, *output.tokens.tolist()][:-1]])
+        with torch.no_grad(), routers.noting() as noted:
+            model(row, use_cache=False)
+            theirs = noted.take()
+        assert output.routed_experts is not None
+        assert output.routed_experts.dtype == theirs.dtype
+        found.append((output.routed_experts.sort(dim=-1).values, theirs.sort(dim=-1).values))
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_every_token_are_those_of_a_pass_over_the_row(
+    family: str, tmp_path: Path
+) -> None:
+    (found,) = run(1, choices_of_both, tmp_path, family, deadline_s=300)
+    assert len(found) >= 9
+    for ours, theirs in found:
+        assert torch.equal(ours, theirs)

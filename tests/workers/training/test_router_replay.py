@@ -1,0 +1,215 @@
+"""Passes and updates in which the experts are those that the rollout chose."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.kept_ranks import run_kept
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.training.test_expert_ranks import saved
+from tests.workers.training.test_sequence_ranks import distance
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import BatchError, MissingColumnError
+from workers.config import OptimConfig
+from workers.roles.actor import ActorWorker
+from workers.training.microbatch import Budget
+
+NUM_ROWS = 7
+FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
+
+
+def actor_of(folder: Path, mode: str = "R3", **change: Any) -> ActorWorker:
+    config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS)
+    section = config.actor_rollout_ref.actor
+    section.optim = OptimConfig(lr=1e-4, eps=1e-4)
+    section.router_replay.mode = mode
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for name in ("sp", "ep", "tp"):
+        setattr(section.parallel, name, min(change.pop(name, 1), world))
+    section.router_aux_loss_coef = change.pop("router_aux_loss_coef", 0.0)
+    if "strategy" in change:
+        section.strategy = change.pop("strategy")
+    for name, value in change.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    return started(ActorWorker, config, 10)
+
+
+def own_choices(actor: ActorWorker) -> list[Tensor]:
+    """What the actor's routers choose for every row by itself."""
+    batch, module = make_batch(NUM_ROWS).batch, actor.engine.module
+    rows = []
+    for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        with torch.no_grad(), actor.engine.routers.noting() as noted:
+            module(input_ids=tokens[mask][None], use_cache=False)
+            rows.append(noted.take())
+    return rows
+
+
+def with_column(batch: DataProto, rows: list[Tensor]) -> DataProto:
+    """Ragged, or a rectangle as the rest of the batch is."""
+    lengths = batch.padded("attention_mask").sum(dim=1)
+    width = batch.padded("input_ids").shape[1]
+    starts = batch.padded("attention_mask").int().argmax(dim=1)
+    column = Ragged(torch.cat(rows), lengths, width, starts)
+    return batch.set_columns({"routed_experts": column})
+
+
+def any_choices(actor: ActorWorker, seed: int = 0) -> list[Tensor]:
+    """Different experts for each token and layer, by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    routers = actor.engine.routers
+    layers, num_chosen = routers.shape
+    lengths = make_batch(NUM_ROWS).batch["attention_mask"].sum(dim=1).tolist()
+    rows = []
+    for length in lengths:
+        scores = torch.rand(length, layers, routers.num_experts, generator=generator)
+        rows.append(scores.topk(num_chosen).indices.to(torch.uint8))
+    return rows
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_choices_change_no_bit_of_log_probs_and_updates(
+    tmp_path: Path, family: str, packed: bool
+) -> None:
+    folder = saved(tmp_path, family)
+    plain = actor_of(folder, "disabled", use_remove_padding=packed)
+    actor = actor_of(folder, use_remove_padding=packed)
+    # a router sees the same bits in a pass of its own rows alone, or the choices might differ
+    batch = with_column(make_batch(NUM_ROWS), own_choices(actor))
+    expected = plain.compute_log_prob(make_batch(NUM_ROWS))[0]
+    found = actor.compute_log_prob(batch)[0]
+    assert torch.equal(found.batch["old_log_probs"], expected.batch["old_log_probs"])
+    for _ in range(2):
+        ours, theirs = actor.update_actor(batch), plain.update_actor(make_batch(NUM_ROWS))
+        assert learned(ours) == learned(theirs)
+        batch = with_column(batch, own_choices(actor))
+    assert actor.engine.weights_checksum() == plain.engine.weights_checksum()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_get_the_tokens_that_the_column_sends_to_them(
+    tmp_path: Path, family: str, packed: bool
+) -> None:
+    actor = actor_of(saved(tmp_path, family), use_remove_padding=packed)
+    rows = any_choices(actor)
+    batch = with_column(make_batch(NUM_ROWS), rows)
+    own = with_column(make_batch(NUM_ROWS), own_choices(actor))
+    actor.config.ppo_micro_batch_size_per_gpu = 1
+    with actor.engine.routers.noting() as noted:
+        replayed = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
+        given = noted.take()
+    # the last token is not read; rows come in an order of their own
+    expected = torch.cat([row[:-1] for row in rows])
+    if packed:
+        assert len(given) == len(expected)
+        as_numbers = [chosen.flatten(1).long().sort(dim=0).values for chosen in (given, expected)]
+        assert torch.equal(*as_numbers)
+    difference = replayed - actor.compute_log_prob(own)[0].batch["old_log_probs"]
+    assert difference.abs().max() > 1e-3
+
+
+def test_layers_that_are_run_again_choose_the_same_experts(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3-moe")
+    plain, again = actor_of(folder), actor_of(folder, enable_gradient_checkpointing=True)
+    batch = with_column(make_batch(NUM_ROWS), any_choices(plain))
+    columns = (*ACTOR_COLUMNS, "routed_experts")
+    found = [gradients(actor, batch, columns, Budget(rows=3)) for actor in (plain, again)]
+    assert distance(*found) == 0
+
+
+def trained(folder: Path, change: dict[str, Any], num_rows: int = NUM_ROWS) -> dict[str, Any]:
+    """Log-probs and two updates with the experts of a column."""
+    actor = actor_of(folder, **change)
+    dims = actor.engine.dims
+    batch = with_column(make_batch(NUM_ROWS), any_choices(actor))[:num_rows]
+    data = own_piece(batch, dims.data_rank(actor.rank), dims.data_size)
+    start, real = data.shard.start if data.shard else 0, data.num_real_rows
+    return {
+        "rows": slice(start, start + real),
+        "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
+        "metrics": [learned(actor.update_actor(data)) for _ in range(2)],
+        "weights": weights_of(actor),
+    }
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "experts": {"ep": 2},
+    "experts, checkpointing": {"ep": 2, "enable_gradient_checkpointing": True},
+    "tokens": {"sp": 2},
+    "tokens, router loss": {"sp": 2, "router_aux_loss_coef": 0.5},
+    "matrices": {"tp": 2},
+    "shards": {},
+    "lora": {"lora_rank": 4, "target_modules": "all-linear"},
+}
+QUICK = [("qwen3-moe", "experts, checkpointing"), ("mixtral", "tokens, router loss")]
+QUICK += [("deepseek-v3", "matrices")]
+
+
+def cells() -> list[Any]:
+    found = []
+    for family in FAMILIES:
+        for change in CHANGES:
+            has_loss = family in ("mixtral", "qwen3-moe")
+            if (change == "tokens, router loss" and not has_loss) or (
+                change == "matrices" and family == "gpt-oss"
+            ):
+                continue
+            marks = [] if (family, change) in QUICK else [pytest.mark.slow]
+            found.append(pytest.param(family, change, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("family", "change"), cells())
+def test_two_ranks_replay_as_one(tmp_path: Path, family: str, change: str) -> None:
+    folder = saved(tmp_path, family)
+    alone = trained(folder, CHANGES[change])
+    for result in run_kept(2, trained, folder, CHANGES[change], deadline_s=150):
+        expected = alone["log_probs"][result["rows"]]
+        torch.testing.assert_close(result["log_probs"], expected, atol=1e-6, rtol=0)
+        assert distance(result["weights"], alone["weights"]) < 1e-6
+        for ours, theirs in zip(result["metrics"], alone["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def test_a_rank_without_a_row_takes_part(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3-moe")
+    found = run_kept(2, trained, folder, {"ep": 2}, 1)
+    assert sorted(len(result["log_probs"]) for result in found) == [0, 1]
+
+
+def test_a_batch_without_the_column_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    actor = actor_of(saved(tmp_path, "mixtral"))
+    batch = make_batch(NUM_ROWS)
+    with pytest.raises(MissingColumnError, match="'routed_experts' .written by rollout.generate"):
+        actor.compute_log_prob(batch)
+    with pytest.raises(MissingColumnError, match="'routed_experts'"):
+        actor.update_actor(batch)
+    rows = any_choices(actor)
+    three = [torch.cat([row, row[:, :1]], dim=1) for row in rows]
+    with pytest.raises(BatchError, match=r"of \[3, 2\] for a token, .* choose \[2, 2\]"):
+        actor.compute_log_prob(with_column(batch, three))
+    with pytest.raises(BatchError, match="experts 3 to 6, and a layer of the model has 4"):
+        actor.update_actor(with_column(batch, [row + 3 for row in rows]))
+
+
+def test_rows_beside_an_update_go_where_routers_send_them(tmp_path: Path) -> None:
+    """PTX rows have no column; a reference that is the actor without adapters reads none."""
+    actor = actor_of(saved(tmp_path, "mixtral"))
+    plain = actor_of(tmp_path, "disabled")
+    batch = with_column(make_batch(NUM_ROWS), any_choices(actor))
+    actor.compute_log_prob(batch)
+    found, expected = (
+        each.engine.forward_rows(make_batch(NUM_ROWS), Budget(rows=3))["log_probs"]
+        for each in (actor, plain)
+    )
+    assert torch.equal(found, expected)

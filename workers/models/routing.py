@@ -1,0 +1,221 @@
+"""Which experts a model's routers choose: noted in one pass, and chosen again in another.
+
+    routers = Routers(module)
+    with routers.noting() as noted:                 # beside a rollout
+        module(input_ids=ids)
+    chosen = noted.take()                           # [tokens, layers, choices]
+
+    with routers.replaying():                       # in training
+        routers.replay(chosen)                      # until it is said anew
+        module(input_ids=ids).logits.sum().backward()
+
+What the experts of a layer are given is what was chosen. To choose it again, the router's own
+`topk` over all experts gives the choices and what its scores say of them, so that the weights of
+the experts, and their gradient, are those of the router as it is now.
+
+A model's class is tried on a tiny stand-in first: `check_routers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verl_like.errors import BatchError, ConfigError
+from workers.models.causal_lm import body_of
+from workers.models.proof import Proof, attention_of, relative_error
+from workers.parallel.experts import experts_of
+
+COLUMN = "routed_experts"
+"""[rows, T, layers, choices] of a batch: what the rollout's routers chose for every token."""
+KEY = "actor_rollout_ref.actor.router_replay.mode=R3"
+ROUTERS = ("gate", "router")
+"""What transformers' classes call the module beside the experts that chooses among them."""
+LARGEST_ERROR = 1e-4
+"""Relative error up to which a pass does not depend on the order of a token's choices."""
+
+
+class Noted:
+    """What the passes since the last `take` chose."""
+
+    def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
+        self.layers: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self.dtype = dtype
+
+    def take(self) -> Tensor:
+        """[tokens, layers, choices] of all tokens of these passes, on the CPU."""
+        layers = [torch.cat(passes) for passes in self.layers]
+        self.layers = [[] for _ in layers]
+        return torch.stack(layers, dim=1).to(self.dtype).cpu()
+
+
+class Routers:
+    """The routers of a model, layer by layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """A ConfigError where the model has none."""
+        self.experts, self.routers = [], []
+        for name, experts in experts_of(module):
+            block = module.get_submodule(name.rpartition(".")[0])
+            found = [getattr(block, own) for own in ROUTERS if hasattr(block, own)]
+            if len(found) != 1 or not all(hasattr(found[0], name) for name in ("weight", "top_k")):
+                raise ConfigError(
+                    f"{KEY}: {type(block).__name__} has no router of its own beside its experts, "
+                    "whose choices could be replayed. Leave it out."
+                )
+            self.experts.append(experts)
+            self.routers.append(found[0])
+        if not self.routers:
+            raise ConfigError(
+                f"{KEY}: {type(module).__name__} has no routed experts. Leave it out."
+            )
+        self.num_experts = len(self.routers[0].weight)
+        self.shape = len(self.routers), int(self.routers[0].top_k)
+        """Layers that have experts, and how many a token chooses in each."""
+        self.modes = [_Replay(self.num_experts) for _ in self.routers]
+
+    @property
+    def no_choices(self) -> Tensor:
+        """[0, layers, choices]: of no token, in the smallest type that numbers the experts."""
+        dtype = torch.uint8 if self.num_experts <= 2**8 else torch.int16
+        return torch.empty(0, *self.shape, dtype=dtype)
+
+    @contextmanager
+    def noting(self) -> Iterator[Noted]:
+        """Within, what the experts are given is noted."""
+        noted = Noted(len(self.experts), self.no_choices.dtype)
+
+        def note(layer: int) -> Any:
+            return lambda _, given: noted.layers[layer].append(given[1].detach())
+
+        with ExitStack() as stack:
+            for layer, experts in enumerate(self.experts):
+                stack.callback(experts.register_forward_pre_hook(note(layer)).remove)
+            yield noted
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Within, routers choose as `replay` says; by themselves before it is called."""
+        self.replay(None)
+        with ExitStack() as stack:
+            for router, mode in zip(self.routers, self.modes, strict=True):
+                stack.enter_context(_within(router, mode))
+            yield
+        self.replay(None)
+
+    def replay(self, chosen: Tensor | None) -> None:
+        """The choices of passes from now on, [tokens, layers, choices]; None: the routers' own.
+
+        So are those below 0. They stay until the next call: gradient checkpointing runs layers
+        again.
+        """
+        layers = [None] * len(self.modes) if chosen is None else chosen.long().unbind(dim=1)
+        for mode, own in zip(self.modes, layers, strict=True):
+            mode.chosen = own
+
+    def check(self, chosen: Tensor) -> None:
+        """Refuse choices of another model's layers or experts; [tokens, layers, choices]."""
+        if chosen.shape[1:] != self.shape:
+            raise BatchError(
+                f"column {COLUMN!r} has [layers, choices] of {list(chosen.shape[1:])} for a token, "
+                f"and the model's routers choose {list(self.shape)}: it is of another model."
+            )
+        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
+            raise BatchError(
+                f"column {COLUMN!r} names experts {int(chosen.min())} to {int(chosen.max())}, and "
+                f"a layer of the model has {self.num_experts}: it is of another model."
+            )
+
+
+class _Replay(TorchFunctionMode):
+    """In the forward pass of a router, its choice among all experts is the one that is given."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.chosen: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        chosen = self.chosen
+        if func not in (torch.topk, Tensor.topk) or chosen is None:
+            return func(*args, **(kwargs or {}))
+        scores: Tensor = args[0]
+        # groups of experts that are chosen first have other shapes
+        if scores.ndim != 2 or scores.shape[1] != self.num_experts:
+            return func(*args, **(kwargs or {}))
+        assert len(scores) == len(chosen), (
+            f"a router reads {len(scores)} tokens, and {len(chosen)} have choices"
+        )
+        own = func(*args, **(kwargs or {})).indices
+        chosen = torch.where(chosen < 0, own, chosen)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
+
+
+@contextmanager
+def _within(module: nn.Module, mode: TorchFunctionMode) -> Iterator[None]:
+    """Within, the module computes in this mode."""
+    forward, is_own = module.forward, "forward" in vars(module)
+
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return forward(*args, **kwargs)
+
+    module.forward = in_mode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if is_own:
+            module.forward = forward  # type: ignore[method-assign]
+        else:
+            del module.forward
+
+
+def check_routers(module: Any) -> None:
+    """Refuse a model, on whatever device, whose choices cannot be noted or replayed."""
+    Routers(module)
+    config = body_of(module).config.get_text_config()
+    reason = _PROOF.what_is_wrong(config, attention_of(config._attn_implementation))
+    if reason:
+        raise ConfigError(
+            f"{KEY}: the experts that a model of type {config.model_type!r} chooses cannot be "
+            f"replayed: {reason}. Leave it out."
+        )
+
+
+def _judge(model: Any) -> str:
+    """What is wrong with replaying choices: a model's own, those in another order, and others."""
+    routers = Routers(model)
+    ids = torch.arange(3, 35)[None]
+
+    def logits_of(chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+        with routers.noting() as noted, routers.replaying():
+            routers.replay(chosen)
+            logits = model(ids, use_cache=False).logits
+        return logits, noted.take()
+
+    logits, chosen = logits_of(None)
+    if not torch.equal(logits_of(chosen)[0], logits):
+        return "with its own choices it computes something else"
+
+    flipped = chosen.flip(-1)
+    found, given = logits_of(flipped)
+    if not torch.equal(given, flipped):
+        return "its experts are not given what is chosen by topk over all of them"
+    if relative_error(found, logits) > LARGEST_ERROR:
+        return "the weights of its experts do not follow its choices"
+
+    others = (chosen + 1) % routers.num_experts
+    found, given = logits_of(others)
+    if not torch.equal(given, others) or torch.equal(found, logits):
+        return "its experts are not given what is chosen by topk over all of them"
+    return ""
+
+
+_PROOF = Proof(_judge)
