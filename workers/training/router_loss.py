@@ -43,6 +43,7 @@ class BalancedEngine(TrainEngine):
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Load the model, and listen to its routers."""
+        refuse_stages(self.sharding.pp)
         super().build(worker, total_steps)
         if not hasattr(self.module, "router_aux_loss_coef"):
             raise ConfigError(no_routers(self.module.config.model_type))
@@ -151,8 +152,19 @@ def load_balancing_loss(logits: list[Tensor], shares: Tensor, num_tokens: int) -
     return total / len(logits)
 
 
-def check_routers(path: str) -> None:
-    """Refuse a model whose class knows no load-balancing loss."""
+def refuse_stages(pp: int) -> None:
+    """Refuse layers on several ranks: the loss is computed from the routers of all."""
+    if pp > 1:
+        raise ConfigError(
+            "actor.router_aux_loss_coef is of the routers of all layers, and "
+            f"actor.parallel.pp={pp} puts layers on several ranks. Leave it at 0, or share the "
+            "weights by actor.parallel.shard, sp, tp or ep."
+        )
+
+
+def check_routers(path: str, pp: int = 1) -> None:
+    """Refuse a model whose class knows no load-balancing loss, or whose layers are apart."""
+    refuse_stages(pp)
     config = read_hf_config(model_folder(path, weights=False))
     if not hasattr(config.get_text_config(), "router_aux_loss_coef"):
         raise ConfigError(no_routers(config.model_type))
