@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from workers.models.attention import say_once
-from workers.models.causal_lm import Head, empty_model, to_training
+from workers.models.causal_lm import Head, body_of, empty_model, to_training
 from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
 from workers.models.memory_shapes import meta_model
@@ -59,7 +59,7 @@ from workers.parallel.groups import Groups
 from workers.parallel.pipeline import Action, Pipeline, exchanged_sum, num_chunks, stage_by_stage
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import dims_of, settle
-from workers.parallel.stages import Stages, stage_ranges
+from workers.parallel.stages import Stages
 from workers.training.attention import describe, packed_rows
 from workers.training.lm_head import DEFAULT, Wanted, token_columns
 from workers.training.microbatch import (
@@ -80,6 +80,7 @@ from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import Feed, check_rows, model_inputs, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
 from workers.training.shuffle import order_columns, passes_over, steps_over
+from workers.training.stage_proof import check_stages
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
@@ -153,8 +154,9 @@ class TrainEngine:
         self.cut: tensor_parallel.Cut | None = None
         ranges = []
         if self.dims.pp > 1:
-            num_stages = self.dims.pp * num_chunks(self.sharding.pp_schedule)
-            ranges = stage_ranges(self.module, num_stages, self.dims.ep)
+            attention = body_of(self.module).config.get_text_config()._attn_implementation
+            how = self.dims.pp, self.sharding.pp_schedule, self.dims.ep
+            ranges = check_stages(self.module, attention, *how, "parallel")
         if self.groups.tp is not None:
             tensor_parallel.check(self.module, self.dims.tp, "parallel.tp")
             self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])

@@ -48,8 +48,11 @@ _PROOF = Proof(_judge)
 
 def check_stages(
     module: Any, attention: str, pp: int, schedule: str, ep: int, section: str
-) -> None:
-    """Refuse stages that a model, which may be on the meta device, cannot have, in words."""
+) -> list[range]:
+    """The layers of every stage; refuses a model, which may be on the meta device, without them.
+
+    `attention` is what it attends by, `section` the key of its `parallel`.
+    """
     what, model_type = f"{section}.pp={pp}", module.config.model_type
     text = module.config.get_text_config()
     num_stages = pp * num_chunks(schedule)
@@ -77,6 +80,7 @@ def check_stages(
             f"{what}: nothing in stage {idle[0]} is trained (model.target_modules); set "
             f"{section}.pp=1, or take all-linear."
         )
+    return ranges
 
 
 def _trains(parts: Parts, own: range, number: int, ranges: list[range]) -> bool:

@@ -48,7 +48,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "interleaved": {"rows": 1, "one_unit": 0, "pp_schedule": "interleaved"},
     "whole weights": {"rows": 2, "strategy": "ddp"},
     "sequences, too": {"rows": 2, "sp": 2},
-    "matrices, too": {"rows": 2, "tp": 2},
+    "matrices, too": {"rows": 2, "tp": 2, "layers": 3},
     "experts, too": {"rows": 2, "ep": 2},
     "lora": {"rows": 2, **LORA},
 }
@@ -97,7 +97,8 @@ def of_all_stages(results: list[dict[str, Any]], name: str) -> dict[str, torch.T
 
 
 def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[str, Any]) -> None:
-    saved(folder, family, num_hidden_layers=5)
+    how = dict(how)
+    saved(folder, family, num_hidden_layers=how.pop("layers", 5))
     with process_set_back():
         alone = trained(folder, how)
     # torch keeps meshes of equal looks, whose groups end with a test of a kept process
