@@ -21,6 +21,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.sft import SFTWorker
+from workers.training.row_proof import RowPasses
 
 
 def cut_over_all(axis: str) -> ParallelConfig:
@@ -74,6 +75,23 @@ def test_workers_on_rows_train_as_one(tiny_dir: Path, axis: str, lora_rank: int)
                 assert own == pytest.approx(expected, rel=1e-4, abs=1e-5), name
         for name, column in ranks["columns"].items():
             torch.testing.assert_close(column, alone["columns"][name], atol=1e-4, rtol=0)
+
+
+def sides_apart(folder: Path) -> tuple[dict[str, float], torch.Tensor]:
+    """An update on pairs whose sides have a pass each, and log-probs after it."""
+    config = test_preference.config_of(folder, "dpo", 2)
+    config.parallel = cut_over_all("pp")
+    worker, batch = started(PreferenceWorker, config, 10), test_preference.batch_of("dpo")
+    worker.engine.row_passes = RowPasses("single")
+    metrics = learned(worker.update_model(batch))
+    return metrics, worker.compute_log_prob(batch).batch["response_log_probs"]
+
+
+def test_stages_hand_on_the_states_of_each_side(tiny_dir: Path) -> None:
+    metrics, log_probs = sides_apart(tiny_dir)
+    for own, column in run_kept(2, sides_apart, tiny_dir):
+        assert own == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(column, log_probs, atol=1e-4, rtol=0)
 
 
 def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.Tensor]]:

@@ -220,5 +220,23 @@ def test_every_family_resumes_in_any_layout(tmp_path: Path, family: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("other", [{"tp": 2}, {"shard": 2}, {"sp": 2}, {"shard": 1}])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_stages_of_several_ranks_resume_in_any_layout(
+    tmp_path: Path, family: str, other: dict[str, int]
+) -> None:
+    saved(tmp_path, family, num_hidden_layers=5)
+    four = ParallelConfig(pp=2, **other)
+    first = distributed.run(4, updated_and_saved, tmp_path, four, 0)
+    (expected, checksum) = resumed(tmp_path, ParallelConfig(), 0, "first", "second")
+    back = distributed.run(4, resumed, tmp_path, four, 0, "second", "third")
+    for found in (first, back):
+        assert set().union(*(state.keys() for state, _ in found)) == expected.keys()
+        for state, own_checksum in found:
+            assert own_checksum == checksum
+            assert all(tensor.equal(expected[name]) for name, tensor in state.items())
+
+
+@pytest.mark.slow
 def test_an_adapter_resumes_in_any_layout(tmp_path: Path) -> None:
     assert_resumes(tmp_path, "qwen3", lora_rank=4)
