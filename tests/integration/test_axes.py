@@ -11,6 +11,8 @@ import torch
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 from verl_like.errors import ConfigError
+from workers.config import ParallelConfig
+from workers.training.router_loss import check_routers
 
 POLICY = "actor_rollout_ref"
 SECTIONS = (f"{POLICY}.actor", f"{POLICY}.ref", "critic")
@@ -133,8 +135,12 @@ def test_ranks_without_a_pass_each_are_refused(tiny_dir: Path, tmp_path: Path) -
     one_row = f"{actor}.ppo_mini_batch_size=1", f"{POLICY}.rollout.n=1"
     with pytest.raises(ConfigError, match="make 1; set .*pp=1, or raise .*ppo_mini_batch_size"):
         two_steps(tiny_dir, tmp_path, *two, *one_row)
-    with pytest.raises(ConfigError, match="router_aux_loss_coef is of the routers of all layers"):
-        two_steps(tiny_dir, tmp_path, *two, f"{actor}.router_aux_loss_coef=0.1")
+
+
+def test_routers_of_interleaved_stages_are_refused() -> None:
+    interleaved = ParallelConfig(pp=2, pp_schedule="interleaved")
+    with pytest.raises(ConfigError, match="routers of two stages.*pp_schedule=1f1b or gpipe"):
+        check_routers("", interleaved)
 
 
 def test_a_model_whose_experts_cannot_be_shared_is_refused(tiny_dir: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def preflight(config: PPOConfig) -> None:
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         from workers.training.router_loss import check_routers  # with the engine: a second
 
-        check_routers(policy, config.actor_rollout_ref.actor.parallel.pp)
+        check_routers(policy, config.actor_rollout_ref.actor.parallel)
     check_reward_models(config)
     check_rollout(config)
     _check_offload(config)

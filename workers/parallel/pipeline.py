@@ -110,6 +110,8 @@ class Pipeline:
         self.dtype, self.device = dtype, device
         self.rank, self.size = (0, 1) if line is None else (line.rank(), line.size())
         self.last = self.size * num_chunks(kind) - 1 if line is not None else 0
+        self.running = Action(True, 0, 0)
+        """The forward pass that was begun last."""
         self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         """By chunk and number, what a forward pass got and gave, until its backward pass."""
         self._sent: list[tuple[Any, Tensor]] = []
@@ -136,18 +138,19 @@ class Pipeline:
     def forward(
         self, action: Action, compute: Callable[[], Iterable[Tensor]], shapes: Shapes
     ) -> None:
-        """Compute a stage: of the last one `compute` gives the loss, of others states to send on.
+        """Compute a stage: `compute` gives the states to send on, and losses, which are scalars.
 
         `shapes` are those of the states that the stage before has sent.
         """
+        self.running = action
         stage, is_trained = self._stage(action), torch.is_grad_enabled()
         received = [self._receive(shape, stage - 1, stage) for shape in (shapes() if stage else ())]
         for states in received:
             states.requires_grad_(is_trained)
         with nullcontext() if self.stages is None else self.stages.computing(stage, received):
             given = [*compute()]
-        if stage < self.last:
-            for states in given:
+        for states in given:
+            if states.dim():
                 self._send(states.detach(), stage, stage + 1)
         if is_trained:
             self.waiting[action.chunk, action.number] = received, given
@@ -156,15 +159,15 @@ class Pipeline:
         """Gradients of the stage's weights, and of what it got."""
         stage = self._stage(action)
         received, given = self.waiting.pop((action.chunk, action.number))
-        if stage == self.last:
-            # a loss that is not finite has a gradient of NaN, also where its formula clamps
-            grads = [1 + (loss - loss).detach() for loss in given]
-        else:
-            grads = [self._receive(states.shape, stage + 1, stage) for states in given]
-            both = [pair for pair in zip(given, grads, strict=True) if pair[0].requires_grad]
-            given, grads = [one for one, _ in both], [grad for _, grad in both]
-        if given:
-            torch.autograd.backward(given, grads)
+        # a loss that is not finite has a gradient of NaN, also where its formula clamps
+        grads = [
+            self._receive(one.shape, stage + 1, stage) if one.dim() else 1 + (one - one).detach()
+            for one in given
+        ]
+        # what comes before all that is trained has no gradient
+        needed = [n for n, one in enumerate(given) if one.requires_grad or not one.dim()]
+        if needed:
+            torch.autograd.backward([given[n] for n in needed], [grads[n] for n in needed])
         for states in received:
             grad = states.grad
             self._send(torch.zeros_like(states) if grad is None else grad, stage, stage - 1)

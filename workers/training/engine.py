@@ -370,20 +370,29 @@ class TrainEngine:
                         totals[name] = totals[name] + share if name in totals else share
                     return [loss]
 
-                self._forward(action, columns, compute)
+                of_stage = getattr(loss_fn, "of_stage", None)
+                self._forward(action, columns, compute, of_stage)
         return totals
 
     def _forward(
-        self, action: Action, columns: RowColumns, compute: Callable[[], Iterable[Tensor]]
+        self,
+        action: Action,
+        columns: RowColumns,
+        compute: Callable[[], list[Tensor]],
+        of_stage: Callable[[RowColumns], list[Tensor]] | None = None,
     ) -> None:
-        """A forward pass of a stage; the last one is computed by `compute`."""
+        """A forward pass of a stage; the last one is computed by `compute`.
+
+        Others give states, and what `of_stage` says that they add to the loss.
+        """
 
         def shapes() -> list[tuple[int, ...]]:
             return [self._shape(self.feed(part)) for part in self.parts(columns)]
 
         def states() -> list[Tensor]:
             feeds = [self.feed(part) for part in self.parts(columns)]
-            return [self.module(**model_inputs(self.module, feed)) for feed in feeds]
+            given = [self.module(**model_inputs(self.module, feed)) for feed in feeds]
+            return given if of_stage is None else given + of_stage(columns)
 
         self.pipeline.forward(action, compute if self.pipeline.is_last(action) else states, shapes)
 

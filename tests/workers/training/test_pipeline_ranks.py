@@ -13,7 +13,13 @@ from safetensors.torch import load_file
 from tests.workers import distributed
 from tests.workers.kept_ranks import process_set_back, run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
-from tests.workers.training.test_sequence_ranks import FAMILIES, NUM_ROWS, distance, saved
+from tests.workers.training.test_sequence_ranks import (
+    FAMILIES,
+    NUM_ROWS,
+    WITH_ROUTER_LOSS,
+    distance,
+    saved,
+)
 from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.parallel import fsdp
@@ -58,7 +64,7 @@ EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
 AXES = ("pp", "pp_schedule", "sp", "tp", "ep", "shard")
 
 
-def trained(folder: Path, change: dict[str, Any]) -> dict[str, Any]:
+def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, gradients and three updates of actor and critic."""
     change, is_alone = dict(change), os.environ.get("WORLD_SIZE", "1") == "1"
     axes = {"pp": 2, **{name: change.pop(name) for name in AXES if name in change}}
@@ -68,6 +74,9 @@ def trained(folder: Path, change: dict[str, Any]) -> dict[str, Any]:
     actor_section = config.actor_rollout_ref.actor
     actor_section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)
     actor_section.ppo_micro_batch_size_per_gpu = rows
+    is_heard = axes.get("pp_schedule") != "interleaved" and "lora_rank" not in change
+    if family in WITH_ROUTER_LOSS and is_heard:
+        actor_section.router_aux_loss_coef = 0.5
     strategy = change.pop("strategy", "fsdp")
     if not is_alone:
         fsdp.SMALL_ELEMENTS = fsdp.SMALL_ELEMENTS if one_unit is None else one_unit
@@ -100,10 +109,10 @@ def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[st
     how = dict(how)
     saved(folder, family, num_hidden_layers=how.pop("layers", 5))
     with process_set_back():
-        alone = trained(folder, how)
+        alone = trained(folder, family, how)
     # torch keeps meshes of equal looks, whose groups end with a test of a kept process
     run = run_kept if num_ranks == 2 else distributed.run
-    results = run(num_ranks, trained, folder, how, deadline_s=150)
+    results = run(num_ranks, trained, folder, family, how, deadline_s=150)
     is_tied = alone["weights"].keys().isdisjoint({"lm_head.weight", "embed_out.weight"})
     for role in ("", "critic_"):
         grads, expected = of_all_stages(results, f"{role}gradients"), alone[f"{role}gradients"]
