@@ -80,10 +80,10 @@ class HeldModel:
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
             from workers.training.axes import check_axes  # with the engine: a second
 
-            module, schedule = meta_model(self.model, self.head), self.sharding.pp_schedule
+            module = meta_model(self.model, self.head)
             if not self.trains:
                 module.requires_grad_(False)
-            check_axes(module, self.model, dims, self.axes_key, schedule)
+            check_axes(module, self.model, dims, self.axes_key, self.sharding.pp_schedule)
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
@@ -62,7 +62,7 @@ def settle(
     base, offloads = STRATEGIES["ddp" if quantization else strategy]
     whole = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
-    axes = {} if parallel is None else dict(vars(parallel))
+    axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
     cut = {"tp": "cuts every matrix", "pp": "gives every rank some layers"}
     for axis, how in cut.items():
         if quantization and axes.get(axis, 1) > 1:
@@ -86,7 +86,7 @@ def settle(
             f"set strategy=fsdp, or leave {name} at -1."
         )
 
-    offload = {}
+    offload: dict[str, Any] = {}
     for name in ("param_offload", "optimizer_offload"):
         wanted = getattr(config, name, None)  # a frozen module has no optimizer
         if offloads and wanted is False:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -152,7 +153,7 @@ class TrainEngine:
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         self.cut: tensor_parallel.Cut | None = None
-        ranges = []
+        ranges: list[range] = []
         if self.dims.pp > 1:
             attention = body_of(self.module).config.get_text_config()._attn_implementation
             how = self.dims.pp, self.sharding.pp_schedule, self.dims.ep
@@ -162,9 +163,12 @@ class TrainEngine:
             self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])
         if self.dims.ep > 1:
             spread_experts(self.module, self.groups.ep_mesh)
-        self.whole_module, self.pipeline = self.module, Pipeline()
+        self.whole_module: Any = self.module
+        """All layers, without memory where other ranks have some of them."""
+        self.pipeline = Pipeline()
         if ranges:
-            self.whole_module = meta_model(self.model_config, self.head)
+            own = self.model_config if trained else replace(self.model_config, lora_rank=0)
+            self.whole_module = meta_model(own, self.head)
             self.pipeline = self._make_stages(ranges, precision.compute)
         if self.is_sharded:
             mesh, strategy = self.groups.fsdp_mesh, self.sharding.strategy
@@ -180,7 +184,7 @@ class TrainEngine:
 
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
-        rows = {
+        rows: dict[str, Any] = {
             "may_pack": self.model_config.use_remove_padding,
             "group": self.groups.sp,
             "cut_over": self.groups.model,
@@ -330,8 +334,9 @@ class TrainEngine:
     def copies(self) -> set[str]:
         """Names of the weights here that count on another rank: of embeddings that are the head."""
         stages = self.pipeline.stages
-        is_copy = stages is not None and stages.tied_to is not None and self.pipeline.has_last
-        return {stages.tied_to} if is_copy else set()
+        if stages is None or stages.tied_to is None or not self.pipeline.has_last:
+            return set()
+        return {stages.tied_to}
 
     def _run_passes(
         self, batch: MiniBatch, budget: Budget, loss_fn: LossFn, wanted: Wanted = DEFAULT
@@ -413,11 +418,8 @@ class TrainEngine:
             try:
                 return [self.module(**model_inputs(self.module, feed))]
             except MODEL_ERRORS:  # the next stage waits for something
-                return [
-                    torch.full(self._shape(feed), torch.nan, device=self.device).to(
-                        self.pipeline.dtype
-                    )
-                ]
+                nan = torch.full(self._shape(feed), torch.nan, device=self.device)
+                return [nan.to(self.pipeline.dtype)]
 
         with torch.no_grad():
             for action in self.pipeline.actions(1, trains=False):

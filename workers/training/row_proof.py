@@ -358,16 +358,16 @@ def _why_not_packed(
     if refusal and cut_over is None:
         return refusal
 
-    error, limit = (torch.inf if refusal else 0.0), 0.0
+    off, limit = (torch.inf if refusal else 0.0), 0.0
     packed, padded = found if len(found) == 2 else (None, None)
     if packed is not None and padded is not None:
         is_rounded = packed.dtype != torch.float32 or is_quantized(module)
-        error, limit = relative_error(packed, padded), 3e-2 if is_rounded else 1e-4
-    numbers = torch.tensor([error, limit], device=device)
-    error_norm, limit = all_reduce(numbers, cut_over, dist.ReduceOp.MAX).tolist()
-    if error_norm <= limit:
+        off, limit = relative_error(packed, padded), 3e-2 if is_rounded else 1e-4
+    numbers = torch.tensor([off, limit], dtype=torch.float64, device=device)
+    off, limit = all_reduce(numbers, cut_over, dist.ReduceOp.MAX).tolist()
+    if off <= limit:
         return ""
-    return refusal or f"relative error {error_norm:.1e} over a limit of {limit:.0e}"
+    return refusal or f"relative error {off:.1e} over a limit of {limit:.0e}"
 
 
 @torch.no_grad()

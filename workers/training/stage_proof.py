@@ -37,9 +37,9 @@ def _judge(model: Any) -> str:
             return f"its layers hand on states of {list(states.shape)}"
         with stages.computing(1, [states]):
             found = read(model, feed)
-        error = relative_error(found, expected)
-        if error > LARGEST_ERROR:
-            return f"a small model of its class, cut after layer {border}, is off by {error:.0e}"
+        off = relative_error(found, expected)
+        if off > LARGEST_ERROR:
+            return f"a small model of its class, cut after layer {border}, is off by {off:.0e}"
     return ""
 
 

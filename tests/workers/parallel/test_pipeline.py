@@ -15,6 +15,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.memory import HeldModel, LargestPass, memory_of
 from workers.parallel.pipeline import Action, most_waiting, num_chunks, schedule
 from workers.parallel.stages import deal
+from workers.training.microbatch import spread
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -140,6 +141,12 @@ def test_embeddings_and_head_count_as_much_as_layers() -> None:
     assert deal([1.0] * 8, 0.0, 2.0, 2) == [range(5), range(5, 8)]
     assert deal([1.0] * 8, 2.0, 2.0, 4) == [range(1), range(1, 4), range(4, 7), range(7, 8)]
     assert deal([1.0, 1.0, 4.0, 1.0, 1.0], 0.0, 0.0, 3) == [range(2), range(2, 3), range(3, 5)]
+
+
+def test_few_passes_are_halved_until_every_rank_has_one() -> None:
+    assert spread([[0, 1, 2, 3, 4]], [9, 8, 5, 3, 1], 2) == [[0, 2, 4], [1, 3]]
+    assert spread([[0, 1], [2, 3, 4]], [9, 8, 2, 2, 1], 3) == [[0], [1], [2, 3, 4]]
+    assert spread([[1], [0]], [3, 4], 4) == [[1], [0]]
 
 
 def held(folder: Path, pp: int, **more: Any) -> HeldModel:
