@@ -85,8 +85,11 @@ def preflight(config: PPOConfig) -> None:
 
 def _check_passes(config: PPOConfig) -> None:
     """Mini-batches have as many passes as ranks share a model's layers."""
-    models, samples = models_of(config), config.actor_rollout_ref.rollout.n
+    samples = config.actor_rollout_ref.rollout.n
+    models = {r: held for r, held in models_of(config).items() if held.trains}
     sections = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
+    if all(held.sharding.pp == 1 for held in models.values()):
+        return
     for row in rows_of(config):
         if row.part.endswith("mini-batch"):
             section = sections[row.role]

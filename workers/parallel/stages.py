@@ -56,29 +56,27 @@ class Parts:
         weighty = [name for name, child in children.items() if _has_weights(child)]
         end = weighty.index(lists[0])
         others = [name for name in weighty[:end] if name != tables[0]]
-        others += [name for owner in (body, module) for name in owner._parameters]
+        for owner in (body, module):
+            others += owner._parameters.keys()
+            others += owner._buffers.keys() - owner._non_persistent_buffers_set
         if others:
             raise NotCut(f"it has {', '.join(others)} beside embeddings and layers")
         after = [name for name in weighty[end + 1 :] if name != tables[0]]
         ends: list[tuple[nn.Module, str]] = [(body, name) for name in after]
         ends += [(module, name) for name, child in module.named_children() if child is not body]
 
-        table = (body, tables[0])
         layers: Any = children[lists[0]]
+        units = [("embeddings", embeddings), *(("end", owner._modules[n]) for owner, n in ends)]
+        units += [(f"layer {number}", layer) for number, layer in enumerate(layers)]
         owners: dict[int, set[str]] = {}
-        units = [
-            ("embeddings", [embeddings]),
-            ("end", [part[0]._modules[part[1]] for part in ends]),
-        ]
-        units += [(f"layer {number}", [layer]) for number, layer in enumerate(layers)]
-        for what, modules in units:
-            for weight in itertools.chain(*(each.parameters() for each in modules)):
+        for what, unit in units:
+            for weight in unit.parameters():
                 owners.setdefault(id(weight), set()).add(what)
         shared = {frozenset(those) for those in owners.values() if len(those) > 1}
         is_tied = frozenset(("embeddings", "end")) in shared
         if len(shared) > is_tied:
             raise NotCut("its layers share weights")
-        return cls(table, layers, ends, is_tied)
+        return cls((body, tables[0]), layers, ends, is_tied)
 
 
 def _is_list_of_layers(child: nn.Module) -> bool:
@@ -86,7 +84,8 @@ def _is_list_of_layers(child: nn.Module) -> bool:
 
 
 def _has_weights(child: nn.Module) -> bool:
-    return any(True for _ in child.parameters())
+    """Parameters, or buffers that a folder of weights holds."""
+    return bool(child.state_dict())
 
 
 def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:

@@ -91,7 +91,10 @@ if TYPE_CHECKING:
     from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig, ParallelConfig
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
+"""(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics).
+
+One with a method `of_stage(columns)` says by it what layers before the last stage add to the loss.
+"""
 Made = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 INPUTS = (*TOKENS, "responses", "response_mask")

@@ -30,6 +30,7 @@ from workers.training import lm_head
 from workers.training.checkpoint import averages, optimizer_state, weights
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import Budget
+from workers.weights.checksum import checksum_of
 
 CUT = [family for family in FAMILIES if family not in ("outnumbered heads",)]
 CUT.remove("qwen2, one head of keys")
@@ -91,6 +92,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     return {
         "flops": needed_flops(actor.engine, data, trains=True),
         "loaded": actor.weights_checksum(),
+        "sent": checksum_of(actor.engine.named_full_tensors(on_all_ranks=False)),
         **three_updates(actor, critic, data, Budget(rows=rows)),
     }
 
@@ -122,6 +124,8 @@ def assert_trains_as_one(folder: Path, family: str, num_ranks: int, how: dict[st
             others = {name for name, grad in grads.items() if not grad.equal(expected[name])}
             # uses of one weight are added up over the passes first, then over the stages
             assert others <= ({"model.embed_tokens.weight"} if is_tied and not role else set())
+    assert results[0]["sent"] == alone["loaded"]
+    assert {result["sent"] for result in results[1:]} == {checksum_of([])}
     for result in results:
         assert result["loaded"] == alone["loaded"]
         if num_ranks == 2:
