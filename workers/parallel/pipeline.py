@@ -6,10 +6,10 @@
         else:
             pipeline.backward(action)
 
-The ranks of a line hold the same rows and cut them alike. So each knows the shape of what comes,
-and passes may be of unlike lengths. Gradients are added up in the order of the passes, as one
-process adds them. Sends do not wait; whoever receives does, on a group of its own for each
-direction and neighbour, so that no two wait for each other.
+The ranks along "pp", a line, hold the same rows and cut them alike. So each knows the shape of what
+comes, and passes may be of unlike lengths. Gradients are added up in the order of the passes, as
+one process adds them. Sends do not wait; whoever receives does, on a group of its own for each
+direction and neighbour: no two ranks wait for each other, and all comes in the order of the sends.
 
 gpipe: all forward passes first (arXiv 1811.06965). 1f1b: as few of them as keep all ranks at work
 (PipeDream-Flush, arXiv 2006.09503). interleaved: 1f1b over two stages a rank, which are idle for
@@ -105,7 +105,10 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """Without a `line` this rank has all layers. `dtype` is that of states between stages."""
+        """Without a `line` this rank has all layers.
+
+        `links` are groups of the same ranks (`_link`); `dtype` is that of states between stages.
+        """
         self.stages, self.line, self.kind, self.links = stages, line, kind, links
         self.dtype, self.device = dtype, device
         self.rank, self.size = (0, 1) if line is None else (line.rank(), line.size())
@@ -234,11 +237,10 @@ def stage_by_stage(
     is_first: bool,
     device: torch.device,
 ) -> Named:
-    """The tensors of all ranks of a line, those of the first one first; collective.
+    """The tensors of all ranks of a line, the first rank's first; collective.
 
-    `facts` are of the `own` ones. Unless `on_all_ranks`, the first rank of each line has its own
-    and gets others', which is asked of one line: of the others all is empty. `is_first` says that
-    this is that line.
+    `facts` are names, shapes and types of the `own` ones. Unless `on_all_ranks` they come to the
+    first rank alone of the line that `is_first`; others have none.
     """
     for rank in range(line.size()):
         told: list[Any] = [facts if rank == line.rank() else None]

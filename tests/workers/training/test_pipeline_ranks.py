@@ -161,6 +161,13 @@ def test_four_ranks_share_layers_and_more(tmp_path: Path, family: str, change: s
     assert_trains_as_one(tmp_path, family, 4, FOUR[change])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "shard_grad_op"])
+def test_a_stage_without_ends_has_layers_alone(tmp_path: Path, strategy: str) -> None:
+    how = {"rows": 1, "one_unit": 0, "pp": 3, "shard": 2, "strategy": strategy}
+    assert_trains_as_one(tmp_path, "gemma-2", 6, how)
+
+
 State = dict[str, torch.Tensor]
 
 
