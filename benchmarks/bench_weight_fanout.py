@@ -55,7 +55,7 @@ class Engine:
     """Takes the place of a training engine."""
 
     def __init__(self, size: str) -> None:
-        self.module = layers(size)
+        self.module = self.whole_module = layers(size)
         config = ModelConfig(path="", lora_rank=4, target_modules=[str(i) for i in range(99)])
         add_adapter(self.module, config)
 

@@ -22,7 +22,7 @@ from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
-from workers.models.memory_shapes import ModelShapes, meta_model, model_shapes
+from workers.models.memory_shapes import ModelShapes, StageOf, meta_model, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.sharding import Sharding, axes_key, dims_of, settle
 from workers.training.file_copies import LEAST_BYTES
@@ -80,7 +80,10 @@ class HeldModel:
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
             from workers.training.axes import check_axes  # with the engine: a second
 
-            check_axes(meta_model(self.model, self.head), self.model, dims, self.axes_key)
+            module = meta_model(self.model, self.head)
+            if not self.trains:
+                module.requires_grad_(False)
+            check_axes(module, self.model, dims, self.axes_key, self.sharding.pp_schedule)
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""
@@ -153,12 +156,32 @@ def memory_of(
 ) -> RoleMemory:
     """A training engine; a frozen one keeps its weights in the type that it computes in, or int8.
 
-    `copies` says that a checkpoint is written from copies while the run goes on.
+    `copies` says that a checkpoint is written from copies while the run goes on. Of ranks that
+    share the layers it is the one that takes the most.
     """
+    sharding = held.sharding
+    dims, stages = dims_of(ranks, sharding), list[StageOf | None]([None])
+    if dims.pp > 1:
+        how = dims.pp, sharding.pp_schedule, dims.ep
+        stages = [StageOf(rank, *how) for rank in range(dims.pp)]
+    found = [_of_rank(held, role, pool, ranks, device_type, largest, copies, at) for at in stages]
+    return max(found, key=lambda memory: memory.kept + memory.call)
+
+
+def _of_rank(
+    held: HeldModel,
+    role: str,
+    pool: str,
+    ranks: int,
+    device_type: str,
+    largest: LargestPass,
+    copies: bool,
+    stage: StageOf | None,
+) -> RoleMemory:
     precision = precision_of(held.model, device_type)
     kept = precision.weights if held.trains else precision.compute
     sharding = held.sharding
-    shapes = model_shapes(held.model, held.head, precision.compute, sharding.tp)
+    shapes = model_shapes(held.model, held.head, precision.compute, sharding.tp, stage)
     dims = dims_of(ranks, sharding)
     shards = 1 if sharding.strategy in ("ddp", "single") else dims.shard * dims.sp
 
@@ -172,7 +195,7 @@ def memory_of(
     copied = 0.0
     if copies:
         saved = {"optimizer": 2 * trained, "model": averages + (trained or shapes.held(kept))}
-        writers = ranks if shards == sharding.tp == 1 else shards
+        writers = dims.per_stage if shards == sharding.tp == 1 else shards
         copied = sum(saved.get(name, 0) for name in held.saved) / writers
         if "hf_model" in held.saved:  # the first rank's, in the type of the model's folder
             stored = getattr(hf_config_of(held.model), "dtype", None) or precision.compute
@@ -231,7 +254,7 @@ def _whole(
 def _activations(held: HeldModel, shapes: ModelShapes, largest: LargestPass) -> float | None:
     """Bytes of a pass beside the weights; None where the model cannot be traced."""
     model, at_once, chunked = held.model, largest.reads, 0
-    if held.head == "token":
+    if held.head == "token" and shapes.outputs_per_read:
         config, num_words = hf_config_of(model), shapes.outputs_per_read
         at_once = positions_at_once(config, largest.reads, model.use_fused_kernels, num_words)
         if at_once < largest.reads:
@@ -273,7 +296,8 @@ def rollout_memory(
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
     if rollout.server_urls:
         weights = cache = 0  # on the servers' devices
-    is_copied = policy.actor.strategy == "ddp" and policy.actor.parallel.tp == 1
+    axes = policy.actor.parallel
+    is_copied = policy.actor.strategy == "ddp" and axes.tp == axes.pp == 1
     is_whole = ranks_of_actor == 1 or (ranks_of_actor and is_copied)
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:

@@ -9,12 +9,15 @@ import pytest
 from tests.integration.runs import numbers, overrides, with_experts
 from trainer import load_config, run
 from verl_like.errors import ConfigError
+from workers.config import ParallelConfig
+from workers.training.router_loss import check_routers
 
 POLICY = "actor_rollout_ref"
 SECTIONS = (f"{POLICY}.actor", f"{POLICY}.ref", "critic")
 OF_TWO = {
     "tokens": ["sp=2"] * 3,
     "matrices": ["tp=2"] * 3,
+    "layers": ["pp=2"] * 3,
     "unlike": ["shard=2", "sp=2", "tp=2"],
 }
 """Axes of actor, reference and critic on two ranks."""
@@ -77,6 +80,46 @@ def test_ranks_that_cannot_share_experts_are_refused(
     asked = [f"{POLICY}.actor.parallel.{axis}" for axis in axes]
     with pytest.raises(ConfigError, match=message):
         two_steps(tiny_dir, tmp_path, "trainer.n_gpus_per_node=4", *asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            ("pp=4",),
+            "role 'actor': actor_rollout_ref.actor.parallel.pp=4 with .*makes 4 stages of the 2 ",
+        ),
+        (
+            ("pp=2", "pp_schedule=interleaved"),
+            "pp=2 with .*pp_schedule=interleaved makes 4 stages of the 2 layers",
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_layers_are_refused(
+    asked: tuple[str, ...], message: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    axes = [f"{POLICY}.actor.parallel.{axis}" for axis in asked]
+    with pytest.raises(ConfigError, match=message):
+        two_steps(tiny_dir, tmp_path, "trainer.n_gpus_per_node=4", *axes)
+
+
+def test_ranks_without_a_pass_each_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    actor = f"{POLICY}.actor"
+    two = "trainer.n_gpus_per_node=2", f"{actor}.parallel.pp=2"
+    by_rows = f"{actor}.use_dynamic_bsz=false", f"{actor}.ppo_micro_batch_size_per_gpu=1000"
+    with pytest.raises(
+        ConfigError, match=f"pp=2 needs 2 passes .*set {actor}.ppo_micro_.* or less"
+    ):
+        two_steps(tiny_dir, tmp_path, *two, *by_rows)
+    one_row = f"{actor}.ppo_mini_batch_size=1", f"{POLICY}.rollout.n=1"
+    with pytest.raises(ConfigError, match="make 1; set .*pp=1, or raise .*ppo_mini_batch_size"):
+        two_steps(tiny_dir, tmp_path, *two, *one_row)
+
+
+def test_routers_of_interleaved_stages_are_refused() -> None:
+    interleaved = ParallelConfig(pp=2, pp_schedule="interleaved")
+    with pytest.raises(ConfigError, match="routers of two stages.*pp_schedule=1f1b or gpipe"):
+        check_routers("", interleaved)
 
 
 def test_a_model_whose_experts_cannot_be_shared_is_refused(tiny_dir: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class PlainTrainer:
     """Stands for a training engine."""
 
     def __init__(self, seed: int) -> None:
-        self.module = TiedModel(seed)
+        self.module = self.whole_module = TiedModel(seed)
 
     def named_full_tensors(
         self,

@@ -124,6 +124,35 @@ def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
         raise ConfigError(f"role {role!r}: {error}") from error
 
 
+def check_passes(
+    config: RunConfig,
+    role: str,
+    held: HeldModel,
+    mini_batch: tuple[str, int],
+    at_once: tuple[str, int | None],
+) -> None:
+    """Refuse a mini-batch that keeps a role's ranks along pp idle: it has fewer passes than ranks.
+
+    Rows in all and rows of a pass, with the keys that set them; None is a pass by tokens.
+    """
+    _, ranks = _pool_of(config, role)
+    if ranks == 0 or (pp := (dims := dims_of(ranks, held.sharding)).pp) == 1:
+        return
+    own = -(-mini_batch[1] // dims.data_size)
+    rows = at_once[1] or 1
+    if (found := -(-own // rows)) >= pp:
+        return
+    ways = f"set {held.axes_key}.pp={found}, or raise {mini_batch[0]}"
+    if own >= pp:
+        ways = f"set {at_once[0]}={-(-own // (pp - 1)) - 1} or less, or {held.axes_key}.pp={found}"
+    cut = f", in passes of {at_once[0]}={rows}," if at_once[1] else ""
+    raise ConfigError(
+        f"role {role!r}: {held.axes_key}.pp={pp} needs {pp} passes of a mini-batch, or ranks have "
+        f"nothing to do. A rank's {own} of the {mini_batch[1]} rows of {mini_batch[0]}{cut} make "
+        f"{found}; {ways}."
+    )
+
+
 def check_run(config: RunConfig) -> None:
     """The rules between the keys that every run has."""
     _check_resume(config)

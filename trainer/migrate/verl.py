@@ -26,7 +26,6 @@ from trainer.migrate.verl_sft import translate_sft
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import SAME_VALUES, fate_of, tables
 from verl_like.errors import ConfigError
-from workers.parallel.sharding import NOT_YET
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.name"
@@ -457,8 +456,6 @@ def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
         return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
-    if axis in NOT_YET and value != "1":
-        return f"no run can have {key} yet"
     experts = given.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
     if axis == "tp" and value != "1" and experts not in (None, "1"):
         return f"{section}.ep={experts} keeps whole experts on their ranks, which tp would cut"

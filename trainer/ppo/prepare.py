@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack, closing
 from typing import Any
 
-from trainer.config.checks import check_axes_of
+from trainer.config.checks import check_axes_of, check_passes
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -15,6 +15,7 @@ from trainer.ppo.checks import check_named_rewards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
+from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts.environments import check_environment, check_games, check_row_columns
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
@@ -74,10 +75,11 @@ def preflight(config: PPOConfig) -> None:
             check_adapter(model.model, model.head)
         elif model.head == "token":
             check_same_tokenizer(model.model.path, policy, role)
+    _check_passes(config)
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         from workers.training.router_loss import check_routers  # with the engine: a second
 
-        check_routers(config.actor_rollout_ref.model.path)
+        check_routers(policy, config.actor_rollout_ref.actor.parallel)
     if replays_routing(config.actor_rollout_ref):
         _check_router_replay(config)
     check_reward_models(config)
@@ -97,6 +99,21 @@ def _check_router_replay(config: PPOConfig) -> None:
             "has several passes in flight, whose experts would be mixed up. Set pp=1."
         )
     check_routers(meta_model(policy.model, "token"))
+
+
+def _check_passes(config: PPOConfig) -> None:
+    """Mini-batches have as many passes as ranks share a model's layers."""
+    samples = config.actor_rollout_ref.rollout.n
+    models = {r: held for r, held in models_of(config).items() if held.trains}
+    sections = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
+    if all(held.sharding.pp == 1 for held in models.values()):
+        return
+    for row in rows_of(config):
+        if row.part.endswith("mini-batch"):
+            section = sections[row.role]
+            rows = f"{section}.ppo_mini_batch_size", row.prompts * samples
+            at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples
+            check_passes(config, row.role, models[row.role], rows, at_once)
 
 
 def plan_memory(config: PPOConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.config.checks import check_axes_of, check_ranks
+from trainer.config.checks import check_axes_of, check_passes, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import check_fit, held_memory, held_model, memory_table
@@ -43,6 +43,11 @@ def preflight(config: RowConfig, num_sides: int) -> None:
                 f"Lower it by {longest - limit}."
             )
         check_axes_of(config, role, own)
+        if own.trains:
+            data = config.data
+            at_once = None if data.use_dynamic_bsz else data.micro_batch_size_per_gpu
+            rows = "data.train_batch_size", data.train_batch_size
+            check_passes(config, role, own, rows, ("data.micro_batch_size_per_gpu", at_once))
         check_adapter(own.model, own.head)
 
     devices = devices_of(config.trainer)

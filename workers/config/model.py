@@ -35,10 +35,12 @@ DTYPES = ("float32", "bfloat16")
 """Types that weights may be kept in, and that passes compute in."""
 ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
 QUANTIZATIONS = ("int8",)
+PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 """How a role that is not trained may hold its linear weights."""
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """What `checkpoint.save_contents` may name."""
 HAS_LORA = unless("lora_rank", 0)
+HAS_STAGES = unless("pp", 1)
 HAS_NO_WEIGHTS = When(
     "the folder of `path` has no weights",
     lambda model, _: is_bare_config(model.path),
@@ -136,7 +138,9 @@ class ParallelConfig:
     tp: int = key(1, above=0)
     """Ranks that share every matrix (tensor parallel)."""
     pp: int = key(1, above=0)
-    """Stages of layers (pipeline)."""
+    """Ranks that share the layers (pipeline)."""
+    pp_schedule: str = key("1f1b", choices=PP_SCHEDULES, read_when=HAS_STAGES)
+    """Order of passes over pp; interleaved has two stages of layers a rank."""
     ep: int = key(1, above=0)
     """Ranks that share the experts."""
 

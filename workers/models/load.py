@@ -67,9 +67,15 @@ def load_model(
     return module
 
 
-def load_weights(module: Any, config: ModelConfig, head: Head, device: torch.device) -> None:
-    """Give every parameter its memory on `device`, and every weight its values."""
+def load_weights(
+    module: Any, config: ModelConfig, head: Head, device: torch.device, whole: Any = None
+) -> None:
+    """Give every parameter its memory on `device`, and every weight its values.
+
+    Where other ranks have other layers, `whole` has all, without memory.
+    """
     materialize(module, device)
+    whole = module if whole is None else whole
     source = Folder(model_folder(config.path), module.base_model_prefix)
     may_start_at_zero = isinstance(module, ScalarHeadModel) and head == "scalar"
     missing: dict[str, Tensor] = {}
@@ -89,13 +95,16 @@ def load_weights(module: Any, config: ModelConfig, head: Head, device: torch.dev
                 _copy(weight, stored)
 
         if isinstance(module, ScalarHeadModel):
-            _check_head(module, config, source)
+            _check_head(whole, config, source)
         if head == "score" and SCORE in missing:
             raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
         _refuse_unfit(config, unfit)
         pieces = _load_converted(missing, config, source) if missing else set[str]()
         if not missing:
-            refuse_extra(module, config, source.unknown_to(module, pieces))
+            if whole is not module:
+                groups = checkpoint_format(str(source.path)).groups.values()
+                pieces = {piece for group in groups for piece in group.stored}
+            refuse_extra(module, config, source.unknown_to(whole, pieces))
             return
         is_bare = is_bare_config(config.path)
         values = random_weights(config) if is_bare else _by_transformers(module, config, missing)

@@ -25,6 +25,8 @@ from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
 from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
+from workers.parallel.pipeline import most_waiting, num_chunks
+from workers.parallel.stages import Stages, stage_ranges
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -37,7 +39,7 @@ COUNTED = "counted_attention"
 class ModelShapes:
     """Counts of a model's numbers: of its weights, and of what a pass over tokens keeps.
 
-    They are those of one rank where tensor parallelism cuts the matrices.
+    They are those of one rank where matrices are cut, or layers are on several ranks.
     """
 
     num_weights: int
@@ -59,6 +61,8 @@ class ModelShapes:
     saved_per_token: int | None
     """Bytes that autograd saves for a token of the body; None where the model cannot be traced."""
     compute_bytes: int
+    num_waiting: int = 1
+    """Forward passes whose backward passes come later."""
 
     def held(self, dtype: torch.dtype, quantization: str | None = None) -> int:
         """Bytes of the weights in this type, or as they are quantised."""
@@ -72,10 +76,10 @@ class ModelShapes:
         """Bytes at the peak of a forward and backward pass, logits in float32 included."""
         if self.saved_per_token is None:
             return None
-        per_token = self.saved_per_token
+        per_token = self.saved_per_token * self.num_waiting
         if checkpointing:  # the inputs of every layer, and one layer computed again
-            per_token = per_token // self.num_layers
-            per_token += self.num_layers * self.hidden_size * self.compute_bytes
+            inputs = self.num_layers * self.hidden_size * self.compute_bytes
+            per_token = self.saved_per_token // self.num_layers + inputs * self.num_waiting
         return num_tokens * per_token + self.logits(num_reads)
 
     def logits(self, num_reads: int) -> int:
@@ -93,28 +97,75 @@ class ModelShapes:
         return 2 * states + 4 * self.hidden_size * self.outputs_per_read
 
 
-_known: dict[tuple[str, str, Head, torch.dtype, int], ModelShapes] = {}
-"""Settings, what config.json says, head, type of computation and ranks -> their shapes.
+_known: dict[tuple[Any, ...], ModelShapes] = {}
+"""Settings, what config.json says, head, type of computation and place -> their shapes.
 
 Roles of one run have mostly the same ones, and a pass to count with takes half a second.
 """
 
 
-def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype, tp: int = 1) -> ModelShapes:
+@dataclass(frozen=True)
+class StageOf:
+    """Where a rank is among those that share the layers."""
+
+    rank: int
+    num_ranks: int
+    schedule: str
+    ep: int = 1
+
+
+def model_shapes(
+    config: ModelConfig,
+    head: Head,
+    compute: torch.dtype,
+    tp: int = 1,
+    stage: StageOf | None = None,
+) -> ModelShapes:
     """The shapes of the model that `config.path` describes, computing in that type.
 
-    Or of a rank's part of it, of `tp` that matrices are cut over.
+    Or of a rank's part of it, of `tp` that matrices are cut over, or of its layers.
     """
     described = model_folder(config.path, weights=False) / "config.json"
     text = described.read_text(encoding="utf-8") if described.is_file() else ""
-    known = (repr(config), text, head, compute, tp)
+    known = (repr(config), text, head, compute, tp, stage)
     if known not in _known:
-        _known[known] = _counted(config, head, compute, tp)
+        if stage is None:
+            _known[known] = _counted(meta_model(config, head), head, compute, tp)
+        else:
+            whole = model_shapes(config, head, compute, tp)
+            _known[known] = _of_stage(config, head, compute, tp, whole, stage)
     return _known[known]
 
 
-def _counted(config: ModelConfig, head: Head, compute: torch.dtype, tp: int) -> ModelShapes:
+def _of_stage(
+    config: ModelConfig,
+    head: Head,
+    compute: torch.dtype,
+    tp: int,
+    whole: ModelShapes,
+    stage: StageOf,
+) -> ModelShapes:
     module = meta_model(config, head)
+    num_stages = stage.num_ranks * num_chunks(stage.schedule)
+    ranges = stage_ranges(module, num_stages, stage.ep)
+    own = range(stage.rank, num_stages, stage.num_ranks)
+    num_layers = sum(len(ranges[number]) for number in own)
+    stages = Stages(module, ranges)
+    is_last = stage.rank == stage.num_ranks - 1
+    return replace(
+        _counted(module, head, compute, tp, stages.weights(own)),
+        num_layers=num_layers,
+        outputs_per_read=whole.outputs_per_read if is_last else 0,
+        saved_per_token=whole.saved_per_token
+        and whole.saved_per_token * num_layers // whole.num_layers,
+        num_waiting=most_waiting(stage.schedule, stage.rank, stage.num_ranks),
+    )
+
+
+def _counted(
+    module: Any, head: Head, compute: torch.dtype, tp: int, own: set[int] | None = None
+) -> ModelShapes:
+    """`own` are the ids of those weights that a rank has, of all layers."""
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     body, text = body_of(module), module.config.get_text_config()
     layers = set(module._no_split_modules or ())
@@ -131,7 +182,8 @@ def _counted(config: ModelConfig, head: Head, compute: torch.dtype, tp: int) -> 
         cut = tensor.cut_weights(module)
 
     def numel(weights: Iterable[Tensor]) -> int:
-        return sum(-(-w.numel() // tp) if id(w) in cut else w.numel() for w in weights)
+        here = (w for w in weights if own is None or id(w) in own)
+        return sum(-(-w.numel() // tp) if id(w) in cut else w.numel() for w in here)
 
     num_weights = numel(module.parameters())
     linears = [layer.weight for _, layer in quantizable(module)]
@@ -143,12 +195,15 @@ def _counted(config: ModelConfig, head: Head, compute: torch.dtype, tp: int) -> 
         num_layers=text.num_hidden_layers,
         num_outside_layers=num_weights - numel(inside.values()),
         num_in_experts=sum(
-            weight.numel() for _, each in experts_of(module) for weight in each.parameters()
+            weight.numel()
+            for _, each in experts_of(module)
+            for weight in each.parameters()
+            if own is None or id(weight) in own
         ),
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
-        saved_per_token=saved_per_token(body, compute, tp),
+        saved_per_token=saved_per_token(body, compute, tp) if own is None else None,
         compute_bytes=compute.itemsize,
     )
 

@@ -60,6 +60,11 @@ class ParallelDims:
         return self.pp * self.sp * self.tp
 
     @property
+    def per_stage(self) -> int:
+        """Ranks that have the same layers, neighbours in number."""
+        return self.world // self.pp
+
+    @property
     def efsdp(self) -> int:
         """Ranks that share the weights of the same experts."""
         return self.shard * self.sp * self.tp // self.ep

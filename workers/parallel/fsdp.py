@@ -87,15 +87,18 @@ def shard(
     return one_unit
 
 
-def begin_pass(module: Any, one_unit: bool, last: bool, strategy: str = "fsdp") -> None:
-    """Before each forward pass of a mini-batch: what stays whole after its backward pass.
+def begin_pass(
+    module: Any, one_unit: bool, last: bool, strategy: str = "fsdp", waits: bool = False
+) -> None:
+    """Before each backward pass of a mini-batch: what stays whole after it.
 
     Nothing does after the last one. Weights that are whole throughout a pass (under shard_grad_op
     all of them) are gathered once a mini-batch. One unit's gradients are added up over the passes
     first, then over the ranks, once; larger models reduce layer by layer, since no rank may hold
-    all gradients.
+    all gradients. While a forward pass `waits` for its own backward pass, FSDP ends nothing.
     """
     module.set_reshard_after_backward(last, recurse=one_unit or strategy == "shard_grad_op")
+    module.set_is_last_backward(not waits)
     if one_unit:
         module.set_requires_gradient_sync(last)  # spread experts' units, too
 
@@ -137,14 +140,18 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return whole
 
 
-def tensor_on_first(parameter: Tensor) -> Tensor | None:
-    """A weight as one tensor on rank 0, None elsewhere; collective where it is sharded."""
+def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor | None:
+    """A weight as one tensor on rank 0, None elsewhere; collective where it is sharded.
+
+    `is_first` says which rank it is instead: of those of a stage the first.
+    """
     tensor = parameter.detach()
+    is_first = dist.get_rank() == 0 if is_first is None else is_first
     if not isinstance(tensor, DTensor):
-        return tensor if dist.get_rank() == 0 else None
+        return tensor if is_first else None
     if tensor.device.type != "cpu":  # the sends of NCCL need connections of their own
         whole = full_tensor(tensor)
-        return whole if dist.get_rank() == 0 else None
+        return whole if is_first else None
     # other replicas do nothing
     return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None
 

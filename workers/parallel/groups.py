@@ -38,6 +38,8 @@ class Groups:
         self.sp = self._along(("sp",))
         self.tp = self._along(("tp",))
         self.pp = self._along(("pp",))
+        self.batch = self._along(("pp", *DATA))
+        """Of each model group the first of every stage's, of which the last has the numbers."""
 
     def _along(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         sizes = self.dims.axes()
@@ -47,6 +49,16 @@ class Groups:
         if math.prod(sizes[name] for name in named) == self.dims.world:
             return self.world
         return self._flat(*named).get_group()
+
+    def links(self, count: int) -> list[dist.ProcessGroup]:
+        """So many groups more of the ranks along "pp": for each way that states travel."""
+        lines = torch.arange(self.dims.world).view(self.dims.pp, -1).T.tolist()
+        return [dist.new_subgroups_by_enumeration(lines)[0] for _ in range(count)]
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether of the ranks with the same layers this is the first."""
+        return self.world is None or self.world.rank() % self.dims.per_stage == 0
 
     def _flat(self, *axes: str) -> DeviceMesh:
         """These axes of the mesh as one."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
@@ -32,12 +32,6 @@ same (ZeRO-2). Between calls both hold their shards alone.
 """
 
 
-NOT_YET = {
-    "pp": "pipeline stages",
-}
-"""Axes that no run can have; whoever completes one takes it out, and nothing else refuses it."""
-
-
 @dataclass(frozen=True)
 class Sharding:
     """What a strategy and an `fsdp_config` come to."""
@@ -51,6 +45,7 @@ class Sharding:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    pp_schedule: str = "1f1b"
 
 
 def settle(
@@ -67,12 +62,14 @@ def settle(
     base, offloads = STRATEGIES["ddp" if quantization else strategy]
     whole = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
-    axes = {} if parallel is None else dict(vars(parallel))
-    if quantization and axes.get("tp", 1) > 1:
-        raise ConfigError(
-            f"{axes_key(section)}.tp={axes['tp']} cuts every matrix, and "
-            f"quantization={quantization} keeps linear weights whole on every rank; drop one."
-        )
+    axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
+    cut = {"tp": "cuts every matrix", "pp": "gives every rank some layers"}
+    for axis, how in cut.items():
+        if quantization and axes.get(axis, 1) > 1:
+            raise ConfigError(
+                f"{axes_key(section)}.{axis}={axes[axis]} {how}, and quantization={quantization} "
+                "keeps linear weights whole on every rank; drop one."
+            )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
         raise ConfigError(f"{name}={size} and parallel.shard={shard} are one size; drop one.")
@@ -89,7 +86,7 @@ def settle(
             f"set strategy=fsdp, or leave {name} at -1."
         )
 
-    offload = {}
+    offload: dict[str, Any] = {}
     for name in ("param_offload", "optimizer_offload"):
         wanted = getattr(config, name, None)  # a frozen module has no optimizer
         if offloads and wanted is False:
@@ -115,15 +112,6 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
             f"strategy=single is for a pool of one process, this one has {num_ranks}; take ddp "
             "or fsdp."
         )
-    if asked := {name: n for name in NOT_YET if (n := getattr(sharding, name)) > 1}:
-        what = ", ".join(
-            f"parallel.{name}={size} ({NOT_YET[name]})" for name, size in asked.items()
-        )
-        raise ConfigError(
-            f"{what}: no run can have this axis yet. Leave it at 1; fsdp_config.fsdp_size shards "
-            "the model, micro-batches and model.enable_gradient_checkpointing save memory."
-        )
-
     model_size = sharding.pp * sharding.sp * sharding.tp
     data_size, is_left = divmod(num_ranks, model_size)
     if is_left:

@@ -161,10 +161,10 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
             self.average.update()
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
-            self.gauge.all_reduce(self.engine.groups.data)
+            self.gauge.all_reduce(self.engine.groups.batch)
             metrics |= self.gauge.metrics()
         if self.bypasses:
-            self.correction_gauge.all_reduce(self.engine.groups.data)
+            self.correction_gauge.all_reduce(self.engine.groups.batch)
             metrics |= self.correction_gauge.metrics()
         return metrics | mfu | memory_in_use(self.engine.device)
 

@@ -11,19 +11,24 @@ from workers.parallel import tensor
 from workers.parallel.dims import ParallelDims
 from workers.parallel.experts import check_experts
 from workers.training.row_proof import NOT_ASKED, refuse_split
+from workers.training.stage_proof import check_stages
 
 
-def check_axes(module: Any, config: ModelConfig, dims: ParallelDims, section: str) -> None:
+def check_axes(
+    module: Any, config: ModelConfig, dims: ParallelDims, section: str, pp_schedule: str = "1f1b"
+) -> None:
     """Refuse axes that a model on the meta device cannot have, in words with sizes.
 
     `section` is the key of its `parallel`.
     """
+    attention = config.attn_implementation
+    if attention == "auto":
+        attention = body_of(module).config.get_text_config()._attn_implementation
     if dims.sp > 1:
-        attention = config.attn_implementation
-        if attention == "auto":
-            attention = body_of(module).config.get_text_config()._attn_implementation
         why_not = "" if config.use_remove_padding else NOT_ASKED
         refuse_split(module.config, attention_of(attention), dims.sp, why_not)
+    if dims.pp > 1:
+        check_stages(module, attention, dims.pp, pp_schedule, dims.ep, section)
     if dims.tp > 1:
         tensor.check(module, dims.tp, f"{section}.tp")
     if dims.ep > 1:

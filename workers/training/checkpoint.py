@@ -32,7 +32,6 @@ from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
-from workers.parallel.fsdp import full_tensor
 from workers.training.file_copies import SavesInBackground
 from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, refuse_damaged, write_manifest
@@ -83,16 +82,19 @@ class Checkpointed(SavesInBackground):
         writer = self.copies or AT_ONCE
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}
         tensors |= optimizer_state(engine) if "optimizer" in contents else {}
+        tensors = without_copies(engine, tensors)
         ranks.first_does(lambda: _make_empty(part))
         if tensors:
-            shards = part / "shards"
-            ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, ranks.count, writer))
+            shards, num_holders = part / "shards", engine.dims.per_stage
+            ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
         if "extra" in contents:
             ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
         if engine.model_config.lora_rank > 0:
             adapter, folder = _adapter_tensors(engine), part / "lora_adapter"
             ranks.first_does(
-                lambda: save_adapter(folder, engine.module, engine.model_config, adapter, writer)
+                lambda: save_adapter(
+                    folder, engine.whole_module, engine.model_config, adapter, writer
+                )
             )
         if "hf_model" in contents:
             exported, is_first = part / "huggingface", ranks.mine == 0
@@ -133,7 +135,9 @@ class Checkpointed(SavesInBackground):
 
         shards = folder / "shards"
         saved = stored_tensors(shards) if shards.is_dir() else {}
-        shapes = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
+        has_adapter = engine.model_config.lora_rank > 0
+        whole = stored_weights(engine.whole_module, has_adapter)
+        shapes = {name: list(tensor.shape) for name, tensor in whole.items()}
         refuse_other_model(folder, shapes, saved)
         with engine.running(engine.optimizer):
             state = empty_optimizer_state(engine, saved)
@@ -159,12 +163,8 @@ class Checkpointed(SavesInBackground):
 
 def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
     """The weights of the adapter, and of a scalar head beside it, whole; collective."""
-    found = []
     with engine.running():
-        for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad:
-                found.append((name, full_tensor(parameter).cpu()))
-    return found
+        return [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -185,6 +185,12 @@ def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
     if not has_adapter:
         tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
     return tensors
+
+
+def without_copies(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank writes of the tensors by full name, of which it may have another's."""
+    copies = tuple(f".{name}" for name in engine.copies)
+    return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 
 
 def averages(average: WeightAverage | None) -> dict[str, Tensor]:
@@ -221,6 +227,7 @@ def _check_reshardable(engine: TrainEngine, name: str, value: Any, parameter: Te
 def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors for the saved state to be read into, with their weights' sharding."""
     parameters = dict(engine.module.named_parameters())
+    elsewhere = dict(engine.whole_module.named_parameters()).keys() - parameters.keys()
     groups = engine.optimizer.param_groups
     # Fused optimizers keep their scalars where the weights are, others on the CPU.
     beside_weights = any(group.get("fused") or group.get("capturable") for group in groups)
@@ -229,7 +236,10 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
     for name, stored in saved.items():
         if not name.startswith("optimizer."):
             continue
-        parameter = parameters.get(name.split(".", 2)[-1])
+        own_name = name.split(".", 2)[-1]
+        if own_name in elsewhere:
+            continue
+        parameter = parameters.get(own_name)
         if parameter is None:
             raise CheckpointError(
                 f"the checkpoint has {name}, of a weight that is not trained here"

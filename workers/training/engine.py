@@ -26,8 +26,9 @@ Engines for other rows extend it: one number a row (`score_engine`), pairs of ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,13 +37,15 @@ from torch import Tensor, nn
 
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from workers.models.attention import say_once
-from workers.models.causal_lm import Head, empty_model, to_training
+from workers.models.causal_lm import Head, body_of, empty_model, to_training
 from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
+from workers.models.memory_shapes import meta_model
 from workers.models.precision import computing_in, frozen, precision_of
 from workers.models.quantize import quantize_linears
 from workers.models.routing import COLUMN as ROUTED
 from workers.models.routing import Routers
+from workers.models.stand_in import MODEL_ERRORS
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel import tensor as tensor_parallel
 from workers.parallel.experts import spread_experts
@@ -56,7 +59,10 @@ from workers.parallel.fsdp import (
     tensor_on_first,
 )
 from workers.parallel.groups import Groups
+from workers.parallel.pipeline import Action, Pipeline, exchanged_sum, num_chunks, stage_by_stage
+from workers.parallel.placements import local_part
 from workers.parallel.sharding import dims_of, settle
+from workers.parallel.stages import Stages
 from workers.training.attention import describe, packed_rows
 from workers.training.lm_head import DEFAULT, Wanted, token_columns
 from workers.training.microbatch import (
@@ -68,14 +74,16 @@ from workers.training.microbatch import (
     all_reduce,
     count_mini_batches,
     passes,
+    spread,
 )
 from workers.training.moved import count_moved, moved_share, sample_weights
 from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
 from workers.training.optim import Schedule, build_optimizer, guarded_step
-from workers.training.packing import Feed, check_rows, read, response_reads
+from workers.training.packing import Feed, check_rows, model_inputs, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
 from workers.training.shuffle import order_columns, passes_over, steps_over
+from workers.training.stage_proof import check_stages
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
@@ -85,7 +93,11 @@ if TYPE_CHECKING:
     from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig, ParallelConfig
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
+"""(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics).
+
+One with a method `of_stage(columns)` says by it what layers before the last stage add to the loss.
+"""
+Made = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 INPUTS = (*TOKENS, "responses", "response_mask")
 """Columns that every pass over responses reads."""
@@ -150,18 +162,29 @@ class TrainEngine:
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         self.cut: tensor_parallel.Cut | None = None
+        ranges: list[range] = []
+        if self.dims.pp > 1:
+            attention = body_of(self.module).config.get_text_config()._attn_implementation
+            how = self.dims.pp, self.sharding.pp_schedule, self.dims.ep
+            ranges = check_stages(self.module, attention, *how, "parallel")
         if self.groups.tp is not None:
             tensor_parallel.check(self.module, self.dims.tp, "parallel.tp")
             self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])
+        if self.dims.ep > 1:
+            spread_experts(self.module, self.groups.ep_mesh)
+        self.whole_module: Any = self.module
+        """All layers, without memory where other ranks have some of them."""
+        self.pipeline = Pipeline()
+        if ranges:
+            own = self.model_config if trained else replace(self.model_config, lora_rank=0)
+            self.whole_module = meta_model(own, self.head)
+            self.pipeline = self._make_stages(ranges, precision.compute)
         if self.is_sharded:
             mesh, strategy = self.groups.fsdp_mesh, self.sharding.strategy
-            efsdp_mesh = None
-            if self.dims.ep > 1:
-                spread_experts(self.module, self.groups.ep_mesh)
-                efsdp_mesh = self.groups.efsdp_mesh
+            efsdp_mesh = self.groups.efsdp_mesh if self.dims.ep > 1 else None
             self.is_one_unit = shard(self.module, mesh, precision.cast, strategy, efsdp_mesh)
         self.cast = None if self.is_sharded else precision.cast  # FSDP casts what it gathers
-        load_weights(self.module, self.model_config, self.head, self.device)
+        load_weights(self.module, self.model_config, self.head, self.device, self.whole_module)
 
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
@@ -173,19 +196,31 @@ class TrainEngine:
 
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
-        rows = {
+        rows: dict[str, Any] = {
             "may_pack": self.model_config.use_remove_padding,
             "group": self.groups.sp,
-            "cut_over": self.groups.tp,
+            "cut_over": self.groups.model,
+            "compute": self._compute_alone,
         }
         with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
 
+    def _make_stages(self, ranges: Sequence[range], dtype: torch.dtype) -> Pipeline:
+        """Leave this rank's layers in the module; collective over all ranks."""
+        assert self.groups.pp is not None, "there are stages where ranks share layers"
+        stages, kind = Stages(self.module, ranges), self.sharding.pp_schedule
+        stages.keep(range(self.groups.pp.rank(), len(ranges), self.dims.pp))
+        if self.cut is not None:
+            here = {id(child) for child in self.module.modules()}
+            self.cut.partial[:] = [pair for pair in self.cut.partial if id(pair[0]) in here]
+        links = self.groups.links(2 * num_chunks(kind))
+        return Pipeline(stages, self.groups.pp, kind, links, dtype, self.device)
+
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds every weight, as a plain tensor."""
-        return self.cut is None and not self.is_sharded
+        return self.cut is None and not self.is_sharded and self.groups.pp is None
 
     @property
     def packs(self) -> bool:
@@ -209,11 +244,19 @@ class TrainEngine:
         pieces: dict[str, list[Column]] = {}
         self.module.eval()
         with torch.no_grad(), self.running(), computing_in(self.module, self.cast):
-            for columns, real, _ in passes(rows.columns, cuts, self.groups.data, self.device):
-                found = self.outputs(columns, wanted)
-                for name, column in found.items():
-                    pieces.setdefault(name, []).append(column[:real])
-        return {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
+            found = [*passes(rows.columns, cuts, self.groups.data, self.device)]
+            for action in self.pipeline.actions(len(found), trains=False):
+                columns, real, _ = found[action.number]
+
+                def compute(columns: RowColumns = columns, real: int = real) -> list[Tensor]:
+                    for name, column in self.outputs(columns, wanted).items():
+                        pieces.setdefault(name, []).append(column[:real])
+                    return []
+
+                self._forward(action, columns, compute)
+        restored = {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
+        of_all_stages: RowColumns = self.pipeline.from_last(restored)
+        return of_all_stages
 
     def update(
         self,
@@ -252,7 +295,9 @@ class TrainEngine:
                     # a part of a mini-batch must not reach the next update
                     self.optimizer.zero_grad(set_to_none=True)
                     raise
-                norm = guarded_step(self.optimizer, self.parameters(), self.grad_clip, self.groups)
+                norm = guarded_step(
+                    self.optimizer, self.parameters(), self.grad_clip, self.groups, self._copied()
+                )
                 self.guard.note(norm, batch.names)
                 steps.append({**metrics, "grad_norm": norm})
         self.module.eval()
@@ -287,8 +332,30 @@ class TrainEngine:
             add_up_gradients(self.parameters(), self.groups.loss)
         if self.cut is not None:
             self.cut.add_up_gradients()
-        summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
-        return dict(zip(totals, summed.tolist(), strict=True))
+        self._add_up_tied()
+        metrics: dict[str, float] = {}
+        if self.pipeline.has_last:
+            summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
+            metrics = dict(zip(totals, summed.tolist(), strict=True))
+        metrics = self.pipeline.from_last(metrics)
+        return metrics
+
+    def _add_up_tied(self) -> None:
+        """The gradient of a weight that the first stage has as embeddings, the last as head."""
+        name = None if self.pipeline.stages is None else self.pipeline.stages.tied_to
+        if name is None or not (weight := self.module.get_parameter(name)).requires_grad:
+            return
+        assert self.groups.pp is not None, "stages are along it"
+        own = local_part(weight.grad)
+        own.copy_(exchanged_sum(own, self.groups.pp))
+
+    @property
+    def copies(self) -> set[str]:
+        """Names of the weights here that count on another rank: of embeddings that are the head."""
+        stages = self.pipeline.stages
+        if stages is None or stages.tied_to is None or not self.pipeline.has_last:
+            return set()
+        return {stages.tied_to}
 
     def _run_passes(
         self, batch: MiniBatch, budget: Budget, loss_fn: LossFn, wanted: Wanted = DEFAULT
@@ -296,28 +363,93 @@ class TrainEngine:
         """Forward and backward passes over a mini-batch; this rank's shares of its metrics."""
         totals: dict[str, Tensor] = {}
         cuts = self._cut(batch.columns, budget)
-        data_ranks = self.groups.data
-        for columns, num_real, last in passes(batch.columns, cuts, data_ranks, self.device):
-            if self.is_sharded:
-                begin_pass(self.module, self.is_one_unit, last, self.sharding.strategy)
-            with computing_in(self.module, self.cast):
-                outputs = self.outputs(columns, wanted)
-                # losses are formulas of rectangles
-                said = {name: rectangle_of(column) for name, column in outputs.items()}
-                for_loss = columns.keys() - {ROUTED}
-                asked = {name: self._for_loss(columns[name]) for name in for_loss}
-                loss, shares = loss_fn(said, asked, batch)
-                # a loss that is not finite has a gradient of NaN, also where its formula clamps
-                seed = 1 + (loss.detach() - loss.detach())
-                loss.backward(seed)
+        found = [*passes(batch.columns, cuts, self.groups.data, self.device)]
+        num_left = len(found) * num_chunks(self.pipeline.kind)
+        with computing_in(self.module, self.cast):
+            for action in self.pipeline.actions(len(found)):
+                if not action.is_forward:
+                    num_left -= 1
+                    if self.is_sharded:
+                        waits = len(self.pipeline.waiting) > 1
+                        how = self.is_one_unit, num_left == 0, self.sharding.strategy, waits
+                        begin_pass(self.module, *how)
+                    self.pipeline.backward(action)
+                    continue
 
-            for name, share in shares.items():
-                if num_real:
-                    share = share.detach().float()
-                else:  # a dummy adds nothing
-                    share = torch.zeros((), device=self.device)
-                totals[name] = totals[name] + share if name in totals else share
+                columns, num_real, _ = found[action.number]
+
+                def compute(
+                    columns: RowColumns = columns, num_real: int = num_real
+                ) -> list[Tensor]:
+                    outputs = self.outputs(columns, wanted)
+                    # losses are formulas of rectangles
+                    said = {name: rectangle_of(column) for name, column in outputs.items()}
+                    for_loss = columns.keys() - {ROUTED}
+                    asked = {name: self._for_loss(columns[name]) for name in for_loss}
+                    loss, shares = loss_fn(said, asked, batch)
+                    for name, share in shares.items():
+                        if num_real:
+                            share = share.detach().float()
+                        else:  # a dummy adds nothing
+                            share = torch.zeros((), device=self.device)
+                        totals[name] = totals[name] + share if name in totals else share
+                    return [loss]
+
+                of_stage = getattr(loss_fn, "of_stage", None)
+                self._forward(action, columns, compute, of_stage)
         return totals
+
+    def _forward(
+        self,
+        action: Action,
+        columns: RowColumns,
+        compute: Callable[[], list[Tensor]],
+        of_stage: Callable[[RowColumns], list[Tensor]] | None = None,
+    ) -> None:
+        """A forward pass of a stage; the last one is computed by `compute`.
+
+        Others give states, and what `of_stage` says that they add to the loss.
+        """
+
+        def shapes() -> list[tuple[int, ...]]:
+            return [self._shape(self.feed(part)) for part in self.parts(columns)]
+
+        def states() -> list[Tensor]:
+            feeds = [self.feed(part) for part in self.parts(columns)]
+            given = [self.module(**model_inputs(self.module, feed)) for feed in feeds]
+            return given if of_stage is None else given + of_stage(columns)
+
+        self.pipeline.forward(action, compute if self.pipeline.is_last(action) else states, shapes)
+
+    def _shape(self, feed: Feed) -> tuple[int, ...]:
+        """Of the states between layers."""
+        width = self.module.config.get_text_config().hidden_size
+        return (*feed.inputs["input_ids"].shape, width)
+
+    def _compute_alone(self, feed: Feed, compute: Callable[[], Tensor]) -> Tensor | None:
+        """One pass through all stages; what `compute` gives in the last one, None elsewhere."""
+        found: list[Tensor] = []
+
+        def last() -> list[Tensor]:
+            found.append(compute())
+            return []
+
+        def states() -> list[Tensor]:
+            try:
+                return [self.module(**model_inputs(self.module, feed))]
+            except MODEL_ERRORS:  # the next stage waits for something
+                nan = torch.full(self._shape(feed), torch.nan, device=self.device)
+                return [nan.to(self.pipeline.dtype)]
+
+        with torch.no_grad():
+            for action in self.pipeline.actions(1, trains=False):
+                own = last if self.pipeline.is_last(action) else states
+                self.pipeline.forward(action, own, lambda: [self._shape(feed)])
+        return found[0] if found else None
+
+    def parts(self, columns: RowColumns) -> list[RowColumns]:
+        """The rows of a micro-batch by forward passes: all in one."""
+        return [columns]
 
     def outputs(self, columns: RowColumns, wanted: Wanted = DEFAULT) -> RowColumns:
         """One forward pass: [rows, R] columns for the response positions.
@@ -374,7 +506,15 @@ class TrainEngine:
 
     def _cut(self, columns: RowColumns, budget: Budget) -> list[list[int]]:
         """The rows of every pass."""
-        return self.row_passes.cut(self.reads(columns), budget)
+        reads = self.reads(columns)
+        cuts, lengths = self.row_passes.cut(reads, budget), self.row_passes.lengths(reads)
+        return self._for_stages(cuts, lengths, budget)
+
+    def _for_stages(
+        self, cuts: list[list[int]], lengths: Sequence[int], budget: Budget
+    ) -> list[list[int]]:
+        """By tokens, as many passes as there are ranks to work on them at the same time."""
+        return cuts if budget.tokens is None else spread(cuts, lengths, self.dims.pp)
 
     @contextmanager
     def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -399,6 +539,9 @@ class TrainEngine:
         """The parameters as the optimizer sees them: this rank's shards of what is trained."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
+    def _copied(self) -> list[nn.Parameter]:
+        return [self.module.get_parameter(name) for name in self.copies]
+
     def named_full_tensors(
         self, on_all_ranks: bool = True, dtype: torch.dtype | None = None, merged: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
@@ -413,14 +556,39 @@ class TrainEngine:
         if not merged:
             kept |= adapter_parts(self.module)
         arranged = merged_tensors if merged else split_tensors
-        with resident(self.module, None, self.sharding, self.device):
-            whole = full_tensor if on_all_ranks else tensor_on_first
-            named = ((name, whole(weight)) for name, weight in named_state(self.module))
-            for name, tensor in arranged(
-                self.module, ((name, tensor) for name, tensor in named if tensor is not None)
-            ):
+
+        def made(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in arranged(self.module, named):
                 keeps = dtype is None or name in kept or not tensor.is_floating_point()
                 yield name, tensor if keeps else tensor.to(dtype)
+
+        return self._whole(named_state(self.module), made, on_all_ranks)
+
+    def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, by the names of this module, whole; collective."""
+        named = ((n, one) for n, one in self.module.named_parameters() if one.requires_grad)
+        return self._whole(named, iter)
+
+    def _whole(
+        self, named: Iterable[tuple[str, Tensor]], made: Made, on_all_ranks: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """`made` of these weights when they are whole, and of those of other stages."""
+        copies, is_first = self.copies, self.groups.is_first_of_stage
+        own = [(name, weight) for name, weight in named if name not in copies]
+        with resident(self.module, None, self.sharding, self.device):
+            each = (
+                (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first))
+                for n, w in own
+            )
+            whole = made((name, tensor) for name, tensor in each if tensor is not None)
+            if self.groups.pp is None:
+                yield from whole
+                return
+            shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in own)
+            facts = [(name, tensor.shape, tensor.dtype) for name, tensor in made(shapes)]
+            yield from stage_by_stage(
+                self.groups.pp, facts, whole, on_all_ranks, is_first, self.device
+            )
 
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
         """A hash of the full weights, cast to `dtype`; equal at every sharding; collective."""

@@ -47,7 +47,7 @@ def export_huggingface(
     try:
         if writes:
             write_model_folder(
-                engine.module,
+                engine.whole_module,
                 engine.model_config,
                 ((name, tensor.cpu()) for name, tensor in tensors),
                 folder,

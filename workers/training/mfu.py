@@ -96,7 +96,8 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     reads = engine.reads(taken)
     lengths = needed_lengths(by_segment(taken, reads)).double()
 
-    body, head = body_of(engine.module), engine.module.get_output_embeddings()
+    whole = engine.whole_module
+    body, head = body_of(whole), whole.get_output_embeddings()
     config = body.config.get_text_config()
     is_looked_up = {id(own.weight) for own in body.modules() if isinstance(own, nn.Embedding)}
     per_token = 0.0

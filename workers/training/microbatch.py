@@ -287,6 +287,21 @@ def cut(
     return [piece for side in sides for piece in _fill(side, lengths, budget, rectangles)]
 
 
+def spread(
+    cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int
+) -> list[list[int]]:
+    """So many passes at least, where there are as many rows; the largest is halved first."""
+    found = [list(rows) for rows in cuts]
+    while len(found) < num_passes:
+        several = [place for place, rows in enumerate(found) if len(rows) > 1]
+        if not several:
+            break
+        largest = max(several, key=lambda place: sum(lengths[row] for row in found[place]))
+        rows = found[largest]
+        found[largest : largest + 1] = [rows[::2], rows[1::2]]
+    return found
+
+
 def _fill(
     order: Sequence[int], lengths: Sequence[int], budget: Budget, rectangles: bool
 ) -> list[list[int]]:

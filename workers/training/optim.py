@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +108,12 @@ def guarded_step(
     parameters: list[nn.Parameter],
     grad_clip: float,
     groups: Groups | None = None,
+    copies: Sequence[nn.Parameter] = (),
 ) -> float:
     """Clip by the global norm, step, clear the gradients; a non-finite norm clears without a step.
 
-    Returns the norm. `groups` are the ranks that the module lies over, None this one alone.
+    Returns the norm. `groups` are the ranks that the module lies over, None this one alone;
+    `copies` are counted by other ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     clip: Callable[[], None]
@@ -124,7 +126,9 @@ def guarded_step(
     else:
         from workers.training.grad_norm import norm_by_shares, scale_to
 
-        norm = norm_by_shares(gradients, groups)
+        copied = {id(weight) for weight in copies}
+        own = [p.grad for p in parameters if p.grad is not None and id(p) not in copied]
+        norm = norm_by_shares(own, groups)
         clip = partial(scale_to, gradients, grad_clip, norm)
 
     if torch.isfinite(norm):

@@ -28,20 +28,20 @@ class PairedRows(TrainEngine):
 
         Where rows may not share a pass (`RowPasses.apart`), each side has one.
         """
-        sides = rows_of_pairs(columns)
         run = super().outputs
-        if not self.row_passes.apart:
-            both = run(sides, *args, **wanted)
-            return {name: column.unflatten(0, (-1, 2)) for name, column in both.items()}
-
-        num_sides = len(sides["input_ids"])
-        found = []
-        for side in (0, 1):
-            rows = torch.arange(side, num_sides, 2)
-            part = {name: column.index_select(0, rows) for name, column in sides.items()}
-            found.append(run(part, *args, **wanted))
+        found = [run(part, *args, **wanted) for part in self.parts(columns)]
+        if len(found) == 1:
+            return {name: column.unflatten(0, (-1, 2)) for name, column in found[0].items()}
         chosen, rejected = found
         return {name: _paired(chosen[name], rejected[name]) for name in chosen}
+
+    def parts(self, columns: RowColumns) -> list[RowColumns]:
+        """Rows of both sides, or each side's by itself."""
+        sides = rows_of_pairs(columns)
+        if not self.row_passes.apart:
+            return [sides]
+        places = [torch.arange(side, len(sides["input_ids"]), 2) for side in (0, 1)]
+        return [{name: c.index_select(0, rows) for name, c in sides.items()} for rows in places]
 
     def reads(self, columns: RowColumns) -> Ragged:
         """For every token of both sides, whether it gets a head."""
@@ -54,7 +54,8 @@ class PairedRows(TrainEngine):
         # padded, a pair takes as much as two of its longer side
         tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
         budget = self.row_passes.of_all_ranks(budget)
-        return cut(tokens.tolist(), budget, rectangles=are_padded, single=self.row_passes.apart)
+        cuts = cut(tokens.tolist(), budget, rectangles=are_padded, single=self.row_passes.apart)
+        return self._for_stages(cuts, tokens.tolist(), budget)
 
 
 class PairEngine(PairedRows):

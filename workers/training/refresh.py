@@ -17,6 +17,7 @@ from torch import Tensor
 from workers.models.state import named_state, own_part, own_rows, persistent_buffers
 from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
+from workers.training.checkpoint import without_copies
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies
 from workers.training.shards import read_shards, write_shards
@@ -61,9 +62,12 @@ class FollowingEngine(TrainEngine):
         came = CopyCheck()
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
+        elsewhere = dict(named_state(self.whole_module)).keys() - targets.keys()
         unknown, unfit = [], []
         for name, whole in tensors:
             target = targets.pop(name, None)
+            if name in elsewhere:
+                continue
             if target is None:
                 unknown.append(name)
             elif target.shape != whole.shape:
@@ -102,8 +106,9 @@ class FollowingEngine(TrainEngine):
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
-        tensors, writer = self._saved(), copies or AT_ONCE
-        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, writer))
+        tensors, writer = without_copies(self, self._saved()), copies or AT_ONCE
+        count = self.dims.per_stage
+        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from workers.training.packing import Feed
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
+    from workers.config import ParallelConfig
 
 
 class BalancedEngine(TrainEngine):
@@ -37,12 +38,13 @@ class BalancedEngine(TrainEngine):
         super().__init__(*args, **settings)
         self.router_aux_loss_coef = router_aux_loss_coef
         self.router_logits: list[Tensor] = []
-        """[tokens, experts] of every layer, of the pass that was run last."""
+        """[real tokens, experts] of every layer, of the pass that was run last."""
         self.fed: Feed | None = None
         """What went into that pass."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Load the model, and listen to its routers."""
+        _refuse_interleaved(self.sharding.pp, self.sharding.pp_schedule)
         super().build(worker, total_steps)
         if not hasattr(self.module, "router_aux_loss_coef"):
             raise ConfigError(no_routers(self.module.config.model_type))
@@ -52,19 +54,15 @@ class BalancedEngine(TrainEngine):
         body.register_forward_hook(self._note_routers)
 
     def _note_routers(self, _: nn.Module, __: Any, output: Any) -> None:
-        if output.router_logits is not None:  # the head in chunks runs without the body
-            self.router_logits = [logits.flatten(0, -2).float() for logits in output.router_logits]
-
-    def outputs(self, columns: RowColumns, *args: Any, **wanted: Any) -> RowColumns:
-        """One forward pass, whose router logits are kept, those of real tokens alone."""
-        found = super().outputs(columns, *args, **wanted)
+        if output.router_logits is None:  # the head in chunks runs without the body
+            return
+        self.router_logits = [logits.flatten(0, -2).float() for logits in output.router_logits]
         if self.fed is not None and self.fed.is_real is not None:
             self.router_logits = [logits[self.fed.is_real] for logits in self.router_logits]
-        return found
 
     def feed(self, columns: RowColumns) -> Feed:
         """The arguments of one pass, which are noted."""
-        self.fed = super().feed(columns)
+        self.fed, self.router_logits = super().feed(columns), []
         return self.fed
 
     def accumulate(
@@ -76,51 +74,42 @@ class BalancedEngine(TrainEngine):
         beside: Sequence[tuple[MiniBatch, LossFn]] = (),
     ) -> dict[str, float]:
         """Add the gradients of the load-balancing loss, too; it is the metric `router_aux_loss`."""
-        counts, num_tokens = self.count_choices(batch, budget)
-        shares = counts / max(num_tokens, 1)
-
-        balanced = partial(self._balanced, loss_fn, shares, num_tokens)
-        return super().accumulate(batch, budget, balanced, wanted, beside)
-
-    def _balanced(
-        self,
-        loss_fn: LossFn,
-        shares: Tensor,
-        num_tokens: int,
-        outputs: Columns,
-        columns: Columns,
-        batch: MiniBatch,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch, and the load-balancing loss of the pass that was just run."""
-        loss, metrics = loss_fn(outputs, columns, batch)
-        if not columns["response_mask"].any():  # a dummy's token is nobody's
-            return loss, {**metrics, "router_aux_loss": loss.new_zeros(())}
-
-        auxiliary = load_balancing_loss(self.router_logits, shares, num_tokens)
-        if self.fed is not None and self.fed.split is not None:
-            auxiliary = self.fed.split.add_up(auxiliary)
-        total = loss + self.router_aux_loss_coef * auxiliary
-        return total, {**metrics, "router_aux_loss": auxiliary}
+        balanced = _Balanced(self, loss_fn, self.count_choices(batch, budget))
+        metrics = super().accumulate(batch, budget, balanced, wanted, beside)
+        auxiliary = all_reduce(balanced.total, self.groups.batch)
+        return {**metrics, "router_aux_loss": float(auxiliary)}
 
     @torch.no_grad()
-    def count_choices(self, batch: MiniBatch, budget: Budget) -> tuple[Tensor, int]:
-        """([layers, experts] tokens that chose each expert, tokens) of the mini-batch, all ranks.
+    def count_choices(self, batch: MiniBatch, budget: Budget) -> Choices:
+        """What all ranks' tokens of the mini-batch chose.
 
         A token counts once for every expert that it chose.
         """
-        total: Tensor | None = None
         cuts = self._cut(batch.columns, budget)
-        data_ranks = self.groups.data
-        for columns, num_real, _ in passes(batch.columns, cuts, data_ranks, self.device):
-            with computing_in(self.module, self.cast):
-                self.outputs(columns)
-            counted = torch.stack([self._counts(logits) for logits in self.router_logits])
-            counted = counted if num_real else torch.zeros_like(counted)
-            total = counted if total is None else total + counted
+        found = [*passes(batch.columns, cuts, self.groups.data, self.device)]
+        totals: dict[int, Tensor] = {}
+        with computing_in(self.module, self.cast):
+            for action in self.pipeline.actions(len(found), trains=False):
+                columns, num_real, _ = found[action.number]
+                self._forward(action, columns, partial(self._nothing, columns))
+                if self.router_logits:
+                    counted = torch.stack([self._counts(logits) for logits in self.router_logits])
+                    counted = counted if num_real else torch.zeros_like(counted)
+                    known = totals.get(action.chunk)
+                    totals[action.chunk] = counted if known is None else known + counted
 
-        assert total is not None, "there is one pass at least"
-        all_reduce(total, self.groups.loss)
-        return total[:, :-1], int(total[0, -1])
+        num_layers, num_tokens = 0, 0
+        for counted in totals.values():
+            all_reduce(counted, self.groups.loss)
+            num_layers, num_tokens = num_layers + len(counted), int(counted[0, -1])
+        shares = {chunk: counted[:, :-1] / max(num_tokens, 1) for chunk, counted in totals.items()}
+        of_all = all_reduce(torch.tensor([num_layers], device=self.device), self.groups.pp)
+        return Choices(shares, num_tokens, int(of_all))
+
+    def _nothing(self, columns: RowColumns) -> list[Tensor]:
+        """A pass of which the routers are all that is asked."""
+        self.outputs(columns)
+        return []
 
     def _counts(self, logits: Tensor) -> Tensor:
         """Tokens that chose each expert of a layer, then all of its tokens."""
@@ -131,16 +120,62 @@ class BalancedEngine(TrainEngine):
         return counts
 
 
+class Choices(NamedTuple):
+    """What the tokens of a mini-batch chose, in the layers of this rank."""
+
+    shares: dict[int, Tensor]
+    """By stage of the rank, [layers, experts]: the part of the tokens that chose each expert."""
+    num_tokens: int
+    num_layers: int
+    """Of all ranks."""
+
+
+class _Balanced:
+    """A loss, and the load-balancing loss of each pass that was just run beside it."""
+
+    def __init__(self, engine: BalancedEngine, loss_fn: LossFn, choices: Choices) -> None:
+        self.engine, self.loss_fn, self.choices = engine, loss_fn, choices
+        self.total = torch.zeros((), device=engine.device)
+
+    def __call__(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = self.loss_fn(outputs, columns, batch)
+        for auxiliary in self._of_pass(bool(columns["response_mask"].any())):
+            loss = loss + auxiliary
+        return loss, metrics
+
+    def of_stage(self, columns: RowColumns) -> list[Tensor]:
+        """What a stage before the last adds to the loss."""
+        return self._of_pass(bool((columns["response_mask"].values != 0).any()))
+
+    def _of_pass(self, is_real: bool) -> list[Tensor]:
+        """That of this rank's layers, none of a dummy's: its token is nobody's."""
+        engine, choices = self.engine, self.choices
+        shares = choices.shares.get(engine.pipeline.running.chunk)
+        if shares is None or not is_real:
+            return []
+        auxiliary = load_balancing_loss(
+            engine.router_logits, shares, choices.num_tokens, choices.num_layers
+        )
+        if engine.fed is not None and engine.fed.split is not None:
+            auxiliary = engine.fed.split.add_up(auxiliary)
+        self.total += auxiliary.detach()
+        return [engine.router_aux_loss_coef * auxiliary]
+
+
 def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Asked of the whole model, it would also compute a loss of its own, in gigabytes."""
     return args, {**kwargs, "output_router_logits": True}
 
 
-def load_balancing_loss(logits: list[Tensor], shares: Tensor, num_tokens: int) -> Tensor:
+def load_balancing_loss(
+    logits: list[Tensor], shares: Tensor, num_tokens: int, num_layers: int
+) -> Tensor:
     """The share of these tokens in the loss of a mini-batch of `num_tokens`.
 
-    `logits` are [tokens, experts] of every layer, `shares` [layers, experts] the part of the
-    mini-batch's tokens that chose each expert.
+    `logits` are [tokens, experts] of some layers of the `num_layers`, `shares` [layers, experts]
+    the part of the mini-batch's tokens that chose each expert.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2, with every choice of a token counted
     """
@@ -148,11 +183,22 @@ def load_balancing_loss(logits: list[Tensor], shares: Tensor, num_tokens: int) -
     for layer, share in zip(logits, shares.to(logits[0].dtype), strict=True):
         mass = layer.softmax(dim=-1).sum(dim=0) / num_tokens
         total = total + len(share) * (share * mass).sum()
-    return total / len(logits)
+    return total / num_layers
 
 
-def check_routers(path: str) -> None:
-    """Refuse a model whose class knows no load-balancing loss."""
+def _refuse_interleaved(pp: int, schedule: str) -> None:
+    """transformers listens to the routers that are there in the first pass: to one stage's."""
+    if pp > 1 and schedule == "interleaved":
+        raise ConfigError(
+            "actor.router_aux_loss_coef is set, and the routers of two stages on a rank are not "
+            "heard; set actor.parallel.pp_schedule=1f1b or gpipe, or leave it at 0."
+        )
+
+
+def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
+    """Refuse a model whose class knows no load-balancing loss, or whose routers are not heard."""
+    if parallel is not None:
+        _refuse_interleaved(parallel.pp, parallel.pp_schedule)
     config = read_hf_config(model_folder(path, weights=False))
     if not hasattr(config.get_text_config(), "router_aux_loss_coef"):
         raise ConfigError(no_routers(config.model_type))

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +48,8 @@ from workers.training.packing import (
 logger = logging.getLogger(__name__)
 
 Kind = Literal["packed", "padded", "single"]
+Compute = Callable[[Feed, Callable[[], Tensor]], Tensor | None]
+"""(feed of a pass, the pass through the layers of this rank) -> what it gives, or None."""
 LARGEST_ERROR = 3e-4
 """Relative error up to which two passes over a row agree; what is wrong is off by 2e-3 and more.
 
@@ -125,17 +128,19 @@ def prove_rows(
     may_pack: bool,
     group: dist.ProcessGroup | None = None,
     cut_over: dist.ProcessGroup | None = None,
+    compute: Compute | None = None,
 ) -> RowPasses:
     """The fastest right way for this model; a warning says why it is not the next faster one.
 
     Where the ranks of a `group` share a pass only packed rows will do. Every rank of a sharded
-    module calls it; those that it is `cut_over` have logits of unlike words.
+    module calls it; those that it is `cut_over` have other layers, or logits of other words, and
+    `compute` what they give together.
     """
     config = module.config
     attention = attention_of(body_of(module).config.get_text_config()._attn_implementation)
     ways: tuple[Kind, ...] = ("packed", "padded", "single") if may_pack else ("padded", "single")
     kind, reasons = prove_class(config, attention, ways)
-    if kind == "packed" and (reason := _why_not_packed(module, device, kernel, cut_over)):
+    if kind == "packed" and (reason := _why_not_packed(module, device, kernel, cut_over, compute)):
         kind, reasons = prove_class(config, attention, ways[1:])
         reasons = {"packed": reason, **reasons}
 
@@ -331,27 +336,38 @@ def _why_not_packed(
     device: torch.device,
     kernel: VarlenKernel | None,
     cut_over: dist.ProcessGroup | None = None,
+    compute: Compute | None = None,
 ) -> str:
     """What is wrong with two short packed rows on the model's own weights."""
+    compute = compute or (lambda _, alone: alone())
     vocabulary = body_of(module).get_input_embeddings().num_embeddings
     positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
     tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
-    try:
-        with packed_rows(module, kernel):
-            packed = _before_scalar_head(module, packed_feed(columns, reads, device))
-        padded = _before_scalar_head(module, padded_feed(columns, reads, device))
-    except MODEL_ERRORS as error:
-        return f"it refuses a packed row: {error}"
+    found: list[Tensor | None] = []
+    refusal = ""
+    ways = (packed_feed, packed_rows(module, kernel)), (padded_feed, nullcontext())
+    for make, attending in ways:
+        try:
+            feed = make(columns, reads, device)
+            with attending:
+                found.append(compute(feed, functools.partial(_before_scalar_head, module, feed)))
+        except MODEL_ERRORS as error:
+            refusal = f"it refuses a packed row: {error}"
+    if refusal and cut_over is None:
+        return refusal
 
-    is_rounded = packed.dtype != torch.float32 or is_quantized(module)
-    limit = 3e-2 if is_rounded else 1e-4
-    error = torch.tensor(relative_error(packed, padded), device=device)
-    error_norm = float(all_reduce(error, cut_over, dist.ReduceOp.MAX))
-    if error_norm <= limit:
+    off, limit = (torch.inf if refusal else 0.0), 0.0
+    packed, padded = found if len(found) == 2 else (None, None)
+    if packed is not None and padded is not None:
+        is_rounded = packed.dtype != torch.float32 or is_quantized(module)
+        off, limit = relative_error(packed, padded), 3e-2 if is_rounded else 1e-4
+    numbers = torch.tensor([off, limit], dtype=torch.float64, device=device)
+    off, limit = all_reduce(numbers, cut_over, dist.ReduceOp.MAX).tolist()
+    if off <= limit:
         return ""
-    return f"relative error {error_norm:.1e} over a limit of {limit:.0e}"
+    return refusal or f"relative error {off:.1e} over a limit of {limit:.0e}"
 
 
 @torch.no_grad()

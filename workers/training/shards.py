@@ -41,7 +41,10 @@ def write_shards(
     num_ranks: int,
     writer: FileWriter = AT_ONCE,
 ) -> None:
-    """Write this rank's file; every rank calls it with the same names in the same order."""
+    """Write this rank's file.
+
+    It is one of `num_ranks` neighbours that have the same names in the same order.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number, pieces in enumerate(pieces_to_write(tensors, rank, num_ranks)):
         offsets = {name: [along.start for along in place] for name, (place, _) in pieces.items()}
@@ -65,7 +68,7 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) ->
         else:
             writer = bytes_of.index(min(bytes_of))
             bytes_of[writer] += tensor.nbytes
-            is_mine = writer == rank
+            is_mine = writer == rank % num_ranks
         if not is_mine or not tensor.numel():
             continue
         own = own_part(tensor)

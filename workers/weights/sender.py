@@ -38,7 +38,7 @@ class PublishReport:
 
 
 class _SendingEngine(Protocol):
-    module: Any
+    whole_module: Any
 
     def named_full_tensors(
         self, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
@@ -183,7 +183,7 @@ class WeightSender:
         if not self.sends_changed:
             return None
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
-        return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
+        return {"adapters": adapter_facts(self.engine.whole_module), "dtype": dtype}
 
     def _is_to_drop(self, version: int | None = None) -> bool:
         """Whether the sync that begins is that one. A version that is known loses no second."""

@@ -145,11 +145,24 @@ def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
         run(config, callbacks=[KillMaker()])
 
 
-def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (),
+        pytest.param(
+            ("detached.trainers=2", "actor_rollout_ref.actor.parallel.pp=2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["alone", "stages"],
+)
+def test_adapters_are_trained_as_in_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]
+) -> None:
     more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     logged = ("actor_rollout_ref.rollout.sync=changed", "detached.debug=true")
-    ours = (*more, *logged, "detached.makers=2", "detached.max_staleness=0")
+    ours = (*more, *logged, "detached.makers=2", "detached.max_staleness=0", *axes)
     folder = detached(tiny_dir, tmp_path / "detached", *ours)
     for line, expected in zip(lines(folder), lines(tmp_path / "plain"), strict=True):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):

@@ -14,7 +14,7 @@ from workers.parallel.groups import Groups
 
 def test_ranks_are_numbered_with_tp_fastest() -> None:
     dims = ParallelDims(pp=2, replicate=1, shard=2, sp=1, tp=2)
-    assert (dims.world, dims.data_size, dims.model_size) == (8, 2, 4)
+    assert (dims.world, dims.data_size, dims.model_size, dims.per_stage) == (8, 2, 4, 4)
     assert list(dims.axes()) == ["pp", "replicate", "shard", "sp", "tp"]
     assert [dims.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     assert [rank for rank in range(8) if dims.is_collect(rank)] == [4, 6]
@@ -25,7 +25,7 @@ def groups_of(dims: ParallelDims) -> dict[str, Any]:
     worker = Worker()
     worker.open_process_group()
     groups = Groups(dims, torch.device("cpu"))
-    named = ("data", "loss", "model", "sp", "tp", "pp", "world")
+    named = ("data", "loss", "model", "sp", "tp", "pp", "batch", "world")
     ranks = {name: getattr(groups, name) for name in named}
     found: dict[str, Any] = {
         name: group and dist.get_process_group_ranks(group) for name, group in ranks.items()
@@ -59,7 +59,8 @@ def groups_of(dims: ParallelDims) -> dict[str, Any]:
         ),
         (
             ParallelDims(pp=2, tp=2),
-            {"model": [0, 1, 2, 3], "tp": [2, 3], "pp": [1, 3], "fsdp": ([3], ("shard",))},
+            {"model": [0, 1, 2, 3], "tp": [2, 3], "pp": [1, 3], "fsdp": ([3], ("shard",))}
+            | {"batch": [1, 3]},
         ),
     ],
     ids=str,
@@ -67,4 +68,5 @@ def groups_of(dims: ParallelDims) -> dict[str, Any]:
 def test_groups_by_what_they_are_for(dims: ParallelDims, last: dict[str, Any]) -> None:
     found = run_kept(4, groups_of, dims)[3]
     alone = dict.fromkeys(("data", "loss", "model", "sp", "tp", "pp"))
+    last = {"batch": last.get("data"), **last}
     assert found == alone | {"world": [0, 1, 2, 3]} | last

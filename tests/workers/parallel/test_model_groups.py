@@ -12,7 +12,6 @@ from tests.workers.samples import make_batch, own_piece, started, tiny_config, w
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ParallelConfig
 from workers.models.proof import relative_error
-from workers.parallel import sharding
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of, settle
 from workers.roles.actor import ActorWorker
@@ -43,8 +42,7 @@ def test_ranks_with_the_same_rows_give_the_numbers_of_one(
 
 def test_the_axes_fill_the_pool() -> None:
     config = FSDPConfig()
-    with pytest.raises(ConfigError, match="parallel.pp=2 \\(pipeline stages\\): no run can have"):
-        dims_of(4, settle("fsdp", config, ParallelConfig(pp=2)))
+    assert dims_of(4, settle("fsdp", config, ParallelConfig(pp=2))) == ParallelDims(pp=2, shard=2)
     with pytest.raises(ConfigError, match="fsdp_size=2 and parallel.shard=4 are one size"):
         settle("fsdp", FSDPConfig(fsdp_size=2), ParallelConfig(shard=4))
     assert dims_of(4, settle("fsdp", config, ParallelConfig(shard=2))) == ParallelDims(
@@ -52,8 +50,7 @@ def test_the_axes_fill_the_pool() -> None:
     )
 
 
-def test_models_that_do_not_fill_the_pool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "NOT_YET", {})
+def test_models_that_do_not_fill_the_pool_are_refused() -> None:
     axes = settle("fsdp", FSDPConfig(), ParallelConfig(sp=3, tp=2))
     with pytest.raises(ConfigError, match="models of 6 ranks, .* the 8 ranks; nearest .* 4 or 8"):
         dims_of(8, axes)

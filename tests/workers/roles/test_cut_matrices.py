@@ -1,4 +1,4 @@
-"""Roles beside actor and critic whose matrices are cut over two ranks, against one process."""
+"""Roles beside actor and critic whose matrices, or layers, lie over two ranks: as one process."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.sft import SFTWorker
+from workers.training.row_proof import RowPasses
 
 
-def cut_over_all() -> ParallelConfig:
-    """The matrices lie over all ranks of this world."""
-    return ParallelConfig(tp=int(os.environ.get("WORLD_SIZE", "1")))
+def cut_over_all(axis: str) -> ParallelConfig:
+    """A model lies over all ranks of this world along the axis."""
+    return ParallelConfig(**{axis: int(os.environ.get("WORLD_SIZE", "1"))})
 
 
-def others(folder: Path, lora_rank: int) -> dict[str, Any]:
+AXES = ("tp", "pp")
+
+
+def others(folder: Path, axis: str, lora_rank: int) -> dict[str, Any]:
     """What workers on rows say of their rows, and of three updates."""
     model: dict[str, Any] = {"lora_rank": lora_rank}
     scores = test_reward_training.worker_of(
-        folder / "model", model, {"parallel": cut_over_all(), "center_coef": 0.1}
+        folder / "model", model, {"parallel": cut_over_all(axis), "center_coef": 0.1}
     )
     own = TrainedModelConfig(path=str(folder / "model"), **model)
-    rows = RowWorkerConfig(model=own, optim=OptimConfig(lr=1e-3), parallel=cut_over_all())
+    rows = RowWorkerConfig(model=own, optim=OptimConfig(lr=1e-3), parallel=cut_over_all(axis))
     texts = started(SFTWorker, rows, 10)
     config = test_preference.config_of(folder, "dpo", 2)
-    config.parallel, config.model = cut_over_all(), own
+    config.parallel, config.model = cut_over_all(axis), own
     pairs, batch = started(PreferenceWorker, config, 10), test_preference.batch_of("dpo")
     frozen = PreferenceReferenceWorker(config)
     frozen.init_model()
@@ -62,9 +66,10 @@ def others(folder: Path, lora_rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_workers_on_rows_train_as_one(one_layer_dir: Path, lora_rank: int) -> None:
-    alone = others(one_layer_dir, lora_rank)
-    for ranks in run_kept(2, others, one_layer_dir, lora_rank):
+@pytest.mark.parametrize("axis", AXES)
+def test_workers_on_rows_train_as_one(tiny_dir: Path, axis: str, lora_rank: int) -> None:
+    alone = others(tiny_dir, axis, lora_rank)
+    for ranks in run_kept(2, others, tiny_dir, axis, lora_rank):
         for name, steps in ranks["metrics"].items():
             for own, expected in zip(steps, alone["metrics"][name], strict=True):
                 assert own == pytest.approx(expected, rel=1e-4, abs=1e-5), name
@@ -72,14 +77,31 @@ def test_workers_on_rows_train_as_one(one_layer_dir: Path, lora_rank: int) -> No
             torch.testing.assert_close(column, alone["columns"][name], atol=1e-4, rtol=0)
 
 
-def followed(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
+def sides_apart(folder: Path) -> tuple[dict[str, float], torch.Tensor]:
+    """An update on pairs whose sides have a pass each, and log-probs after it."""
+    config = test_preference.config_of(folder, "dpo", 2)
+    config.parallel = cut_over_all("pp")
+    worker, batch = started(PreferenceWorker, config, 10), test_preference.batch_of("dpo")
+    worker.engine.row_passes = RowPasses("single")
+    metrics = learned(worker.update_model(batch))
+    return metrics, worker.compute_log_prob(batch).batch["response_log_probs"]
+
+
+def test_stages_hand_on_the_states_of_each_side(tiny_dir: Path) -> None:
+    metrics, log_probs = sides_apart(tiny_dir)
+    for own, column in run_kept(2, sides_apart, tiny_dir):
+        assert own == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(column, log_probs, atol=1e-4, rtol=0)
+
+
+def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
     """Weights of the policy before and after two updates, then those of the reference.
 
     Another reference takes over between the two.
     """
     config = test_refresh.config_of(folder)
-    config.actor_rollout_ref.actor.parallel = cut_over_all()
-    config.actor_rollout_ref.ref.parallel = cut_over_all()
+    config.actor_rollout_ref.actor.parallel = cut_over_all(axis)
+    config.actor_rollout_ref.ref.parallel = cut_over_all(axis)
     actor = started(ActorWorker, config, 10)
     reference = test_refresh.beside(actor, config)
     found = [weights_of(actor)]
@@ -94,16 +116,17 @@ def followed(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
     return [*found, weights_of(reference)]
 
 
-def test_a_reference_that_follows_moves_its_part_of_every_matrix(
-    one_layer_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("axis", AXES)
+def test_a_reference_that_follows_moves_its_part_of_every_weight(
+    tiny_dir: Path, axis: str, tmp_path: Path
 ) -> None:
-    for found in run_kept(2, followed, one_layer_dir, tmp_path):
+    for found in run_kept(2, followed, tiny_dir, axis, tmp_path):
         test_refresh.assert_average(found, test_refresh.DECAY)
 
 
-def log_probs(folder: Path, model: dict[str, Any]) -> list[torch.Tensor]:
+def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tensor]:
     """Of an actor after an update, and of the reference that is its base."""
-    config = tiny_config(folder, ppo_mini_batch_size=4, parallel=cut_over_all())
+    config = tiny_config(folder, ppo_mini_batch_size=4, parallel=cut_over_all(axis))
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)
     actor = started(ActorWorker, config, 10)
@@ -121,11 +144,12 @@ def log_probs(folder: Path, model: dict[str, Any]) -> list[torch.Tensor]:
     ("model", "error"),
     [({"lora_rank": 4}, 2e-5), ({"compute_dtype": "bfloat16", "use_fused_kernels": False}, 0.05)],
 )
+@pytest.mark.parametrize("axis", AXES)
 def test_the_policy_s_base_and_its_casts_are_cut_as_it_is(
-    one_layer_dir: Path, model: dict[str, Any], error: float
+    tiny_dir: Path, axis: str, model: dict[str, Any], error: float
 ) -> None:
-    alone = log_probs(one_layer_dir, model)
-    for found in run_kept(2, log_probs, one_layer_dir, model):
+    alone = log_probs(tiny_dir, axis, model)
+    for found in run_kept(2, log_probs, tiny_dir, axis, model):
         for own, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(own, expected, atol=error, rtol=0)
 

@@ -97,7 +97,7 @@ def test_in_one_layer_it_is_that_of_transformers(experts_dir: Path) -> None:
     layer = logits_by_layer(experts_dir)[0]
     chosen = layer.topk(NUM_CHOSEN).indices.flatten()
     shares = torch.bincount(chosen, minlength=NUM_EXPERTS)[None] / len(layer)
-    ours = load_balancing_loss([layer], shares, len(layer))
+    ours = load_balancing_loss([layer], shares, len(layer), 1)
     theirs = load_balancing_loss_func((layer,), NUM_EXPERTS, NUM_CHOSEN)
     torch.testing.assert_close(ours, theirs)
 

@@ -101,13 +101,13 @@ def cells() -> list[Any]:
     return found
 
 
-def saved(folder: Path, family: str) -> Path:
+def saved(folder: Path, family: str, **more: Any) -> Path:
     """The folder of a small model, whose state is off its defaults."""
     import transformers
 
     name, own = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**SIZES, **own})
+    config = getattr(transformers, name)(**{**SIZES, **own, **more})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,0 +1,221 @@
+"""Schedules of pipelines, layers by stages, and models that have none."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.training.test_sequence_ranks import FAMILIES, SIZES, saved
+from verl_like.errors import ConfigError
+from workers.config import ModelConfig, ParallelConfig
+from workers.memory import HeldModel, LargestPass, memory_of
+from workers.parallel.pipeline import Action, most_waiting, num_chunks, schedule
+from workers.parallel.stages import deal
+from workers.training.microbatch import spread
+
+KINDS = ("gpipe", "1f1b", "interleaved")
+
+
+@pytest.mark.parametrize("num_passes", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rank_waits_for_what_nobody_sends(kind: str, num_ranks: int, num_passes: int) -> None:
+    last = num_ranks * num_chunks(kind) - 1
+    lists = [schedule(kind, rank, num_ranks, num_passes) for rank in range(num_ranks)]
+    done: set[tuple[bool, int, int]] = set()
+    places = [0] * num_ranks
+    while True:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                stage = action.chunk * num_ranks + rank
+                needed = (True, stage - 1, action.number) if stage else None
+                if not action.is_forward:
+                    needed = (stage == last, min(stage + 1, last), action.number)
+                if needed is not None and needed not in done:
+                    break
+                done.add((action.is_forward, stage, action.number))
+                places[rank] += 1
+                moved = True
+        if not moved:
+            break
+    assert len(done) == 2 * (last + 1) * num_passes == sum(map(len, lists))
+    for actions, chunk in itertools.product(lists, range(num_chunks(kind))):
+        for is_forward in (True, False):
+            own = [a.number for a in actions if (a.is_forward, a.chunk) == (is_forward, chunk)]
+            assert own == list(range(num_passes))  # gradients are added up as one process adds them
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_what_is_sent_comes_in_the_order_in_which_it_is_awaited(kind: str, num_ranks: int) -> None:
+    lists = [schedule(kind, rank, num_ranks, 2 * num_ranks + 1) for rank in range(num_ranks)]
+    size = num_ranks * num_chunks(kind)
+    for source, target in itertools.permutations(range(num_ranks), 2):
+        for step in (1, -1):
+            for goes_round in (False, True):
+                ways = []
+                for rank, offset in ((source, 0), (target, -step)):
+                    own = []
+                    for action in lists[rank]:
+                        begin = action.chunk * num_ranks + rank + offset
+                        end = begin + step
+                        is_way = (begin % num_ranks, end % num_ranks) == (source, target)
+                        is_there = 0 <= min(begin, end) and max(begin, end) < size
+                        is_round = max(begin, end) % num_ranks == 0
+                        if (
+                            is_way
+                            and is_there
+                            and is_round == goes_round
+                            and action.is_forward == (step == 1)
+                        ):
+                            own.append((begin, action.number))
+                    ways.append(own)
+                assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_are_those_of_torch(kind: str, num_ranks: int, rounds: int) -> None:
+    from torch.distributed.pipelining import schedules
+
+    num_passes, chunks = rounds * num_ranks, num_chunks(kind)
+    names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+    made: Any = object.__new__(getattr(schedules, names.get(kind, "ScheduleInterleaved1F1B")))
+    made._n_microbatches, made._num_stages, made.n_local_stages = num_passes, num_ranks, chunks
+    made.pp_group_size, made.rank = num_ranks, 0
+    made.number_of_rounds, made.microbatches_per_round = rounds, num_ranks
+    if chunks == 1:
+        tables = made._get_pipeline_order()
+    else:
+        tables = {rank: made._calculate_single_rank_operations(rank) for rank in range(num_ranks)}
+    for rank in range(num_ranks):
+        theirs = []
+        for a in tables[rank]:
+            if a is not None and a.computation_type.name in ("FORWARD", "FULL_BACKWARD"):
+                is_forward = a.computation_type.name == "FORWARD"
+                theirs.append(Action(is_forward, a.stage_index // num_ranks, a.microbatch_index))
+        own = schedule(kind, rank, num_ranks, num_passes)
+        if kind == "1f1b":  # torch counts the last rank's forward passes from 1
+            own, theirs = ([action[:2] for action in each] for each in (own, theirs))
+        assert own == theirs
+
+
+def test_one_rank_goes_forward_and_back_pass_by_pass() -> None:
+    assert schedule("1f1b", 0, 1, 2) == [
+        *(Action(True, 0, 0), Action(False, 0, 0), Action(True, 0, 1), Action(False, 0, 1))
+    ]
+    assert [most_waiting("1f1b", rank, 4) for rank in range(4)] == [4, 3, 2, 1]
+
+
+def fits(costs: list[float], first: float, last: float, ranges: list[range]) -> list[float]:
+    sums = [sum(costs[number] for number in own) for own in ranges]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_largest_stage_is_as_small_as_any_cut_makes_it(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    *costs, first, last = torch.randint(1, 20, (10,), generator=generator).tolist()
+    for num_stages in (2, 3, 4):
+        found = deal(costs, first, last, num_stages)
+        assert [number for own in found for number in own] == list(range(len(costs)))
+        every = []
+        for borders in itertools.combinations(range(1, len(costs)), num_stages - 1):
+            cuts = itertools.pairwise([0, *borders, len(costs)])
+            every.append(max(fits(costs, first, last, [range(*cut) for cut in cuts])))
+        assert all(map(len, found))
+        assert max(fits(costs, first, last, found)) == min(every)
+
+
+def test_embeddings_and_head_count_as_much_as_layers() -> None:
+    assert deal([1.0] * 8, 0.0, 0.0, 2) == [range(4), range(4, 8)]
+    assert deal([1.0] * 8, 0.0, 2.0, 2) == [range(5), range(5, 8)]
+    assert deal([1.0] * 8, 2.0, 2.0, 4) == [range(1), range(1, 4), range(4, 7), range(7, 8)]
+    assert deal([1.0, 1.0, 4.0, 1.0, 1.0], 0.0, 0.0, 3) == [range(2), range(2, 3), range(3, 5)]
+
+
+def test_few_passes_are_halved_until_every_rank_has_one() -> None:
+    assert spread([[0, 1, 2, 3, 4]], [9, 8, 5, 3, 1], 2) == [[0, 2, 4], [1, 3]]
+    assert spread([[0, 1], [2, 3, 4]], [9, 8, 2, 2, 1], 3) == [[0], [1], [2, 3, 4]]
+    assert spread([[1], [0]], [3, 4], 4) == [[1], [0]]
+
+
+def held(folder: Path, pp: int, **more: Any) -> HeldModel:
+    axes = {name: more.pop(name) for name in ("pp_schedule", "shard") if name in more}
+    model = ModelConfig(path=str(folder / "model"), **more.pop("model", {}))
+    parallel = ParallelConfig(pp=pp, **axes)
+    return HeldModel("model.path", model, parallel=parallel, trains=True, **more)
+
+
+def test_models_that_have_no_stages_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", num_hidden_layers=3)
+    held(tmp_path, 3).check_axes(3)
+    with pytest.raises(ConfigError, match=r"^parallel.pp=4 .* makes 4 stages of the 3 layers .*=3"):
+        held(tmp_path, 4).check_axes(4)
+    with pytest.raises(
+        ConfigError, match=r"schedule=interleaved makes 4 stages of .* at most .*pp=1\."
+    ):
+        held(tmp_path, 2, pp_schedule="interleaved").check_axes(2)
+    with pytest.raises(
+        ConfigError, match=r"^critic.parallel.pp=3 make|^critic.parallel.pp=5 .* 3 "
+    ):
+        held(tmp_path, 5, head="scalar", section="critic.model").check_axes(5)
+    only_one = {"lora_rank": 2, "target_modules": r".*layers\.0\..*q_proj"}
+    with pytest.raises(ConfigError, match="nothing in stage 1 is trained"):
+        held(tmp_path, 2, model=only_one).check_axes(2)
+    with pytest.raises(ConfigError, match="parallel.pp=2 gives every rank some.*quantization=int8"):
+        held(tmp_path, 2, quantization="int8").check_axes(2)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "it has wpe beside"),
+    "OPTConfig": ({"ffn_dim": 32, "word_embed_proj_dim": 32}, "embeddings and layers otherwise"),
+    "BloomConfig": ({"n_layer": 2, "n_head": 4}, "it has word_embeddings_layernorm beside"),
+    "Gemma3nTextConfig": (
+        {"num_kv_shared_layers": 0, "laurel_rank": 4, "intermediate_size": [32, 32]}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
+        "embeddings and layers otherwise",
+    ),
+    "GraniteConfig": ({"embedding_multiplier": 3.0}, "cut after layer 1, is off by"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_class_that_cannot_be_cut_is_refused(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    own, message = OTHERS[name]
+    sizes = {**SIZES, **own}
+    config = getattr(transformers, name)(**sizes)
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ConfigError, match=f"parallel.pp=2: .*cannot be cut into stages: .*{message}"
+    ):
+        held(tmp_path, 2).check_axes(2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_a_family_compute_what_it_computes(tmp_path: Path, family: str) -> None:
+    saved(tmp_path, family)
+    held(tmp_path, 2).check_axes(2)
+
+
+def test_memory_is_that_of_the_rank_with_the_most(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", num_hidden_layers=8, tie_word_embeddings=False)
+    largest = LargestPass(64, 32)
+
+    def weights(pp: int) -> float:
+        return memory_of(held(tmp_path, pp), "actor", "pool", pp, "cpu", largest).weights
+
+    whole = weights(1)
+    assert 0.49 * whole < weights(2) < 0.6 * whole
+    assert 0.24 * whole < weights(4) < 0.4 * whole

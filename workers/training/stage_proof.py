@@ -1,0 +1,91 @@
+"""Whether a model can be cut into stages of layers: seen from its class, before a device is taken.
+
+A class may scale embeddings in its forward pass, add positions to them, or have layers that look at
+others' states. So a small model of it is cut after every layer, in one process, and computes what
+it computes whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_like.errors import ConfigError
+from workers.models.proof import Proof, attention_of, relative_error
+from workers.parallel.pipeline import num_chunks
+from workers.parallel.stages import NotCut, Parts, Stages, stage_ranges
+from workers.training.packing import model_inputs, padded_feed, read
+from workers.training.row_proof import LARGEST_ERROR, probe_rows
+
+
+def _judge(model: Any) -> str:
+    """What is wrong with a cut anywhere."""
+    try:
+        num_layers = len(Parts.of(model).layers)
+    except NotCut as error:
+        return str(error)
+    columns, reads = probe_rows()
+    feed = padded_feed(columns, reads, torch.device("cpu"))
+    expected = read(model, feed)
+    inputs = model_inputs(model, feed)
+    for border in range(1, num_layers):
+        stages = Stages(model, [range(border), range(border, num_layers)])
+        with stages.computing(0):
+            states = model(**inputs)
+        if states.shape[:2] != feed.inputs["input_ids"].shape:
+            return f"its layers hand on states of {list(states.shape)}"
+        with stages.computing(1, [states]):
+            found = read(model, feed)
+        off = relative_error(found, expected)
+        if off > LARGEST_ERROR:
+            return f"a small model of its class, cut after layer {border}, is off by {off:.0e}"
+    return ""
+
+
+_PROOF = Proof(_judge)
+
+
+def check_stages(
+    module: Any, attention: str, pp: int, schedule: str, ep: int, section: str
+) -> list[range]:
+    """The layers of every stage; refuses a model, which may be on the meta device, without them.
+
+    `attention` is what it attends by, `section` the key of its `parallel`.
+    """
+    what, model_type = f"{section}.pp={pp}", module.config.model_type
+    text = module.config.get_text_config()
+    num_stages = pp * num_chunks(schedule)
+    try:
+        parts = Parts.of(module)
+        if num_stages > len(parts.layers):
+            raise ConfigError(
+                f"{what} with {section}.pp_schedule={schedule} makes {num_stages} stages of the "
+                f"{len(parts.layers)} layers of {model_type}; at most "
+                f"{section}.pp={len(parts.layers) // num_chunks(schedule)}."
+            )
+        reason = _PROOF.what_is_wrong(text, attention_of(attention))
+        if reason:
+            raise NotCut(reason)
+        ranges = stage_ranges(module, num_stages, ep)
+    except NotCut as error:
+        raise ConfigError(
+            f"{what}: model type {model_type} cannot be cut into stages: {error}. Set "
+            f"{section}.pp=1; {section}.shard divides weights."
+        ) from error
+    trains = any(weight.requires_grad for weight in module.parameters())
+    idle = [number for number, own in enumerate(ranges) if not _trains(parts, own, number, ranges)]
+    if trains and idle:
+        raise ConfigError(
+            f"{what}: nothing in stage {idle[0]} is trained (model.target_modules); set "
+            f"{section}.pp=1, or take all-linear."
+        )
+    return ranges
+
+
+def _trains(parts: Parts, own: range, number: int, ranges: list[range]) -> bool:
+    modules = [parts.layers[layer] for layer in own]
+    modules += [parts.embeddings[0]._modules[parts.embeddings[1]]] if number == 0 else []  # type: ignore[list-item]
+    if number == len(ranges) - 1:
+        modules += [owner._modules[name] for owner, name in parts.ends]  # type: ignore[misc]
+    return any(weight.requires_grad for each in modules for weight in each.parameters())
