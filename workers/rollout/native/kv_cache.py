@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +35,17 @@ MOST_KEPT = 2**28
 """Bytes of a cache that is kept between generations; a larger one is cheap to make anew."""
 MIN_MULTIPLICATIONS = 400
 """With fewer torch takes another kernel for a batch of matrix products, with other bits."""
+
+
+Places = Tensor | slice
+"""Of slots, or of rows."""
+
+
+def places_of(numbers: Sequence[int], device: torch.device) -> Places:
+    """Ascending numbers as an index; neighbours as a slice, which is read in one stream."""
+    if numbers and numbers[-1] - numbers[0] + 1 == len(numbers):
+        return slice(numbers[0], numbers[-1] + 1)
+    return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 def whole_blocks(count: int) -> int:
@@ -259,19 +271,20 @@ class SlotLayer(CacheLayerMixin):
         self.keys[target] = keys[sources, :, :width]
         self.values[target] = values[sources, :, :width]
 
-    def copies_of(self, slots: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    def copies_of(self, slots: Places, count: int) -> tuple[Tensor, Tensor] | None:
         """Keys and values of the first `count` tokens of slots; None: it has none of its own."""
         if not self.is_initialized:
             return None
-        return self.keys[slots, :, 1 : 1 + count], self.values[slots, :, 1 : 1 + count]
+        keys, values = (part[slots, :, 1 : 1 + count] for part in (self.keys, self.values))
+        return (keys.clone(), values.clone()) if isinstance(slots, slice) else (keys, values)
 
-    def put_kept(self, first: int, keys: Tensor, values: Tensor, rows: Tensor, count: int) -> None:
+    def put_kept(self, first: int, keys: Tensor, values: Tensor, rows: Places, count: int) -> None:
         """Fill slots from `first` on with these rows of such copies, `count` tokens of each."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        target = (slice(first, first + len(rows)), slice(None), slice(1, 1 + count))
-        self.keys[target] = keys[rows, :, :count]
-        self.values[target] = values[rows, :, :count]
+        keys, values = keys[rows, :, :count], values[rows, :, :count]
+        target = (slice(first, first + len(keys)), slice(None), slice(1, 1 + count))
+        self.keys[target], self.values[target] = keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended over, first column)."""
@@ -339,11 +352,11 @@ class SlotCache(Cache):
         )
         return sum(count * each[0, :, 0].nbytes for each in stored)
 
-    def copies_of(self, slots: Tensor, count: int) -> States:
+    def copies_of(self, slots: Places, count: int) -> States:
         """Keys and values of the first `count` tokens of slots."""
         return States([layer.copies_of(slots, count) for layer in self.slot_layers])
 
-    def put_kept(self, first: int, states: States, rows: Tensor, count: int) -> None:
+    def put_kept(self, first: int, states: States, rows: Places, count: int) -> None:
         """Fill slots from `first` on with these rows of such copies, `count` tokens of each."""
         for layer, kept in zip(self.slot_layers, states.layers, strict=True):
             if kept is not None:

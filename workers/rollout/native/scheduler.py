@@ -26,6 +26,7 @@ from workers.rollout.native.kv_cache import (
     SlotCache,
     Slots,
     least_window,
+    places_of,
     prefill_width,
     slot_width,
     whole_blocks,
@@ -244,7 +245,8 @@ class Scheduler:
             assert kept.states is not None, "else it is not usable"
             kept_together.setdefault(kept.states, []).append((one, kept))
         for states, those in kept_together.items():
-            rows = torch.tensor([kept.row for _, kept in those], device=self.device)
+            those.sort(key=lambda pair: pair[1].row)
+            rows = places_of([kept.row for _, kept in those], self.device)
             count = max(len(kept.read) for _, kept in those)
             self.cache.put_kept(self.num_active, states, rows, count)
             for slot, (one, kept) in enumerate(those, start=self.num_active):
@@ -418,7 +420,7 @@ class Scheduler:
         counts = self.prompt_lengths[asking] + self.lengths[asking] - 1
         longest = int(counts.max())
         fitting = asking[: self.kept_memory.num_fitting(self.cache.num_bytes(longest))]
-        states = self.cache.copies_of(torch.from_numpy(fitting).to(self.device), longest)
+        states = self.cache.copies_of(places_of(fitting.tolist(), self.device), longest)
         self.kept_memory.add(states)
         found = {}
         for row, (slot, count) in enumerate(zip(fitting.tolist(), counts.tolist(), strict=False)):
