@@ -20,7 +20,6 @@ from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts.environments import check_environment, check_games, check_row_columns
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
-from verl_like.errors import ConfigError
 from workers.config import replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.tokenizers import check_same_tokenizer
@@ -89,15 +88,10 @@ def preflight(config: PPOConfig) -> None:
 
 def _check_router_replay(config: PPOConfig) -> None:
     """Experts are noted by the rollout's engine, and can be chosen again by the actor's model."""
-    from workers.models.routing import KEY, check_routers  # with transformers: a second
+    from workers.models.routing import check_routers  # with transformers: a second
 
     policy = config.actor_rollout_ref
     check_notes_routing(policy.rollout)
-    if policy.actor.parallel.pp > 1:
-        raise ConfigError(
-            f"{KEY} with actor_rollout_ref.actor.parallel.pp={policy.actor.parallel.pp}: a stage "
-            "has several passes in flight, whose experts would be mixed up. Set pp=1."
-        )
     check_routers(meta_model(policy.model, "token"))
 
 
