@@ -73,19 +73,12 @@ def check_stages(
             f"{what}: model type {model_type} cannot be cut into stages: {error}. Set "
             f"{section}.pp=1; {section}.shard divides weights."
         ) from error
-    trains = any(weight.requires_grad for weight in module.parameters())
-    idle = [number for number, own in enumerate(ranges) if not _trains(parts, own, number, ranges)]
-    if trains and idle:
+    trained = {id(weight) for weight in module.parameters() if weight.requires_grad}
+    stages = Stages(module, ranges)
+    idle = [number for number in range(num_stages) if trained.isdisjoint(stages.weights([number]))]
+    if trained and idle:
         raise ConfigError(
             f"{what}: nothing in stage {idle[0]} is trained (model.target_modules); set "
             f"{section}.pp=1, or take all-linear."
         )
     return ranges
-
-
-def _trains(parts: Parts, own: range, number: int, ranges: list[range]) -> bool:
-    modules = [parts.layers[layer] for layer in own]
-    modules += [parts.embeddings[0]._modules[parts.embeddings[1]]] if number == 0 else []  # type: ignore[list-item]
-    if number == len(ranges) - 1:
-        modules += [owner._modules[name] for owner, name in parts.ends]  # type: ignore[misc]
-    return any(weight.requires_grad for each in modules for weight in each.parameters())
