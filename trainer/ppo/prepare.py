@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack, closing
 from typing import Any
 
-from trainer.config.checks import check_axes_of, check_passes
+from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -72,6 +72,7 @@ def preflight(config: PPOConfig) -> None:
         check_axes_of(config, role, model)
         if model.trains:
             check_adapter(model.model, model.head)
+            check_checkpoint_of(config, role, model)
         elif model.head == "token":
             check_same_tokenizer(model.model.path, policy, role)
     _check_passes(config)
