@@ -14,7 +14,7 @@ import torch
 from verl_like.errors import ConfigError
 from workers.models.proof import Proof, attention_of, relative_error
 from workers.parallel.pipeline import num_chunks
-from workers.parallel.stages import NotCut, Parts, Stages, stage_ranges
+from workers.parallel.stages import NoStages, Parts, Stages, stage_ranges
 from workers.training.packing import model_inputs, padded_feed, read
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
@@ -23,7 +23,7 @@ def _judge(model: Any) -> str:
     """What is wrong with a cut anywhere."""
     try:
         num_layers = len(Parts.of(model).layers)
-    except NotCut as error:
+    except NoStages as error:
         return str(error)
     columns, reads = probe_rows()
     feed = padded_feed(columns, reads, torch.device("cpu"))
@@ -66,9 +66,9 @@ def check_stages(
             )
         reason = _PROOF.what_is_wrong(text, attention_of(attention))
         if reason:
-            raise NotCut(reason)
+            raise NoStages(reason)
         ranges = stage_ranges(module, num_stages, ep)
-    except NotCut as error:
+    except NoStages as error:
         raise ConfigError(
             f"{what}: model type {model_type} cannot be cut into stages: {error}. Set "
             f"{section}.pp=1; {section}.shard divides weights."
