@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -240,6 +241,19 @@ def test_a_later_run_goes_on_in_a_folder_of_its_own(
     unread = ("~trainer.max_ckpt_to_keep",)
     run_settings(settings_of(tiny_dir, tmp_path, *LOCAL, *path, *unread))
     assert numbers(tmp_path) == numbers(whole)[4:]
+
+
+def test_a_later_run_of_another_model_is_refused_before_anything_starts(
+    whole: Path, tiny_dir: Path, tmp_path: Path, make_tiny: ModuleType
+) -> None:
+    make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=2)
+    model = f"actor_rollout_ref.model.path={tmp_path}/wide/model"
+    start = f"trainer.resume_from_path={whole}/global_step_4"
+    path = "trainer.resume_mode=resume_path", start, "trainer.save_freq=-1"
+    unread = "~trainer.max_ckpt_to_keep"
+    with pytest.raises(CheckpointError, match=r"4.actor is of another model: .*there \[\d+, 64\]"):
+        run(load_config(settings_of(tiny_dir, tmp_path / "run", *LOCAL, *path, unread, model)))
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 @pytest.mark.ray

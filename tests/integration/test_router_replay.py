@@ -62,14 +62,16 @@ def test_the_experts_of_vllm_are_replayed(tiny_dir: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_two_ranks_that_share_experts_follow_one_process(
-    family: str, tiny_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "axis"), [("Qwen3Moe", "ep"), ("Mixtral", "ep"), ("Qwen3Moe", "pp")]
+)
+def test_two_ranks_that_share_experts_or_layers_follow_one_process(
+    family: str, axis: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     model = with_experts(tiny_dir, tmp_path / "model", family)
     more = (model, R3)
     of_one = two_steps(tiny_dir, tmp_path / "one", *more)
-    spread = [f"{POLICY}.{section}.parallel.ep=2" for section in ("actor", "ref")]
+    spread = [f"{POLICY}.{section}.parallel.{axis}=2" for section in ("actor", "ref")]
     found = two_steps(tiny_dir, tmp_path / "two", "trainer.n_gpus_per_node=2", *spread, *more)
     for own, expected in zip(found, of_one, strict=True):
         shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}

@@ -6,6 +6,7 @@ Rules between fields are the recipe's (`Recipe.checks`), those between the run's
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.keys import Key, leaf_keys, read
@@ -122,6 +123,17 @@ def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
         held.check_axes(ranks)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: {error}") from error
+
+
+def check_checkpoint_of(config: RunConfig, role: str, held: HeldModel) -> None:
+    """Refuse to go on from a checkpoint of another model; what is damaged, the load refuses."""
+    if config.trainer.resume_from_path is None:
+        return  # a folder that a run goes on in by itself is of the same settings
+    folder = Path(config.trainer.resume_from_path).resolve() / role
+    if (folder / "shards").is_dir():
+        from workers.training.checkpoint_export import refuse_if_of_other_model  # with torch
+
+        refuse_if_of_other_model(folder, held.model, held.head)
 
 
 def check_passes(

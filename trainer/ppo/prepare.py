@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack, closing
 from typing import Any
 
-from trainer.config.checks import check_axes_of, check_passes
+from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -20,7 +20,6 @@ from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts.environments import check_environment, check_games, check_row_columns
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
-from verl_like.errors import ConfigError
 from workers.config import replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.tokenizers import check_same_tokenizer
@@ -73,6 +72,7 @@ def preflight(config: PPOConfig) -> None:
         check_axes_of(config, role, model)
         if model.trains:
             check_adapter(model.model, model.head)
+            check_checkpoint_of(config, role, model)
         elif model.head == "token":
             check_same_tokenizer(model.model.path, policy, role)
     _check_passes(config)
@@ -89,15 +89,10 @@ def preflight(config: PPOConfig) -> None:
 
 def _check_router_replay(config: PPOConfig) -> None:
     """Experts are noted by the rollout's engine, and can be chosen again by the actor's model."""
-    from workers.models.routing import KEY, check_routers  # with transformers: a second
+    from workers.models.routing import check_routers  # with transformers: a second
 
     policy = config.actor_rollout_ref
     check_notes_routing(policy.rollout)
-    if policy.actor.parallel.pp > 1:
-        raise ConfigError(
-            f"{KEY} with actor_rollout_ref.actor.parallel.pp={policy.actor.parallel.pp}: a stage "
-            "has several passes in flight, whose experts would be mixed up. Set pp=1."
-        )
     check_routers(meta_model(policy.model, "token"))
 
 

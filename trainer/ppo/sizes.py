@@ -14,6 +14,8 @@ from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.config import model_rewards
 from workers.config.passes import tokens_per_pass
+from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import dims_of
 
 CRITIC_COPY = "critic_copy"
 """The role of a frozen copy of the critic, where samples get their values as they are made."""
@@ -93,20 +95,25 @@ HEAD = (
 
 def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
     """The table of `rows_of`: sizes in prompts, samples and tokens; no wider than `max_columns`."""
+    from trainer.ppo.roles import models_of  # with torch, which a recipe is without
+
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
-    pools = expand_roles(config.role_mapping)
+    pools, models = expand_roles(config.role_mapping), models_of(config)
     lines: list[tuple[str, ...]] = [HEAD]
     for row in rows_of(config):
         ranks = sum(config.resource_pool_spec[pools[row.role]])
         samples = row.prompts * num_samples
-        on_rank = -(-samples // ranks)
+        held = models.get(row.role)
+        dims = ParallelDims(shard=ranks) if held is None else dims_of(ranks, held.sharding)
+        on_rank = -(-samples // dims.data_size)
+        tokens = -(-on_rank * width // dims.sp)
         at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
-        cells = (ranks, row.prompts, samples, samples * width, on_rank, on_rank * width)
+        cells = (ranks, row.prompts, samples, samples * width, on_rank, tokens)
         micro = (
-            ("-", f"{min(row.micro_tokens, on_rank * width):,}")
+            ("-", f"{min(row.micro_tokens, tokens):,}")
             if at_once is None
-            else (f"{at_once:,}", f"{at_once * width:,}")
+            else (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
         )
         lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
     title = (

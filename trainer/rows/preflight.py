@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.config.checks import check_axes_of, check_passes, check_ranks
+from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import check_fit, held_memory, held_model, memory_table
@@ -44,6 +44,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
             )
         check_axes_of(config, role, own)
         if own.trains:
+            check_checkpoint_of(config, role, own)
             data = config.data
             at_once = None if data.use_dynamic_bsz else data.micro_batch_size_per_gpu
             rows = "data.train_batch_size", data.train_batch_size

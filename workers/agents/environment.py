@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +32,7 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import Registry, load_from
 from workers.agents.calls import calls_in
+from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, answer_call, waited
 
 
@@ -412,12 +412,6 @@ class Episode:
         if hasattr(self._env, "get_reward"):
             return waited(self._env.get_reward())
         return getattr(self._env, "reward", 0.0)
-
-
-def seed_globals(seed: int) -> None:
-    """Python's and numpy's random numbers, which user's code may draw from."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _finite(reward: Any) -> float:

@@ -39,7 +39,7 @@ import numpy as np
 
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, Call, calls_in
-from workers.agents.environment import seed_globals
+from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, waited
 
 MODEL = "policy"

@@ -128,8 +128,8 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
         valid = ", ".join(str(n) for n in range(1, data_size + 1) if data_size % n == 0)
         whole = f"{num_ranks} / {model_size} = " if model_size > 1 else ""
         raise ConfigError(
-            f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {whole}{data_size} "
-            f"ranks; valid: -1 (all), {valid}."
+            f"parallel.shard or fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the "
+            f"{whole}{data_size} ranks; valid: -1 (all), {valid}."
         )
     dims = ParallelDims(
         pp=sharding.pp,
@@ -156,11 +156,6 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
         raise ConfigError(
             f"{what} shares the experts, and strategy={strategy} (int8 weights, too) keeps the "
             "whole model on every rank; set strategy=fsdp, or leave parallel.ep at 1."
-        )
-    if dims.tp > 1:
-        raise ConfigError(
-            f"{what} and parallel.tp={dims.tp}: ranks that have the same tokens would send each of "
-            "them to the experts. Set one of them to 1; parallel.sp goes with parallel.ep."
         )
     size = dims.shard * dims.sp
     if size % dims.ep:

@@ -29,7 +29,7 @@ TRAINED, FROZEN = 4, 1
 """Numbers that are kept for a weight: with a gradient and two moments, and alone."""
 
 
-class NotCut(Exception):
+class NoStages(Exception):
     """Why a model has no stages."""
 
 
@@ -46,13 +46,15 @@ class Parts:
 
     @classmethod
     def of(cls, module: Any) -> Parts:
-        """A NotCut says what the module has elsewhere."""
+        """A NoStages says what the module has elsewhere."""
         body = getattr(module, module.base_model_prefix)
         children, embeddings = dict(body.named_children()), body.get_input_embeddings()
         [*tables] = (name for name, child in children.items() if child is embeddings)
         [*lists] = (name for name, child in children.items() if _is_list_of_layers(child))
         if len(tables) != 1 or len(lists) != 1:
-            raise NotCut("its class keeps embeddings and layers otherwise than as a table and list")
+            raise NoStages(
+                "its class keeps embeddings and layers otherwise than as a table and list"
+            )
         weighty = [name for name, child in children.items() if _has_weights(child)]
         end = weighty.index(lists[0])
         others = [name for name in weighty[:end] if name != tables[0]]
@@ -60,7 +62,7 @@ class Parts:
             others += owner._parameters.keys()
             others += owner._buffers.keys() - owner._non_persistent_buffers_set
         if others:
-            raise NotCut(f"it has {', '.join(others)} beside embeddings and layers")
+            raise NoStages(f"it has {', '.join(others)} beside embeddings and layers")
         after = [name for name in weighty[end + 1 :] if name != tables[0]]
         ends: list[tuple[nn.Module, str]] = [(body, name) for name in after]
         ends += [(module, name) for name, child in module.named_children() if child is not body]
@@ -75,7 +77,7 @@ class Parts:
         shared = {frozenset(those) for those in owners.values() if len(those) > 1}
         is_tied = frozenset(("embeddings", "end")) in shared
         if len(shared) > is_tied:
-            raise NotCut("its layers share weights")
+            raise NoStages("its layers share weights")
         return cls((body, tables[0]), layers, ends, is_tied)
 
 
@@ -96,7 +98,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     """
     parts = Parts.of(module)
     if num_stages > len(parts.layers):
-        raise NotCut(f"it has {len(parts.layers)} layers, and {num_stages} stages")
+        raise NoStages(f"it has {len(parts.layers)} layers, and {num_stages} stages")
     spread = {id(w) for _, each in experts_of(module) for w in each.parameters()} if ep > 1 else ()
 
     def kept(part: nn.Module) -> float:

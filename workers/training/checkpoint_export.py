@@ -15,9 +15,10 @@ import torch
 
 from verl_like.errors import CheckpointError
 from verl_like.files import file_fault, put_in_place
-from workers.models.causal_lm import empty_model
+from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
+from workers.models.memory_shapes import meta_model
 from workers.models.state import named_state
 from workers.training.checkpoint import refuse_other_model, stored_weights
 from workers.training.hf_export import write_model_folder
@@ -63,6 +64,16 @@ def export_checkpoint(
         put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def refuse_if_of_other_model(checkpoint: Path, model_config: ModelConfig, head: Head) -> None:
+    """Refuse a role's part of a checkpoint whose weights are not the model's, by their shapes."""
+    try:
+        saved = stored_tensors(checkpoint / "shards")
+    except CheckpointError:
+        return  # damaged: its load says which files are
+    weights = stored_weights(meta_model(model_config, head), model_config.lora_rank > 0)
+    refuse_other_model(checkpoint, {n: list(one.shape) for n, one in weights.items()}, saved)
 
 
 def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:

@@ -172,6 +172,8 @@ class TrainEngine:
             self.cut = tensor_parallel.apply(self.module, self.groups.mesh["tp"])
         if self.dims.ep > 1:
             spread_experts(self.module, self.groups.ep_mesh)
+        if self.replays_routing:
+            self.routers = Routers(self.module)  # of all stages: rows say it of every layer
         self.whole_module: Any = self.module
         """All layers, without memory where other ranks have some of them."""
         self.pipeline = Pipeline()
@@ -190,9 +192,6 @@ class TrainEngine:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
             self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.groups)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
-
-        if self.replays_routing:
-            self.routers = Routers(self.module)
 
         wanted = self.model_config.attn_implementation
         self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
@@ -221,6 +220,12 @@ class TrainEngine:
     def is_whole(self) -> bool:
         """Whether this rank holds every weight, as a plain tensor."""
         return self.cut is None and not self.is_sharded and self.groups.pp is None
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether layers of a pass are run again after other passes, and choose experts as told."""
+        checkpoints = self.model_config.enable_gradient_checkpointing
+        return checkpoints and self.routers is not None and self.dims.pp > 1
 
     @property
     def packs(self) -> bool:
@@ -369,6 +374,8 @@ class TrainEngine:
             for action in self.pipeline.actions(len(found)):
                 if not action.is_forward:
                     num_left -= 1
+                    if self.runs_again:
+                        self.feed(found[action.number][0])
                     if self.is_sharded:
                         waits = len(self.pipeline.waiting) > 1
                         how = self.is_one_unit, num_left == 0, self.sharding.strategy, waits

@@ -14,7 +14,7 @@ import torch
 from verl_like.errors import ConfigError
 from workers.models.proof import Proof, attention_of, relative_error
 from workers.parallel.pipeline import num_chunks
-from workers.parallel.stages import NotCut, Parts, Stages, stage_ranges
+from workers.parallel.stages import NoStages, Parts, Stages, stage_ranges
 from workers.training.packing import model_inputs, padded_feed, read
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
@@ -23,7 +23,7 @@ def _judge(model: Any) -> str:
     """What is wrong with a cut anywhere."""
     try:
         num_layers = len(Parts.of(model).layers)
-    except NotCut as error:
+    except NoStages as error:
         return str(error)
     columns, reads = probe_rows()
     feed = padded_feed(columns, reads, torch.device("cpu"))
@@ -66,26 +66,19 @@ def check_stages(
             )
         reason = _PROOF.what_is_wrong(text, attention_of(attention))
         if reason:
-            raise NotCut(reason)
+            raise NoStages(reason)
         ranges = stage_ranges(module, num_stages, ep)
-    except NotCut as error:
+    except NoStages as error:
         raise ConfigError(
             f"{what}: model type {model_type} cannot be cut into stages: {error}. Set "
             f"{section}.pp=1; {section}.shard divides weights."
         ) from error
-    trains = any(weight.requires_grad for weight in module.parameters())
-    idle = [number for number, own in enumerate(ranges) if not _trains(parts, own, number, ranges)]
-    if trains and idle:
+    trained = {id(weight) for weight in module.parameters() if weight.requires_grad}
+    stages = Stages(module, ranges)
+    idle = [number for number in range(num_stages) if trained.isdisjoint(stages.weights([number]))]
+    if trained and idle:
         raise ConfigError(
             f"{what}: nothing in stage {idle[0]} is trained (model.target_modules); set "
             f"{section}.pp=1, or take all-linear."
         )
     return ranges
-
-
-def _trains(parts: Parts, own: range, number: int, ranges: list[range]) -> bool:
-    modules = [parts.layers[layer] for layer in own]
-    modules += [parts.embeddings[0]._modules[parts.embeddings[1]]] if number == 0 else []  # type: ignore[list-item]
-    if number == len(ranges) - 1:
-        modules += [owner._modules[name] for owner, name in parts.ends]  # type: ignore[misc]
-    return any(weight.requires_grad for each in modules for weight in each.parameters())

@@ -309,6 +309,21 @@ def test_the_table_says_every_size_in_its_unit() -> None:
         assert by_tokens.splitlines()[-1].split()[-2:] == ["-", at_once]
 
 
+def test_ranks_that_share_a_model_have_the_same_samples_in_the_table() -> None:
+    ranks = "trainer.n_gpus_per_node=4", "placement=colocate"
+    lengths = "data.max_prompt_length=10", "data.max_response_length=30"
+    axes = [
+        "actor_rollout_ref.actor.parallel.pp=2",
+        "actor_rollout_ref.actor.parallel.sp=2",
+        "critic.parallel.tp=2",
+    ]
+    sizes = [*lengths, "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    lines = batch_table(load_config([*NEEDED, *ranks, *sizes, *axes])).splitlines()
+    cells = {line[:17].strip(): line[17:].split() for line in lines[2:]}
+    assert cells["actor mini-batch"][:6] == ["4", "8", "8", "320", "8", "160"]
+    assert cells["critic mini-batch"][:6] == ["4", "8", "8", "320", "4", "160"]
+
+
 def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
     devices = ("trainer.n_gpus_per_node=2", "placement=colocate,split")
     settings = overrides(tiny_dir, tmp_path, "trainer.dry_run=true", *devices)

@@ -40,6 +40,15 @@ def resumed_from(folder: Path, parallel: ParallelConfig, names: list[str]) -> Sa
     return found
 
 
+def of_all_stages(states: list[State]) -> State:
+    """What the ranks have together; a weight that several have is the same there."""
+    whole: State = {}
+    for state in states:
+        assert all(whole.get(name, tensor).equal(tensor) for name, tensor in state.items())
+        whole |= state
+    return whole
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     """A checkpoint of every layout after an update, in folders of their names."""
@@ -47,15 +56,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     for name in LAYOUTS:
         (folder / name).mkdir()
         (folder / name / "model").symlink_to(folder / "model")
-    return folder, {name: over_ranks(name, saved_as, folder, name)[0] for name in LAYOUTS}
+    expected: Saved = {}
+    for name in LAYOUTS:
+        ranks = over_ranks(name, saved_as, folder, name)
+        expected[name] = of_all_stages([state for state, _ in ranks]), ranks[0][1]
+    return folder, expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_resumes_from_all_others(layout: str, checkpoints: tuple[Path, Saved]) -> None:
     folder, expected = checkpoints
-    for found in over_ranks(layout, resumed_from, folder, [*expected]):
-        for name, (state, checksum) in expected.items():
-            assert found[name][1] == checksum
-            assert found[name][0].keys() == state.keys()
-            assert all(found[name][0][key].equal(tensor) for key, tensor in state.items())
+    ranks = over_ranks(layout, resumed_from, folder, [*expected])
+    for name, (state, checksum) in expected.items():
+        assert all(found[name][1] == checksum for found in ranks)
+        whole = of_all_stages([found[name][0] for found in ranks])
+        assert whole.keys() == state.keys()
+        assert all(whole[key].equal(tensor) for key, tensor in state.items())

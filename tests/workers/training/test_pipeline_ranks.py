@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.workers import distributed
 from tests.workers.kept_ranks import process_set_back, run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import started, tiny_config
 from tests.workers.training.test_sequence_ranks import (
     FAMILIES,
     NUM_ROWS,
@@ -20,14 +20,16 @@ from tests.workers.training.test_sequence_ranks import (
     distance,
     saved,
 )
+from tests.workers.training.test_tensor_ranks import (
+    resumed,
+    updated_and_saved,
+)
 from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.parallel import fsdp
-from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import lm_head
-from workers.training.checkpoint import averages, optimizer_state, weights
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import Budget
 from workers.weights.checksum import checksum_of
@@ -166,43 +168,6 @@ def test_four_ranks_share_layers_and_more(tmp_path: Path, family: str, change: s
 def test_a_stage_without_ends_has_layers_alone(tmp_path: Path, strategy: str) -> None:
     how = {"rows": 1, "one_unit": 0, "pp": 3, "shard": 2, "strategy": strategy}
     assert_trains_as_one(tmp_path, "gemma-2", 6, how)
-
-
-State = dict[str, torch.Tensor]
-
-
-def actor_over(folder: Path, parallel: ParallelConfig, lora_rank: int = 0) -> ActorWorker:
-    """An actor with a moving average, whose checkpoints have an export."""
-    config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, parallel=parallel, ema_decay=0.5)
-    config.actor_rollout_ref.model.lora_rank = lora_rank
-    config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
-    actor: ActorWorker = started(ActorWorker, config, 10)
-    return actor
-
-
-def state_of(actor: ActorWorker) -> State:
-    """All that a checkpoint keeps of this rank's tensors, whole."""
-    kept = weights(actor.engine) | optimizer_state(actor.engine) | averages(actor.average)
-    return {name: full_tensor(tensor).clone() for name, tensor in kept.items()}
-
-
-def updated_and_saved(folder: Path, parallel: ParallelConfig, lora_rank: int) -> tuple[State, str]:
-    """The state after an update, which the checkpoint "first" keeps, and the weights' hash."""
-    actor = actor_over(folder, parallel, lora_rank)
-    data, dims = make_batch(NUM_ROWS), actor.engine.dims
-    actor.update_actor(own_piece(data, dims.data_rank(actor.rank), dims.data_size))
-    actor.save_checkpoint(str(folder / "first"))
-    return state_of(actor), actor.weights_checksum()
-
-
-def resumed(
-    folder: Path, parallel: ParallelConfig, lora_rank: int, name: str, into: str
-) -> tuple[State, str]:
-    """The same of an actor that went on from a checkpoint, and kept it under another name."""
-    actor = actor_over(folder, parallel, lora_rank)
-    actor.load_checkpoint(str(folder / name))
-    actor.save_checkpoint(str(folder / into))
-    return state_of(actor), actor.weights_checksum()
 
 
 def assert_resumes(folder: Path, family: str, lora_rank: int = 0) -> None:

@@ -32,7 +32,7 @@ def actor_of(folder: Path, mode: str = "R3", **change: Any) -> ActorWorker:
     section.optim = OptimConfig(lr=1e-4, eps=1e-4)
     section.router_replay.mode = mode
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in ("sp", "ep", "tp"):
+    for name in ("pp", "sp", "ep", "tp"):
         setattr(section.parallel, name, min(change.pop(name, 1), world))
     section.router_aux_loss_coef = change.pop("router_aux_loss_coef", 0.0)
     if "strategy" in change:
@@ -148,11 +148,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tokens": {"sp": 2},
     "tokens, router loss": {"sp": 2, "router_aux_loss_coef": 0.5},
     "matrices": {"tp": 2},
+    "layers": {"pp": 2},
+    "layers, checkpointing": {"pp": 2, "enable_gradient_checkpointing": True},
     "shards": {},
     "lora": {"lora_rank": 4, "target_modules": "all-linear"},
 }
 QUICK = [("qwen3-moe", "experts, checkpointing"), ("mixtral", "tokens, router loss")]
-QUICK += [("deepseek-v3", "matrices")]
+QUICK += [("deepseek-v3", "matrices"), ("qwen3-moe", "layers, checkpointing")]
 
 
 def cells() -> list[Any]:
