@@ -87,6 +87,10 @@ def test_two_ranks_that_share_experts_follow_one_process(
             "a server of vLLM's does not note",
         ),
         (
+            [R3, "trainer.n_gpus_per_node=2", f"{POLICY}.actor.parallel.pp=2"],
+            "router_replay.mode=R3 with .*actor.parallel.pp=2: a stage has several passes .* pp=1",
+        ),
+        (
             [R3.replace("R3", "R2")],
             "mode=R2: choose disabled or R3, .*R2, the actor's own of an earlier pass, is not here",
         ),
