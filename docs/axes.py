@@ -35,9 +35,10 @@ LAYOUTS = {
     "sp x tp": Layout(4, ("sp=2", "tp=2")),
     "ep x sp": Layout(2, ("ep=2", "sp=2"), "experts"),
     "ep x shard": Layout(4, ("ep=2", "shard=4"), "experts"),
-    "shard x pp": Layout(4, ("shard=2", "pp=2")),
     "tp x pp": Layout(4, ("tp=2", "pp=2")),
-    "ep x pp": Layout(4, ("ep=2", "pp=2"), "experts"),
+    "shard x pp": Layout(4, ("shard=2", "pp=2")),
+    "sp x pp": Layout(4, ("sp=2", "pp=2")),
+    "ep x pp": Layout(4, ("ep=2", "shard=2", "pp=2"), "experts"),
     "ep x tp": Layout(2, ("ep=2", "tp=2"), "experts"),
 }
 BOTH = ("actor_rollout_ref.actor", "critic")
@@ -73,10 +74,11 @@ REFUSED = {
     ("int8 reference on such ranks", "shard x sp"): "leave out parallel.shard=2",
     ("int8 reference on such ranks", "shard x tp"): "tp=2 cuts every matrix",
     ("int8 reference on such ranks", "sp x tp"): "tp=2 cuts every matrix",
-    ("int8 reference on such ranks", "ep x sp"): "ep=2 shares the experts",
-    ("int8 reference on such ranks", "shard x pp"): "pp=2 gives every rank some layers",
     ("int8 reference on such ranks", "tp x pp"): "tp=2 cuts every matrix",
+    ("int8 reference on such ranks", "shard x pp"): "pp=2 gives every rank some layers",
+    ("int8 reference on such ranks", "sp x pp"): "pp=2 gives every rank some layers",
     ("int8 reference on such ranks", "ep x pp"): "pp=2 gives every rank some layers",
+    ("int8 reference on such ranks", "ep x sp"): "ep=2 shares the experts",
     ("int8 reference on such ranks", "ep x shard"): "leave out parallel.shard=4",
 }
 """(beside, layout) -> words of the refusal; "" is whatever is beside."""

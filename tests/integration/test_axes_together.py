@@ -28,6 +28,8 @@ QUICK = [
     ("makers (`detached`)", "ep x sp"),
     ("`sft` with LoRA", "ep x shard"),
     ("`dpo`", "sp x tp"),
+    ("actor, reference, critic", "shard x pp"),
+    ("`dpo`", "tp x pp"),
 ]
 OF_THE_CLOCK = ("detached/", "training/weight")
 TEXTS = [{"prompt": f"say {x}", "response": x * (1 + n % 3)} for n, x in enumerate("abcdefghijkl")]

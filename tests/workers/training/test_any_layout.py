@@ -40,13 +40,14 @@ def resumed_from(folder: Path, parallel: ParallelConfig, names: list[str]) -> Sa
     return found
 
 
-def of_all_stages(states: list[State]) -> State:
-    """What the ranks have together; a weight that several have is the same there."""
-    whole: State = {}
-    for state in states:
-        assert all(whole.get(name, tensor).equal(tensor) for name, tensor in state.items())
-        whole |= state
-    return whole
+def whole(of_ranks: list[tuple[State, str]]) -> tuple[State, str]:
+    """What ranks have together: stages have other weights each."""
+    (checksum,) = {checksum for _, checksum in of_ranks}
+    found: State = {}
+    for state, _ in of_ranks:
+        for name, tensor in state.items():
+            assert found.setdefault(name, tensor).equal(tensor), name
+    return found, checksum
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +57,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     for name in LAYOUTS:
         (folder / name).mkdir()
         (folder / name / "model").symlink_to(folder / "model")
-    expected: Saved = {}
-    for name in LAYOUTS:
-        ranks = over_ranks(name, saved_as, folder, name)
-        expected[name] = of_all_stages([state for state, _ in ranks]), ranks[0][1]
-    return folder, expected
+    return folder, {name: whole(over_ranks(name, saved_as, folder, name)) for name in LAYOUTS}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_resumes_from_all_others(layout: str, checkpoints: tuple[Path, Saved]) -> None:
     folder, expected = checkpoints
-    ranks = over_ranks(layout, resumed_from, folder, [*expected])
+    of_ranks = over_ranks(layout, resumed_from, folder, [*expected])
     for name, (state, checksum) in expected.items():
-        assert all(found[name][1] == checksum for found in ranks)
-        whole = of_all_stages([found[name][0] for found in ranks])
-        assert whole.keys() == state.keys()
-        assert all(whole[key].equal(tensor) for key, tensor in state.items())
+        resumed, own = whole([found[name] for found in of_ranks])
+        assert own == checksum
+        assert resumed.keys() == state.keys()
+        assert all(resumed[key].equal(tensor) for key, tensor in state.items())

@@ -57,7 +57,7 @@ def tiny(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("axis", ["shard", "sp", "tp", "ep"])
+@pytest.mark.parametrize("axis", ["shard", "sp", "tp", "pp", "ep"])
 def test_two_ranks_of_vllm_get_the_weights_of_actors_in_any_layout(
     axis: str, tiny: Path, tmp_path: Path
 ) -> None:
