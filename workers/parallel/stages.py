@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from workers.config.passes import LARGEST_PASS
 from workers.parallel.experts import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
@@ -93,8 +94,9 @@ def _has_weights(child: nn.Module) -> bool:
 def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     """The layers of every stage, so that the largest takes the least memory.
 
-    Of weights with gradients and moments, where they are trained, embeddings count in the first
-    stage, and head and logits of a row in the last. Of experts a rank has a part.
+    Weights count with gradients and moments, where they are trained, embeddings in the first stage
+    and the head in the last, with the logits of its largest chunk. Of experts a rank has a part.
+    Where anything is trained, what layers keep of one pass counts, too.
     """
     parts = Parts.of(module)
     if num_stages > len(parts.layers):
@@ -107,16 +109,26 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
             for w in part.parameters()
         )
 
+    config = module.config.get_text_config()
+    trains = any(weight.requires_grad for weight in module.parameters())
+    num_tokens = min(getattr(config, "max_position_embeddings", 0) or LARGEST_PASS, LARGEST_PASS)
+    num_chosen = getattr(config, "num_experts_per_tok", None) or 1
+
+    def of_pass(layer: nn.Module) -> int:
+        """Inputs and outputs of its matrices, of experts those of the chosen ones."""
+        matrices = [weight.shape for weight in layer.parameters() if weight.ndim > 1]
+        per_token = sum(sum(s[-2:]) * (num_chosen if len(s) == 3 else 1) for s in matrices)
+        return num_tokens * per_token * trains
+
     owner, name = parts.embeddings
     first, last = kept(owner._modules[name]), 0.0  # type: ignore[arg-type]
     for owner, name in parts.ends:
         last += kept(owner._modules[name])  # type: ignore[arg-type]
     head = module.get_output_embeddings()
     if (words := len(getattr(head, "base_layer", head).weight)) > 1:
-        config = module.config.get_text_config()
-        longest = getattr(config, "max_position_embeddings", 0) or 0
-        last += min(words * longest, LARGEST_LOGITS // 4)
-    return deal([kept(layer) for layer in parts.layers], first, last, num_stages)
+        last += min(words * num_tokens, LARGEST_LOGITS // 4)
+    costs = [kept(layer) + of_pass(layer) for layer in parts.layers]
+    return deal(costs, first, last, num_stages)
 
 
 def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> list[range]:

@@ -14,7 +14,7 @@ from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.memory import HeldModel, LargestPass, memory_of
 from workers.parallel.pipeline import Action, most_waiting, num_chunks, schedule
-from workers.parallel.stages import deal
+from workers.parallel.stages import deal, stage_ranges
 from workers.training.microbatch import spread
 
 KINDS = ("gpipe", "1f1b", "interleaved")
@@ -219,3 +219,14 @@ def test_memory_is_that_of_the_rank_with_the_most(tmp_path: Path) -> None:
     whole = weights(1)
     assert 0.49 * whole < weights(2) < 0.6 * whole
     assert 0.24 * whole < weights(4) < 0.4 * whole
+
+
+@pytest.mark.parametrize(("words", "of_last"), [(64, 2), (150_000, 1)])
+def test_a_large_head_leaves_the_last_stage_fewer_layers(words: int, of_last: int) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 32768}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=words, **sizes, **heads))
+    assert [len(own) for own in stage_ranges(model, 2)] == [4 - of_last, of_last]
