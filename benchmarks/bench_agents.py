@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from workers.agents import End, Environment, Turn
+from workers.cpu.allocator import keep_freed_memory
 
 HERE = Path(__file__).resolve()
 TURNS, TOKENS, ROWS = 8, 64, 64
@@ -438,6 +439,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    keep_freed_memory()  # as the processes of a run do
 
     import torch
 

@@ -14,6 +14,8 @@ install_project dev
 if command -v cc >/dev/null && ! "$py" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("gem"))'; then
     { uv_install reasoning-gym && uv_install --no-deps gem-llm; } 2>/dev/null ||
         say "no Reasoning Gym and no GEM: their tests are skipped"
+    # Python warns of their code once, where it compiles it: in a test that would be an error.
+    "$py" -W ignore -c 'import reasoning_gym, gem' 2>/dev/null || true
 fi
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

@@ -49,6 +49,8 @@ NOT_AGAIN = "of a lost process, whose environment is not reproducible"
 """Reasons for which a trajectory begins anew, and what it had drawn is not trained on."""
 TAKE_S = 0.05
 """Longest time between two looks at the environments while the engine draws."""
+BESIDE_S = 0.005
+"""While the engine has nothing to draw, answers that come within so long are taken together."""
 GATHER = 8
 """Trajectories begin together once they are one in so many of those that run ..."""
 MOST_WAITS = 16
@@ -263,8 +265,10 @@ class TurnLoop:
         """
         seconds = min(TAKE_S, budget.seconds_left)
         is_idle = not self._running and not self._ready
-        for number, answer in self._host.answers(seconds if is_idle else 0.0):
-            self._heard(number, answer)
+        self._hear(seconds if is_idle else 0.0)
+        for _ in range(MOST_WAITS):  # a pass of a few, then one of the rest, cost as much as two
+            if self._running or not self._hear(min(BESIDE_S, budget.seconds_left)):
+                break
         self._read_texts()
         self._end_late()
         self._submit_ready()
@@ -304,6 +308,13 @@ class TurnLoop:
         asked = self._engine.submit(samples, self._sampling)
         self._running |= dict(zip(asked, self._ready, strict=True))
         self._ready, self._num_waits = [], 0
+
+    def _hear(self, seconds: float) -> int:
+        """How many answers have come by now, or within `seconds`."""
+        count = 0
+        for count, (number, answer) in enumerate(self._host.answers(seconds), start=1):  # noqa: B007
+            self._heard(number, answer)
+        return count
 
     def _heard(self, number: int, answer: Mapping[str, Any]) -> None:
         """An environment's answer: the first observation, the next, the end, or a failure."""
