@@ -585,6 +585,7 @@ class TurnLoop:
 
     def _forget(self, number: int) -> None:
         """Draw no more of it: its process may end while the engine has it."""
+        self._unread.pop(number, None)
         if number in self._ready:
             self._ready.remove(number)
         asked = [asked for asked, its in self._running.items() if its == number]

@@ -309,7 +309,7 @@ class Scripted:
     def end(self, *_: Any) -> None: ...
 
     def answers(self, seconds: float) -> list[tuple[int, dict[str, Any]]]:
-        if not self.script[0]:  # it thinks until something is said
+        if seconds or not self.script[0]:  # nothing comes soon; it thinks until something is said
             return []
         return [(0, self.script.pop(0))]
 
