@@ -28,7 +28,7 @@ from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import in_words, place_of
 
 FROM_JSON = json.JSONDecoder().scan_once
-TO_JSON = json.JSONEncoder().iterencode
+TO_JSON = json.JSONEncoder().encode
 ROOM_FOR_ONE = socket.CMSG_SPACE(struct.calcsize("@i"))
 """Bytes for a descriptor."""
 ORDER = struct.Struct("!cQ")
@@ -148,7 +148,7 @@ def _answer_all(descriptor: int, loaded: Loaded, begins: Callable[[], None]) -> 
         except Exception as error:  # noqa: BLE001 - a user's class may raise anything
             answer = {"failed": in_words(error) + place_of(error)}
         answer["busy_s"] = time.perf_counter() - began
-        said = "".join(TO_JSON(answer)).encode() + b"\n"
+        said = TO_JSON(answer).encode() + b"\n"
         while said:
             said = said[os.write(descriptor, said) :]
 
