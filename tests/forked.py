@@ -138,7 +138,17 @@ def _run_program(
     os.environ.update(environment)
     sys.argv = [program.__module__, *arguments]
     fork_children()
+    _mend_threads_of_torch()
     program()
+
+
+def _mend_threads_of_torch() -> None:
+    """Torch makes its thread pool anew at the first use after a fork. Two threads that do so at
+    once, such as those that load a model, fail with "Invalid thread pool!".
+    """
+    import torch  # here, since the process that hands tests out needs none
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
