@@ -52,7 +52,7 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return states.view_as(states)
+        return states.data  # a view would hold the states, and these hold it: both would stay
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

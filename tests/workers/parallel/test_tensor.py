@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -145,6 +147,35 @@ def test_adapters_are_cut_with_their_base(case: str) -> None:
 
 def test_values_come_from_whole_hidden_states() -> None:
     assert_equal("qwen3", tp=2, size=2, scalar=True)
+
+
+class Mark:
+    """Something of a tensor's that lives as long as the tensor."""
+
+
+def number_of_states_left(case: str) -> int:
+    """Of those between the layers of a cut model, after a pass."""
+    Worker().open_process_group()
+    model = model_of(case, {})
+    cut = tensor.apply(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
+    marks = []
+
+    def mark(*inputs_and_output: Any) -> None:
+        inputs_and_output[-1].mark = Mark()
+        marks.append(weakref.ref(inputs_and_output[-1].mark))
+
+    for path, layer in model.named_modules():
+        if path.endswith("norm"):
+            layer.register_forward_hook(mark)
+    passes(model, cut, torch.ones(1, WIDTH, dtype=torch.long), 1)
+    gc.collect()
+    assert len(marks) > 4
+    return sum(found() is not None for found in marks)
+
+
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+def test_nothing_is_left_of_a_pass(case: str) -> None:
+    assert run_kept(2, number_of_states_left, case) == [0, 0]
 
 
 def refusal(case: str, tp: int, **changes: Any) -> str:
