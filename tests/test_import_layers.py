@@ -67,7 +67,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("rollouts", "rows"),
         ("ppo", "preference", "reward_model", "sft"),
-        ("best_of_n", "compare", "detached"),
+        ("best_of_n", "compare", "detached", "planner"),
         ("migrate",),
         ("evaluation", "replay"),
         ("multirun",),

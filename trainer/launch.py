@@ -215,6 +215,8 @@ def nominal_placement(config: RunConfig) -> Placement:
     """The plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
     cpus, card = float(os.cpu_count() or 1), devices_of(trainer).card or "device"
+    if trainer.pretend is not None:  # CPUs of machines that are not there: one for each process
+        cpus = float(trainer.n_gpus_per_node)
     kind = "CPU slot" if trainer.device == "cpu" else card
     nodes = [
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)

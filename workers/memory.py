@@ -21,7 +21,7 @@ import torch
 from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
-from workers.models.hf_config import read_hf_config
+from workers.models.hf_config import shared_hf_config
 from workers.models.memory_shapes import ModelShapes, StageOf, meta_model, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.sharding import Sharding, axes_key, dims_of, settle
@@ -266,8 +266,8 @@ def _activations(held: HeldModel, shapes: ModelShapes, largest: LargestPass) -> 
 
 
 def hf_config_of(model: ModelConfig) -> Any:
-    """The configuration of transformers in the model's folder."""
-    return read_hf_config(model_folder(model.path, weights=False))
+    """The configuration of transformers in the model's folder, to be read alone."""
+    return shared_hf_config(model_folder(model.path, weights=False))
 
 
 def rollout_memory(

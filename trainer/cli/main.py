@@ -7,6 +7,7 @@
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
   explain [key=value ...]       say in words what a step of ppo will do
+  plan [key=value ...]          which role on which cards, before any is rented
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   check-environment FILE:CLASS  play an environment without a model
   doctor                        what a run needs, and whether it works
@@ -19,8 +20,7 @@
   eval MODEL [key=value ...]    validate a model, or that of a run
   chat MODEL                    talk to a model, or to that of a run
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
-  -sc install=bash              print tab completion, for eval "$(...)"
-  --version                     print the version
+  -sc install=bash              print tab completion; --version, the version
 More: verl-like COMMAND --help; of those down to best-of-n --cfg all, all keys
 """
 
@@ -46,6 +46,7 @@ RECIPES = {
 COMMANDS = {
     **RECIPES,
     "explain": "trainer.cli.explain.main",
+    "plan": "trainer.cli.plan.main",
     "bench": "trainer.cli.bench.main",
     "check-environment": "trainer.cli.check_environment.main",
     "doctor": "trainer.cli.doctor.main",

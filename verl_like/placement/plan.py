@@ -202,10 +202,11 @@ class _Room:
         for name, amount in need.resources.items():
             self.resources[name] = self.resources.get(name, 0.0) - count * amount
 
-    def __str__(self) -> str:
+    @property
+    def left(self) -> str:
         node = self.node
         text = (
-            f"{node.name}: {self.devices:g} of {node.devices} {node.kind}s and {self.cpus:g} of "
+            f"{self.devices:g} of {node.devices} {node.kind}s and {self.cpus:g} of "
             f"{node.cpus:g} CPUs free"
         )
         custom = (node.resources or {}).items()
@@ -268,9 +269,12 @@ def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequenc
 
 
 def _rooms_in_words(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
-    """What every node has left, and which ones hold a part of the pool already."""
-    shown = []
+    """What every node has left, and which ones hold a part of the pool already; equal ones once."""
+    names: dict[str, list[str]] = {}
     for room in rooms:
         note = " (holds another part of this pool)" if room in chosen else ""
-        shown.append(f"{room}{note}")
-    return "; ".join(shown)
+        names.setdefault(f"{room.left}{note}", []).append(room.node.name)
+    return "; ".join(
+        f"{', '.join(of[:2])}{f' and {len(of) - 2} more' if len(of) > 2 else ''}: {left}"
+        for left, of in names.items()
+    )

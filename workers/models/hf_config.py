@@ -14,9 +14,13 @@ from typing import Any
 
 def read_hf_config(folder: str | Path) -> Any:
     """A copy of the caller's own, who may change it; no code of the folder is run."""
+    return copy.deepcopy(shared_hf_config(folder))
+
+
+def shared_hf_config(folder: str | Path) -> Any:
+    """The same without a copy, to be read alone."""
     file = Path(folder, "config.json")
-    text = file.read_bytes() if file.is_file() else None
-    return copy.deepcopy(_parsed(str(folder), text))
+    return _parsed(str(folder), file.read_bytes() if file.is_file() else None)
 
 
 @lru_cache(maxsize=16)

@@ -127,10 +127,11 @@ def model_shapes(
     """
     described = model_folder(config.path, weights=False) / "config.json"
     text = described.read_text(encoding="utf-8") if described.is_file() else ""
+    config = replace(config, enable_gradient_checkpointing=False)  # which shapes do not depend on
     known = (repr(config), text, head, compute, tp, stage)
     if known not in _known:
         if stage is None:
-            _known[known] = _counted(meta_model(config, head), head, compute, tp)
+            _known[known] = _counted(config, meta_model(config, head), head, compute, tp)
         else:
             whole = model_shapes(config, head, compute, tp)
             _known[known] = _of_stage(config, head, compute, tp, whole, stage)
@@ -153,7 +154,7 @@ def _of_stage(
     stages = Stages(module, ranges)
     is_last = stage.rank == stage.num_ranks - 1
     return replace(
-        _counted(module, head, compute, tp, stages.weights(own)),
+        _counted(config, module, head, compute, tp, stages.weights(own)),
         num_layers=num_layers,
         outputs_per_read=whole.outputs_per_read if is_last else 0,
         saved_per_token=whole.saved_per_token
@@ -163,7 +164,12 @@ def _of_stage(
 
 
 def _counted(
-    module: Any, head: Head, compute: torch.dtype, tp: int, own: set[int] | None = None
+    config: ModelConfig,
+    module: Any,
+    head: Head,
+    compute: torch.dtype,
+    tp: int,
+    own: set[int] | None = None,
 ) -> ModelShapes:
     """`own` are the ids of those weights that a rank has, of all layers."""
     trained = [weight for weight in module.parameters() if weight.requires_grad]
@@ -203,7 +209,7 @@ def _counted(
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
-        saved_per_token=saved_per_token(body, compute, tp) if own is None else None,
+        saved_per_token=saved_per_token(config, body, compute, tp) if own is None else None,
         compute_bytes=compute.itemsize,
     )
 
@@ -248,20 +254,34 @@ NUM_TRACED = 256
 """Tokens of the traced pass; what is saved grows with them in proportion."""
 
 
-def saved_per_token(body: Any, compute: torch.dtype, tp: int = 1) -> int | None:
+def saved_per_token(
+    config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
+) -> int | None:
     """Bytes that autograd saves for a token of the body, weights left out.
 
     Hidden states are whole on every one of `tp` ranks; heads, and what is inside of MLPs, is cut.
     """
-    saved = _saved(body.to(compute))
+    key = repr(config), body.config.to_json_string(), compute
+    if key not in _traced:
+        _traced[key] = _whole_and_cut(body.to(compute))
+    found = _traced[key]
+    return found and -(-(found[0] + found[1] // tp) // NUM_TRACED)
+
+
+_traced: dict[tuple[Any, ...], tuple[int, int] | None] = {}
+
+
+def _whole_and_cut(body: Any) -> tuple[int, int] | None:
+    """Saved bytes of hidden states, and of all else."""
+    saved = _saved(body)
     if saved is None:
         return None
     hidden_size = body.config.get_text_config().hidden_size
-    total = 0
+    sizes = [0, 0]
     for tensor in saved:
         are_states = tensor.dim() <= 3 and tensor.shape[-1] == hidden_size
-        total += tensor.untyped_storage().nbytes() // (1 if are_states else tp)
-    return -(-total // NUM_TRACED)
+        sizes[not are_states] += tensor.untyped_storage().nbytes()
+    return sizes[0], sizes[1]
 
 
 def _saved(module: Any) -> list[Tensor] | None:

@@ -51,6 +51,7 @@ PEAKS = {
     "L40": 181e12,
     "L20": 119.5e12,
     "L4": 121e12,
+    "MI300X": 1307e12,
 }
 """Words of a GPU's name -> operations a second in dense bfloat16 products, by its data sheet."""
 

@@ -1,0 +1,122 @@
+"""`verl-like plan` places roles on cards that are not here, from a config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import plan
+from trainer.planner.layouts import Job
+from trainer.planner.search import Placement, Search
+from trainer.ppo.memory import role_memories
+from trainer.ppo.recipe import load_config
+from verl_like.errors import ConfigError
+from workers.memory import pool_bytes
+
+SIZES = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of a PPO run whose model is a config.json."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(SIZES))
+    return [
+        f"actor_rollout_ref.model.path={folder}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "algorithm.use_kl_in_reward=true",
+    ]
+
+
+CARDS = ["plan.gpus=16", "plan.device=A100"]
+
+
+def planned(settings: list[str]) -> tuple[Job, list[Placement]]:
+    job = plan.job_of([*CARDS, *settings])
+    search = Search(job.roles, job.options, job.device.bytes)
+    return job, search.best(plan.sizes_of(16, 8), 16, count=2)
+
+
+def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str]) -> None:
+    """Every placement is one that a run begins with, and takes the bytes that it counts itself."""
+    job, found = planned(settings)
+    assert len({plan._shares(placement) for placement in found}) == 15
+    best, _ = plan.sifted(job, found)
+    assert len(best) == plan.SHOWN
+    for placement in best:
+        cluster = plan.cluster_keys(job.device, 16, 8)
+        config = load_config([*job.settings, *cluster, *plan.overrides_of(placement, job)])
+        expected = pool_bytes(role_memories(config, "cuda", job.device.bytes))
+        own = [pool.bytes for pool in placement.pools]
+        assert sorted(own) == pytest.approx(sorted(expected.values()), rel=0.01)
+
+
+def test_the_text_has_the_keys_the_losers_and_the_curve(settings: list[str]) -> None:
+    text = plan.plan([*CARDS, *settings])
+    for part in (
+        "16 x A100, 8 in a machine: 1,024 prompts a step, 1 of each, 256 + 256 tokens",
+        "Seconds are arithmetic, nothing is measured",
+        "The first as keys:",
+        "Other ways to share the cards lose:",
+        "Cards and seconds of a step, from the fewest that fit:",
+        "    16 cards",
+    ):
+        assert part in text
+
+
+def test_what_the_user_has_set_stays(settings: list[str]) -> None:
+    job = plan.job_of([*CARDS, *settings, "actor_rollout_ref.actor.parallel.tp=2"])
+    key = "actor_rollout_ref.actor.parallel.tp"
+    assert all(key not in option.keys for option in job.options("actor", 8))
+    free = plan.job_of([*CARDS, *settings])
+    assert {"2", "4"} <= {option.keys.get(key) for option in free.options("actor", 8)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan.device=H100"], "plan.gpus is missing"),
+        (["plan.gpus=8"], "plan.device is missing"),
+        (["plan.gpus=0", "plan.device=H100"], "plan.gpus=0: give a number from 1 to 4,096"),
+        (["plan.gpus=x", "plan.device=H100"], "plan.gpus=x: give a number"),
+        (["plan.gpus=8", "plan.devise=H100"], "plan.devise is no key. Did you mean 'device'"),
+        (["plan.gpus=8", "plan.device=H1000"], "no card that is known here. Did you mean 'H100'"),
+        (["plan.gpus=12", "plan.device=H100"], "give 8 or 16"),
+        ([*CARDS, "plan.mean_response=600"], "above data.max_response_length=512"),
+        ([*CARDS, "actor_rollout_ref.actor.parallel.tp=16"], "does not divide key-value heads (8)"),
+    ],
+)
+def test_bad_input_is_refused_in_words(
+    settings: list[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan.plan([*arguments, *settings])
+    assert words in str(refused.value)
+
+
+def test_a_model_without_sizes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config.json there"):
+        plan.plan([*CARDS, f"actor_rollout_ref.model.path={tmp_path}"])
+
+
+def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"actor: \d+\.\d.* (\d+) of these cards are enough"):
+        plan.plan(["plan.gpus=1", "plan.device=H100", "plan.gib=14", *settings])
+
+
+@pytest.mark.parametrize(("cards", "expected"), [(4, [1, 2, 4]), (16, [1, 2, 4, 8, 16])])
+def test_pools_are_powers_of_two_or_whole_machines(cards: int, expected: list[int]) -> None:
+    assert plan.sizes_of(cards, 8) == expected
+    assert all(size < 8 or size % 8 == 0 for size in plan.sizes_of(1024, 8))

@@ -1,0 +1,82 @@
+"""Seconds that are predicted, beside arithmetic that one can do by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.planner.cost import RATES, Cards, Model, Rows, decode_seconds, pass_seconds
+from trainer.planner.devices import DEVICES, device_of
+from verl_like.errors import ConfigError
+from workers.parallel.dims import ParallelDims
+
+H100 = DEVICES["H100"]
+MODEL = Model(8e9, 7.5e9, 32, 4096, 4096, 2 * 32 * 1024)
+ROWS = Rows(1024, 1024, 500, 500, 500)
+
+
+def on(num_cards: int) -> Cards:
+    return Cards(H100, num_cards, 8)
+
+
+def test_an_update_takes_six_operations_a_weight_and_token() -> None:
+    seconds = pass_seconds(MODEL, ROWS, ParallelDims(), 16384, on(1), trains=True)
+    attention = 3 * 2 * 2 * 32 * 4096 * 1000**2 / 2
+    operations = 1024 * (6 * 7.5e9 * 1000 + attention)
+    optimizer = 28 * 8e9 / (3350e9 * RATES.memory)
+    expected = operations / (989e12 * RATES.flops) + optimizer + RATES.call
+    assert seconds == pytest.approx(expected)
+
+
+def test_recomputation_costs_a_third_more_and_a_forward_pass_is_a_third() -> None:
+    dims = ParallelDims()
+    forward = pass_seconds(MODEL, ROWS, dims, 16384, on(1)) - RATES.call
+    again = pass_seconds(MODEL, ROWS, dims, 16384, on(1), trains=True, recomputes=True)
+    plain = pass_seconds(MODEL, ROWS, dims, 16384, on(1), trains=True)
+    assert again - plain == pytest.approx(forward)
+
+
+def test_many_small_mini_batches_wait_for_the_weights_of_other_machines() -> None:
+    """And less so where weights are shared out in a machine alone."""
+    rows = Rows(1024, 1024, 500, 500, 500, mini_batches=64)
+    over_all = pass_seconds(MODEL, rows, ParallelDims(shard=64), 16384, on(64), trains=True)
+    dims = ParallelDims(replicate=8, shard=8)
+    in_machines = pass_seconds(MODEL, rows, dims, 16384, on(64), trains=True)
+    one_batch = pass_seconds(MODEL, ROWS, ParallelDims(shard=64), 16384, on(64), trains=True)
+    assert in_machines < over_all
+    assert one_batch < over_all
+    gathered = 64 * 3 * 2 * 8e9 * 63 / 64 / (50e9 * RATES.link)  # to both passes, and gradients
+    assert over_all > gathered
+
+
+def test_decoding_reads_all_weights_at_every_step() -> None:
+    rows = Rows(1, 1, 100, 400, 400)
+    seconds = decode_seconds(MODEL, rows, on(1), 1, cache_bytes=20e9, most_at_once=256)
+    assert seconds is not None
+    least = 400 * 2 * 7.5e9 / (3350e9 * RATES.memory)
+    assert least < seconds < 1.5 * least + 400 * RATES.decode_step + 2 * RATES.call
+
+
+def test_a_cache_that_holds_no_row_is_no_layout() -> None:
+    assert decode_seconds(MODEL, ROWS, on(1), 1, cache_bytes=1e6, most_at_once=256) is None
+
+
+def test_fewer_rows_at_once_take_longer() -> None:
+    few, many = (decode_seconds(MODEL, ROWS, on(8), 1, size, 256) for size in (2e9, 40e9))
+    assert few is not None
+    assert many is not None
+    assert few > 2 * many
+
+
+@pytest.mark.parametrize("mean", [100, 256, 400, 512])
+def test_lengths_have_the_mean_that_is_asked(mean: float) -> None:
+    rows = Rows(64, 64, 128, mean, 512)
+    assert sum(rows.responses) / len(rows.responses) == pytest.approx(mean, rel=0.01)
+    assert max(rows.responses) <= 512
+
+
+def test_a_card_of_ones_own_needs_all_its_numbers() -> None:
+    own = {"gib": 40, "flops": 2e14, "memory": 1e12, "link": 1e11}
+    with pytest.raises(ConfigError, match=r"plan.device=mine .* give plan.network \("):
+        device_of("mine", own)
+    assert device_of("mine", {**own, "network": 1e10}).bytes == 40 * 2**30
+    assert device_of("h100", {"gib": 40.0}).gib == 40

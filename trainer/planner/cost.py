@@ -1,0 +1,226 @@
+"""Seconds of a role's calls on so many cards: arithmetic, bytes, and what of both is not hidden.
+
+    model = Model.of(held)
+    seconds = pass_seconds(model, rows, dims, 16384, device, trains=True)
+
+A pass needs two operations a token for every weight that multiplies it, and those of attention;
+gradients need twice as many, and recomputation the forward pass once more. Decoding reads all
+weights and the live rows' keys and values at every step. `RATES` says what share of a data sheet's
+numbers is reached; nothing of it was measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from trainer.planner.devices import Device
+from workers.memory import HeldModel, hf_config_of
+from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.parallel.dims import ParallelDims
+
+BYTES = 2
+"""Of a number in bfloat16, which passes compute in."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a data sheet's numbers that are reached, and seconds that no number explains."""
+
+    flops: float = 0.5
+    """Of operations, in passes: prime-rl's updates of Qwen3-4B on eight H100s."""
+    memory: float = 0.7
+    """Of bytes from memory, while decoding."""
+    link: float = 0.7
+    """Of bytes over links."""
+    call: float = 0.2
+    """Seconds of a call beside its passes."""
+    decode_step: float = 0.002
+    """Seconds of a decoding step beside its bytes."""
+    all_reduce: float = 15e-6
+    """Seconds of a small one over ranks that share matrices."""
+
+
+RATES = Rates()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the time of a pass depends on."""
+
+    weights: float
+    active: float
+    """Of the weights, those that multiply a token."""
+    num_layers: int
+    hidden_size: int
+    attention_width: int
+    key_value_numbers: int
+
+    @classmethod
+    def of(cls, held: HeldModel) -> Model:
+        """By config.json alone."""
+        shapes: ModelShapes = model_shapes(held.model, held.head, torch.bfloat16)
+        config: Any = hf_config_of(held.model).get_text_config()
+        share = 1.0
+        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if count := getattr(config, key, None):
+                share = config.num_experts_per_tok / count
+        looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            weights=shapes.num_weights,
+            active=shapes.num_weights - looked_up - (1 - share) * shapes.num_in_experts,
+            num_layers=shapes.num_layers,
+            hidden_size=shapes.hidden_size,
+            attention_width=heads * width,
+            key_value_numbers=shapes.key_value_numbers,
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of a step by their lengths: a response of rank u in [0, 1] has most * u^(most/mean-1)
+    tokens, so that their mean is `mean_response`.
+    """
+
+    samples: int
+    prompts: int
+    prompt: float
+    mean_response: float
+    most_response: int
+    mini_batches: int = 1
+    epochs: int = 1
+
+    @cached_property
+    def responses(self) -> list[float]:
+        """Lengths of `POINTS` equally likely ones, the longest last."""
+        power = self.most_response / self.mean_response - 1
+        return [self.most_response * ((i + 0.5) / POINTS) ** power for i in range(POINTS)]
+
+    @cached_property
+    def tokens(self) -> float:
+        """Of a sample."""
+        return self.prompt + sum(self.responses) / POINTS
+
+    @cached_property
+    def pairs(self) -> float:
+        """Pairs of tokens of a sample of which one looks at the other."""
+        return sum((self.prompt + each) ** 2 for each in self.responses) / POINTS / 2
+
+
+POINTS = 32
+
+
+@dataclass(frozen=True)
+class Cards:
+    """So many of a kind, in machines of `per_node`."""
+
+    device: Device
+    num: int
+    per_node: int
+
+    def rate(self, num_ranks: int) -> float:
+        """Bytes a second between neighbouring ranks, of as many as a group has."""
+        own = self.device.link if num_ranks <= self.per_node else self.device.network
+        return own * RATES.link
+
+
+def pass_seconds(
+    model: Model,
+    rows: Rows,
+    dims: ParallelDims,
+    tokens_per_pass: int,
+    cards: Cards,
+    *,
+    trains: bool = False,
+    recomputes: bool = False,
+    offloads: bool = False,
+) -> float:
+    """A call over all rows: a forward pass, or an update by mini-batches, `epochs` times."""
+    times = rows.epochs if trains else 1
+    forward = 2 * (
+        model.active * rows.tokens + 2 * model.num_layers * model.attention_width * rows.pairs
+    )
+    operations = times * rows.samples * forward * (1 + trains * (2 + recomputes))
+    compute = operations / (cards.num * cards.device.flops * RATES.flops)
+
+    steps = rows.mini_batches * times if trains else 1
+    on_rank = times * rows.samples * rows.tokens / dims.data_size / dims.sp
+    num_passes = steps * math.ceil(on_rank / steps / tokens_per_pass)
+    if dims.pp > 1:
+        compute *= 1 + (dims.pp - 1) / (num_passes / steps)
+
+    directions = 1 + trains * (1 + recomputes)
+    own = BYTES * model.weights / (dims.tp * dims.pp)
+    shards = dims.shard * dims.sp
+    gathered = num_passes * directions * own * (1 - 1 / shards)
+    summed = trains * steps * 2 * own * (1 - 1 / shards)
+    exchange = (gathered + summed) / cards.rate(shards * dims.tp * dims.pp)
+    if dims.replicate > 1:
+        exchange += trains * steps * 2 * 2 * own / shards / cards.rate(cards.num)
+
+    states = BYTES * on_rank * model.num_layers / dims.pp
+    visible = 0.0
+    if dims.tp > 1:
+        visible += (
+            4 * states * model.hidden_size * directions * (1 - 1 / dims.tp) / cards.rate(dims.tp)
+        )
+    if dims.sp > 1:
+        visible += (
+            4
+            * states
+            * model.attention_width
+            * directions
+            / dims.sp
+            / cards.rate(dims.sp * dims.tp)
+        )
+    if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
+        on_device = model.weights / (shards * dims.tp * dims.pp)
+        visible += steps * 28 * on_device / (cards.device.memory * RATES.memory)
+        visible += offloads * steps * 24 * on_device / (PCIE * RATES.link)
+    return max(compute, exchange) + visible + RATES.call
+
+
+PCIE = 32e9
+"""Bytes a second between a card and its host, one way."""
+
+
+def decode_seconds(
+    model: Model, rows: Rows, cards: Cards, tp: int, cache_bytes: float, most_at_once: int
+) -> float | None:
+    """All responses by engines of `tp` cards each; None where no row's keys and values fit."""
+    device, engines = cards.device, cards.num // tp
+    samples = -(-rows.samples // engines)
+    per_token = BYTES * model.key_value_numbers / tp
+    slots = int(min(samples, most_at_once, cache_bytes / (per_token * rows.tokens)))
+    if slots < 1 or cache_bytes < per_token * (rows.prompt + rows.most_response):
+        return None
+
+    def step(live: float) -> float:
+        context = rows.prompt + sum(rows.responses) / POINTS / 2
+        read = BYTES * model.active / tp + live * context * per_token
+        operations = 2 * model.active * live / tp
+        reduce = 2 * model.num_layers * RATES.all_reduce if tp > 1 else 0.0
+        moved = read / (device.memory * RATES.memory)
+        computed = operations / (device.flops * RATES.flops)
+        return max(moved, computed) + RATES.decode_step + reduce
+
+    mean = sum(rows.responses) / POINTS
+    seconds = (samples - slots) * mean / slots * step(slots)
+    begun = 0.0
+    for number, length in enumerate(rows.responses):  # the last rows end one after the other
+        seconds += (length - begun) * step(slots * (1 - number / POINTS))
+        begun = length
+    prompts = 2 * model.active * rows.prompts * rows.prompt
+    return seconds + prompts / (cards.num * device.flops * RATES.flops) + RATES.call
+
+
+def sync_seconds(model: Model, cards: Cards, is_shared: bool) -> float:
+    """New weights for the engines, of the cards of their pool or of another one."""
+    rate = cards.rate(cards.num if is_shared else cards.per_node + 1)
+    return BYTES * model.weights / rate + RATES.call
