@@ -82,7 +82,7 @@ def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any)
         )
     machine = machine_facts()
     columns = {
-        "framework": f"{package} {_version(package)}",
+        "framework": f"{package} {_version(package)}".rstrip(),
         "model": model_name(job.model),
         "parameters": num_parameters(job.model),
         "devices": f"{job.num_devices} x {device_name(job.device, machine)}",
