@@ -201,6 +201,15 @@ def test_a_peers_run_that_ended_early_is_refused(peer: str, tiny_dir: Path, tmp_
     assert done.stderr.startswith("error: the run was to take 3 steps and has written down 2")
 
 
+def test_a_log_of_another_version_is_refused_by_what_it_lacks(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    log = WRITTEN["verl"].replace("response_length/mean", "lengths")
+    (tmp_path / "log").write_text(log, encoding="utf-8")
+    done = recorded(tiny_dir, tmp_path, "verl", "log", "bench.json")
+    assert done.stderr.startswith("error: log: a step has no 'response_length/mean'. verl is of a ")
+
+
 def test_rows_are_as_many_as_the_job_takes(tiny_dir: Path, tmp_path: Path) -> None:
     done = recorded(tiny_dir, tmp_path, "rows", "rows.jsonl", BATCH="30")
     assert done.returncode == 0, done.stderr

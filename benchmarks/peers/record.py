@@ -112,7 +112,13 @@ def main() -> None:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             Path(files[0]).write_text(text, encoding="utf-8")
             return
-        steps = STEPS[what](Path(files[0]).read_text(encoding="utf-8"), job)
+        try:
+            steps = STEPS[what](Path(files[0]).read_text(encoding="utf-8"), job)
+        except KeyError as missing:
+            raise ConfigError(
+                f"{files[0]}: a step has no {missing}. {what} is of a version that writes its "
+                "steps down otherwise; the head of its script names those that are read."
+            ) from missing
         command = Path(files[1]).with_name("command.txt").read_text(encoding="utf-8")
         record = job_record(what, job, steps, command=command.strip())
     except ConfigError as err:

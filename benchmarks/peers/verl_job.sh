@@ -28,6 +28,7 @@ run "$PYTHON" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization="$ENGINE_MEMORY" \
     custom_reward_function.path="$peers/reward.py" \
+    custom_reward_function.name=compute_score \
     trainer.n_gpus_per_node="$GPUS" \
     trainer.nnodes=1 \
     trainer.total_training_steps="$STEPS" \
