@@ -25,7 +25,7 @@ from workers.weights import checksum
 from workers.weights.channel import HOST, Channel, pack
 from workers.weights.connection import Connection
 
-BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
+BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").rglob("*.py"))
 PACKAGES = ("verl_like", "workers", "trainer")
 
 

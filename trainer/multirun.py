@@ -17,7 +17,7 @@ from verl_like.terminal import draw_table, fit, terminal_width
 def run_jobs(
     jobs: Sequence[Sequence[str]],
     load: Callable[[Sequence[str]], RunConfig],
-    run: Callable[[RunConfig], None],
+    run: Callable[[RunConfig], object],
 ) -> None:
     """Load and run the settings of each job, in a folder of its own below the run folder.
 

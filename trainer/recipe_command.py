@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 
@@ -36,6 +36,11 @@ from verl_like.errors import ConfigError
 from verl_like.process.environment import OWN_PROCESS
 from verl_like.terminal import end_with_the_reader, outlive_the_reader
 from workers.cpu.allocator import keep_freed_memory
+
+if TYPE_CHECKING:
+    from trainer.run_folder.result import RunResult
+
+C = TypeVar("C", bound=RunConfig)
 
 
 def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
@@ -64,9 +69,9 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
         sys.exit(f"error: {err}")
 
     if options.multirun:
-        run_jobs(jobs, lambda job: _load(recipe, job, given), _run)
+        run_jobs(jobs, lambda job: load_in_words(recipe, job, given), run_in_words)
     else:
-        _run(_load(recipe, settings, given))
+        run_in_words(load_in_words(recipe, settings, given))
 
 
 def is_setting(argument: str) -> bool:
@@ -103,19 +108,20 @@ def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namesp
     print(annotated_yaml(tree, recipe.schema, options.resolve, left_out), end="")
 
 
-def _load(recipe: Recipe[Any], settings: Sequence[str], given: Sequence[str]) -> RunConfig:
+def load_in_words(recipe: Recipe[C], settings: Sequence[str], given: Sequence[str]) -> C:
+    """The configuration; a refusal ends the process with its line."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("trainer").setLevel(logging.INFO)
     with ending_in_words():
-        config: RunConfig = load_config(settings, recipe, given)
-    return config
+        return load_config(settings, recipe, given)
 
 
-def _run(config: RunConfig) -> None:
+def run_in_words(config: RunConfig) -> RunResult:
+    """The whole run; an error ends the process with its line."""
     os.environ.setdefault(OWN_PROCESS, "1")
     with ending_in_words(config.trainer.default_local_dir):
         from trainer.launch import run
 
         if devices_of(config.trainer).type == "cpu":
             keep_freed_memory()  # the driver's batches come from the same memory in every step
-        run(config)
+        return run(config)

@@ -1,15 +1,23 @@
 """usage: verl-like bench overlap RUN_DIR
        verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
            [--makers 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
+       verl-like bench job [--steps 6] [--out FILE] [key=value ...]
 
-Predicts a detached run, whose makers generate while its trainer trains, from the seconds that the
-phases took in a run, or from those given: seconds a step, speed-up over the synchronous run, who
-is idle, what limits, for fewer and more makers. A simulation: nothing is started.
+`overlap` predicts a detached run, whose makers generate while its trainer trains, from the seconds
+that the phases took in a run, or from those given: seconds a step, speed-up over the synchronous
+run, who is idle, what limits, for fewer and more makers. A simulation: nothing is started.
 
   --pieces 4          of a batch, each made by one maker; by default as many as makers
   --limit 8           pieces that may be queued or in the making at once
   --at-once           makers take new weights in the middle of a piece
   --fixed-share 0.5   of generation, that fewer rows do not shorten: the longest response's
+
+`job` runs the job of `verl-like ppo key=value ...`, leaves its first step out, and prints a row:
+framework, model, devices, seconds per 1,024 prompts, epochs, response tokens a second, hardware,
+commit. The JSON has every step by phase and all settings. benchmarks/peers runs it elsewhere.
+
+  --steps 6           with the first; or trainer.total_training_steps
+  --out FILE          for the JSON, bench.json in the run folder by default
 """
 
 from __future__ import annotations
@@ -101,10 +109,15 @@ HEADING += ["makers busy", "waiting", "syncing", "trainer busy", "limited by"]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The one benchmark that there is."""
-    if arguments[:1] != ["overlap"]:
+    """Dispatch to the benchmark that is named first."""
+    if arguments[:1] == ["job"]:
+        from trainer.cli.bench_job import job  # the prediction starts without a run's imports
+
+        job(arguments[1:])
+    elif arguments[:1] == ["overlap"]:
+        overlap(arguments[1:])
+    else:
         sys.exit(__doc__)
-    overlap(arguments[1:])
 
 
 def overlap(arguments: Sequence[str]) -> None:

@@ -8,7 +8,7 @@
   best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
   explain [key=value ...]       say in words what a step of ppo will do
   plan [key=value ...]          which role on which cards, before any is rented
-  bench overlap [RUN_DIR]       predict what detached makers would gain a job
+  bench overlap|job [...]       what detached makers would gain; a job's speed
   check-environment FILE:CLASS  play an environment without a model
   doctor                        what a run needs, and whether it works
   make-tiny DIR                 a model and data for trying things
@@ -132,6 +132,7 @@ def only_prints(command: str, arguments: list[str]) -> bool:
     Others hear of a child's death by an error on its pipe, and must not end without a word then.
     """
     works = command in ("ppo", "eval", "replay", "chat", "doctor", "serve-reward", *RECIPES)
+    works = works or [command, *arguments[:1]] == ["bench", "job"]
     return not works or bool({*ASKS_FOR_HELP, "--cfg"} & set(arguments))
 
 

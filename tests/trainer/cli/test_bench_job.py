@@ -1,0 +1,196 @@
+"""`verl-like bench job`: a run's row and JSON are of its own records; what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import run_program
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
+from trainer.cli import main
+from trainer.cli.job_record import Job, JobStep, commit_of, job_record, model_name, table
+from verl_like.errors import ConfigError
+
+HEADING = [
+    "framework",
+    "model",
+    "parameters",
+    "devices",
+    "seconds per 1,024 prompts",
+    "epochs",
+    "response tokens/s",
+    "hardware id",
+    "commit",
+]
+
+
+def bench(tiny: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, whose environment a command changes."""
+    length = "trainer.total_training_steps"
+    settings = [
+        setting
+        for setting in overrides(tiny, folder / "run", *POLICY_ALONE, *FEW_ROWS)
+        if not setting.startswith((length, "algorithm.use_kl_in_reward"))
+    ]
+    local = ("trainer.backend=local", "trainer.device=cpu")
+    return run_program(main.main, "bench", "job", *settings, *local, *more, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def job_done(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a job of three steps of two epochs, and what the command said."""
+    folder = tmp_path_factory.mktemp("job")
+    epochs = "actor_rollout_ref.actor.ppo_epochs=2"
+    done = bench(tiny_dir, folder, "--steps", "3", "--out", "made/job.json", epochs)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_row_is_of_the_steps_after_the_first_as_the_run_wrote_them(
+    job_done: tuple[Path, str],
+) -> None:
+    folder, said = job_done
+    metrics = lines(folder / "run")[1:]
+    seconds = sum(line["timing_s/step"] for line in metrics)
+    tokens = sum(line["training/num_drawn_tokens"] for line in metrics)
+    heading, rule, row = [cells(line) for line in said.splitlines() if line.startswith("|")]
+    assert heading == HEADING
+    assert set(rule) == {"---"}
+    found = dict(zip(heading, row, strict=True))
+    assert found["framework"].startswith("verl-like ")
+    assert found["model"].endswith("/model")
+    assert found["devices"].startswith("1 x ")
+    assert found["epochs"] == "2"
+    per_1024 = float(found["seconds per 1,024 prompts"].replace(",", ""))
+    assert per_1024 == pytest.approx(seconds * 1024 / (2 * 4), rel=1e-3)
+    rate = float(found["response tokens/s"].replace(",", ""))
+    assert rate == pytest.approx(tokens / seconds, rel=1e-3)
+
+
+def test_the_parameters_are_those_that_a_loaded_model_has(
+    job_done: tuple[Path, str], tiny_dir: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    record = json.loads((job_done[0] / "made" / "job.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    assert record["columns"]["parameters"] == model.num_parameters()
+
+
+def test_the_json_has_every_step_by_phase_and_all_settings(job_done: tuple[Path, str]) -> None:
+    folder, said = job_done
+    assert said.splitlines()[-1] == "all of it: made/job.json"
+    record = json.loads((folder / "made" / "job.json").read_text(encoding="utf-8"))
+    assert record["warm_up_steps"] == 1
+    for step, line in zip(record["steps"], lines(folder / "run"), strict=True):
+        assert (step["step"], step["seconds"]) == (line["step"], line["timing_s/step"])
+        assert set(step["phases"]) >= {"gen", "score", "adv", "update"}
+        assert step["phases"]["update"] == line["timing_s/update"]
+        assert sum(step["phases"].values()) <= step["seconds"] + 1e-3
+    assert record["settings"]["actor_rollout_ref.actor.ppo_epochs"] == 2
+    assert (record["job"]["samples_per_prompt"], record["job"]["epochs"]) == (2, 2)
+    assert {"processor", "cores", "memory_gib", "cards"} == set(record["hardware"])
+    assert record["command"].startswith("verl-like bench job ")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--steps", "1"], "error: 1 step: the first one warms up and is left out"),
+        (["--steps", "0"], "error: 0 steps: the first one warms up"),
+        (["trainer.total_training_steps=1"], "so a benchmark takes 2 or more"),
+        (
+            ["--steps", "3", "trainer.total_training_steps=9"],
+            "--steps=3 and trainer.total_training_steps=9: leave one of them out",
+        ),
+        (["trainer.dry_run=true"], "trainer.dry_run=true: it runs no step"),
+        (["--speed"], "unrecognized arguments: --speed"),
+    ],
+)
+def test_a_job_that_could_not_be_measured_starts_nothing(
+    tiny_dir: Path, tmp_path: Path, more: list[str], words: str
+) -> None:
+    done = bench(tiny_dir, tmp_path, *more)
+    assert done.returncode
+    assert words in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_run_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("", encoding="utf-8")
+    assert "holds a run already" in bench(tiny_dir, tmp_path).stderr
+
+
+def test_a_run_whose_data_ends_first_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    """64 prompts are two steps of 32."""
+    sizes = ("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    done = bench(tiny_dir, tmp_path, *sizes, "--steps", "3", "trainer.total_epochs=1")
+    assert done.returncode == 1
+    assert "was to take 3 steps and has written down 2, the last of them step 2" in done.stderr
+    assert not (tmp_path / "run" / "bench.json").exists()
+
+
+def record(tiny: Path, steps: list[JobStep], **job: Any) -> dict[str, Any]:
+    of = {"device": "cpu", "num_devices": 2, "prompts_per_step": 512, "samples_per_prompt": 1}
+    sizes = {"prompts_per_update": 512, "max_prompt_length": 8, "max_response_length": 8}
+    whole = Job(**{"model": str(tiny / "model"), **of, **sizes, "epochs": 1, "steps": 3, **job})
+    return job_record("verl-like", whole, steps)
+
+
+def test_the_seconds_are_of_1024_prompts_whatever_a_step_has(tiny_dir: Path) -> None:
+    """Two measured steps of 512 prompts, 3 and 5 seconds; the first took 100."""
+    steps = [JobStep(1, 100.0, 9, {}), JobStep(2, 3.0, 400, {}), JobStep(3, 5.0, 400, {})]
+    columns = record(tiny_dir, steps)["columns"]
+    assert columns["seconds per 1,024 prompts"] == 8.0
+    assert columns["response tokens/s"] == 100.0
+    assert cells(table({"columns": columns})[2])[4] == "8"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([], "take 3 steps and has written down 0, none at all"),
+        ([1, 2], "written down 2, the last of them step 2"),
+        ([1, 3, 3], "written down 3, the last of them step 3"),
+    ],
+)
+def test_steps_that_are_missing_or_twice_there_are_refused(
+    tiny_dir: Path, numbers: list[int], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        record(tiny_dir, [JobStep(number, 1.0, 1, {}) for number in numbers])
+
+
+def test_steps_without_times_are_refused(tiny_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="the 2 measured steps took 0.0 s"):
+        record(tiny_dir, [JobStep(number, 0.0, 1, {}) for number in (1, 2, 3)])
+
+
+def test_a_job_on_cards_is_not_said_of_a_machine_without(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    steps = [JobStep(number, 1.0, 1, {}) for number in (1, 2, 3)]
+    with pytest.raises(ConfigError, match="ran on cuda, and this machine has no card"):
+        record(tiny_dir, steps, device="cuda")
+
+
+def test_the_commit_is_of_the_packages_own_checkout() -> None:
+    """A release in a virtual environment inside some repository has none."""
+    assert commit_of("pytest") == "-"
+    assert commit_of("no-such-package") == "-"
+
+
+def test_a_model_is_named_by_what_tells_it_from_others() -> None:
+    assert model_name("/models/qwen/model") == "qwen/model"
+    assert model_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert model_name("/m") == "m"

@@ -1,0 +1,108 @@
+"""`verl-like bench job`: a run of the PPO recipe, and its row beside those of other frameworks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainer.cli.job_record import Job, JobStep, check_steps, job_record, table
+from trainer.config.devices import devices_of
+from trainer.config.flat import flat_config
+from trainer.config.settings import keys_of, parse
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
+from trainer.recipe_command import is_setting, load_in_words, run_in_words
+from trainer.report.read import RunData, read_run
+from trainer.report.tokens import DRAWN
+from verl_like.errors import ConfigError
+from verl_like.files import write_whole
+from verl_like.masking import mask_text
+from verl_like.terminal import outlive_the_reader
+
+STEPS = 6
+"""Of a job that says nothing: one to warm up and five that count."""
+LENGTH = "trainer.total_training_steps"
+RECORD = "bench.json"
+
+
+def job(arguments: Sequence[str]) -> None:
+    """Run the job, print its row, write its JSON."""
+    settings = [argument for argument in arguments if is_setting(argument)]
+    options = _options([each for each in arguments if each not in settings])
+    length = STEPS if options.steps is None else options.steps
+    check_steps(length)
+    outlive_the_reader()
+    given = [
+        "trainer.save_final=false",
+        "trainer.max_restarts=0",
+        f"trainer.default_local_dir=runs/bench/{datetime.now():%Y%m%d-%H%M%S}",
+        f"{LENGTH}={length}",
+    ]
+    config = load_in_words(PPO, settings, given)
+    _check(config, options.steps, settings)
+    folder = run_in_words(config).folder
+
+    command = mask_text(shlex.join(["verl-like", "bench", "job", *arguments]))
+    record = record_of(config, read_run(folder)) | {"command": command}
+    out = Path(options.out or folder / RECORD)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, json.dumps(record, indent=1) + "\n")
+    print("", *table(record), "", f"all of it: {out}", sep="\n", flush=True)
+
+
+def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:
+    """From what the run has written into its folder."""
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    job = Job(
+        model=policy.model.path,
+        device=devices_of(trainer).type,
+        num_devices=trainer.n_gpus_per_node * trainer.nnodes,
+        prompts_per_step=config.data.train_batch_size,
+        samples_per_prompt=policy.rollout.n,
+        prompts_per_update=policy.actor.ppo_mini_batch_size,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        epochs=policy.actor.ppo_epochs,
+        steps=trainer.total_training_steps or 0,
+    )
+    steps = []
+    for line in run.metrics:
+        times = {
+            stage: line[f"timing_s/{stage}"] for stage in run.stages if f"timing_s/{stage}" in line
+        }
+        steps.append(JobStep(int(line["step"]), line["timing_s/step"], line[DRAWN], times))
+    return job_record(
+        "verl-like",
+        job,
+        steps,
+        settings=flat_config(config),
+        run=str(run.folder),
+    )
+
+
+def _check(config: PPOConfig, steps: int | None, settings: Sequence[str]) -> None:
+    """Refuse, before anything starts, a job that could not be measured."""
+    trainer = config.trainer
+    length = trainer.total_training_steps or 0
+    if steps is not None and LENGTH in keys_of([parse(setting) for setting in settings]):
+        raise ConfigError(f"--steps={steps} and {LENGTH}={length}: leave one of them out.")
+    check_steps(length)
+    if trainer.dry_run:
+        raise ConfigError("trainer.dry_run=true: it runs no step, and a benchmark measures some.")
+    if (Path(trainer.default_local_dir) / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"trainer.default_local_dir={trainer.default_local_dir} holds a run already: a "
+            "benchmark takes a folder of its own. Leave the key out for a new one in runs/bench."
+        )
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("verl-like bench job", allow_abbrev=False)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--out", metavar="FILE")
+    return parser.parse_args(arguments)

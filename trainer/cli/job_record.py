@@ -1,0 +1,213 @@
+"""The row and the JSON of a benchmarked job, of ours and of the peers' in `benchmarks/peers`.
+
+    record = job_record("verl-like", job, steps, command=[...])
+    print(*table(record), sep="\n")
+
+A peer's Python imports this file, too: torch and transformers are all that it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl_like.errors import ConfigError
+from verl_like.process.machine import memory_gb, usable_cores
+
+WARM_UP = 1
+"""Steps left out at the start: kernels are chosen, caches and memory pools filled."""
+FEWEST_STEPS = WARM_UP + 1
+PROMPTS = 1024
+"""What the seconds are of."""
+PACKAGES = ("torch", "transformers", "vllm", "ray", "deepspeed", "flash-attn", "accelerate")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same on every framework."""
+
+    model: str
+    """Its folder."""
+    device: str
+    """cuda or cpu."""
+    num_devices: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    prompts_per_update: int
+    max_prompt_length: int
+    max_response_length: int
+    epochs: int
+    """Passes of the updates over the samples of a step."""
+    steps: int
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A step as the run wrote it down."""
+
+    step: int
+    seconds: float
+    response_tokens: float
+    phases: Mapping[str, float]
+    """Seconds of its parts, as far as the framework times them."""
+
+
+def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any) -> dict[str, Any]:
+    """Columns, job and steps; `details` are written beside them.
+
+    A run without all of its steps, or without a measured one, is refused.
+    """
+    check_steps(job.steps)
+    found = [step.step for step in steps]
+    if found != list(range(1, job.steps + 1)):
+        last = f"the last of them step {found[-1]}" if found else "none at all"
+        raise ConfigError(
+            f"the run was to take {job.steps} steps and has written down {len(found)}, {last}. It "
+            "ended early, or its data did: nothing is reported of a part of a job."
+        )
+    measured = steps[WARM_UP:]
+    seconds = sum(step.seconds for step in measured)
+    if not seconds > 0:
+        raise ConfigError(
+            f"the {len(measured)} measured steps took {seconds} s by the run's own records: they "
+            "have no times, so there is nothing to report."
+        )
+    machine = machine_facts()
+    columns = {
+        "framework": f"{package} {_version(package)}".rstrip(),
+        "model": model_name(job.model),
+        "parameters": num_parameters(job.model),
+        "devices": f"{job.num_devices} x {device_name(job.device, machine)}",
+        "seconds per 1,024 prompts": seconds * PROMPTS / (len(measured) * job.prompts_per_step),
+        "epochs": job.epochs,
+        "response tokens/s": sum(step.response_tokens for step in measured) / seconds,
+        "hardware id": hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:8],
+        "commit": commit_of(package),
+    }
+    versions = {name: _version(name) for name in PACKAGES if _version(name)}
+    return {
+        "columns": columns,
+        "job": asdict(job),
+        "warm_up_steps": WARM_UP,
+        "steps": [asdict(step) for step in steps],
+        "hardware": machine,
+        "versions": {"python": platform.python_version(), **versions},
+        **details,
+    }
+
+
+def check_steps(steps: int) -> None:
+    """Refuse a job of which nothing would be left to measure."""
+    if steps < FEWEST_STEPS:
+        raise ConfigError(
+            f"{steps} step{'s' * (steps != 1)}: the first one warms up and is left out, so a "
+            f"benchmark takes {FEWEST_STEPS} or more. Choose with --steps (STEPS for a peer)."
+        )
+
+
+def table(record: Mapping[str, Any]) -> list[str]:
+    """Heading, rule and row, in Markdown: rows of several runs stand under one heading."""
+    columns = record["columns"]
+    rows = [list(columns), ["---"] * len(columns), [_cell(value) for value in columns.values()]]
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def _cell(value: Any) -> str:
+    """Four digits of a measured number."""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def model_name(folder: str) -> str:
+    """The last words of a path that tell it from others: model is every folder's name."""
+    *before, last = Path(folder).parts
+    return f"{before[-1]}/{last}" if before and before[-1] != "/" else last
+
+
+def num_parameters(folder: str) -> int:
+    """By the model's configuration; tied weights count once, and none is read."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())
+
+
+def machine_facts() -> dict[str, Any]:
+    """What of this machine decides how fast a job is; of a cluster the driver's machine."""
+    import torch
+
+    num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cards = [torch.cuda.get_device_properties(card) for card in range(num_cards)]
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_gib": round(memory_gb("MemTotal:") or 0),
+        "cards": [f"{card.name}, {card.total_memory // 2**30} GiB" for card in cards],
+    }
+
+
+def device_name(device: str, machine: Mapping[str, Any]) -> str:
+    """The first card's name, or the processor's."""
+    if device == "cpu":
+        return str(machine["processor"])
+    if not machine["cards"]:
+        raise ConfigError("the job ran on cuda, and this machine has no card: what ran it?")
+    return str(machine["cards"][0]).partition(",")[0]
+
+
+def _processor() -> str:
+    """Linux's name of the processor."""
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def commit_of(package: str) -> str:
+    """Of the checkout that the package is imported or was installed from; - for a release.
+
+    `+` marks files that differ from the commit.
+    """
+    try:
+        source = json.loads(distribution(package).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        source = {}
+    if installed := source.get("vcs_info", {}).get("commit_id"):
+        return str(installed)[:12]
+    found = find_spec(package.replace("-", "_"))
+    if found is None or found.origin is None:
+        return "-"
+    file = Path(found.origin).resolve()
+    if not _git(file.parent, "ls-files", file.name):  # not this package's repository
+        return "-"
+    changed = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
+    return _git(file.parent, "rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says there; nothing where there is no git, or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
