@@ -40,13 +40,21 @@ RUNS_OF_PP = {
 }
 
 
-def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, float]:
+NO_HOLES = "glibc.malloc.mmap_threshold=4000000:glibc.malloc.arena_max=1"
+"""Of the allocator, where peaks are compared: what is freed between two tensors is not counted."""
+
+
+def measured(
+    folder: str, axes: str, arguments: tuple[str, ...], tunables: str = ""
+) -> dict[str, float]:
     """The largest figures of the ranks."""
     from torch.distributed import TCPStore
 
     num_ranks = 2 if axes else 1
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = ENV | {"PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    if tunables:
+        common |= {"GLIBC_TUNABLES": tunables}
     if num_ranks > 1:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         common |= {"WORLD_SIZE": str(num_ranks)}
@@ -89,8 +97,9 @@ def main() -> None:
                 own = str(Path(folder) / ("many words" if run == PASS else "few words"))
                 ratios, alone, ranks = [], {}, {}
                 for _ in range(options.rounds):
-                    alone = measured(own, "", arguments)
-                    ranks = measured(own, AXES[axis], arguments)
+                    tunables = NO_HOLES if run == PEAK else ""
+                    alone = measured(own, "", arguments, tunables)
+                    ranks = measured(own, AXES[axis], arguments, tunables)
                     ratios.append(ranks[figure] / alone[figure])
                 found = {"alone": alone[figure], "two ranks": ranks[figure]}
                 found["ratio"] = statistics.median(ratios)
