@@ -61,6 +61,8 @@ class ModelShapes:
     saved_per_token: int | None
     """Bytes that autograd saves for a token of the body; None where the model cannot be traced."""
     compute_bytes: int
+    shared_per_token: int = 0
+    """Bytes of these that other ranks of tp keep, but under checkpointing."""
     num_waiting: int = 1
     """Forward passes whose backward passes come later."""
 
@@ -76,7 +78,7 @@ class ModelShapes:
         """Bytes at the peak of a forward and backward pass, logits in float32 included."""
         if self.saved_per_token is None:
             return None
-        per_token = self.saved_per_token * self.num_waiting
+        per_token = (self.saved_per_token - self.shared_per_token) * self.num_waiting
         if checkpointing:  # the inputs of every layer, and one layer computed again
             inputs = self.num_layers * self.hidden_size * self.compute_bytes
             per_token = self.saved_per_token // self.num_layers + inputs * self.num_waiting
@@ -159,6 +161,7 @@ def _of_stage(
         outputs_per_read=whole.outputs_per_read if is_last else 0,
         saved_per_token=whole.saved_per_token
         and whole.saved_per_token * num_layers // whole.num_layers,
+        shared_per_token=whole.shared_per_token * num_layers // whole.num_layers,
         num_waiting=most_waiting(stage.schedule, stage.rank, stage.num_ranks),
     )
 
@@ -191,6 +194,9 @@ def _counted(
         here = (w for w in weights if own is None or id(w) in own)
         return sum(-(-w.numel() // tp) if id(w) in cut else w.numel() for w in here)
 
+    saved, shared = None, 0
+    if own is None:
+        saved, shared = saved_per_token(config, body, compute, tp)
     num_weights = numel(module.parameters())
     linears = [layer.weight for _, layer in quantizable(module)]
     return ModelShapes(
@@ -209,7 +215,8 @@ def _counted(
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
-        saved_per_token=saved_per_token(config, body, compute, tp) if own is None else None,
+        saved_per_token=saved,
+        shared_per_token=shared,
         compute_bytes=compute.itemsize,
     )
 
@@ -256,16 +263,21 @@ NUM_TRACED = 256
 
 def saved_per_token(
     config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
-) -> int | None:
-    """Bytes that autograd saves for a token of the body, weights left out.
+) -> tuple[int | None, int]:
+    """Bytes that autograd saves for a token of the body, weights left out; how many of them are
+    other ranks' of `tp`.
 
-    Hidden states are whole on every one of `tp` ranks; heads, and what is inside of MLPs, is cut.
+    Heads, and what is inside of MLPs, is cut; hidden states are whole on every rank, but what is
+    saved of them is kept in parts (`workers.parallel.kept_parts`).
     """
     key = repr(config), body.config.to_json_string(), compute
     if key not in _traced:
         _traced[key] = _whole_and_cut(body.to(compute))
     found = _traced[key]
-    return found and -(-(found[0] + found[1] // tp) // NUM_TRACED)
+    if found is None:
+        return None, 0
+    whole, cut = found
+    return -(-(whole + cut // tp) // NUM_TRACED), whole * (tp - 1) // tp // NUM_TRACED
 
 
 _traced: dict[tuple[Any, ...], tuple[int, int] | None] = {}
