@@ -165,7 +165,12 @@ def held_by_a_rank(small: Path) -> tuple[int, int]:
     parts: list[Any] = []
     with actor.engine.running(), pytest.MonkeyPatch.context() as patch:
         made = kept_parts._Part
-        patch.setattr(kept_parts, "_Part", lambda *of: parts.append(made(*of)) or parts[-1])
+
+        def part(*arguments: Any) -> Any:
+            parts.append(made(*arguments))
+            return parts[-1]
+
+        patch.setattr(kept_parts, "_Part", part)
         patch.setattr(kept_parts, "LEAST_BYTES", 2**10)
         kept, _ = kept_by(lambda: actor.engine.outputs(columns())["log_probs"].values, own)
     assert parts
