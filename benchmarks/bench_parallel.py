@@ -28,20 +28,24 @@ AXES = {"sp": "sp=2", "tp": "tp=2", "pp": "pp=2"}
 WORDS = 151_936
 PASS = "log-prob pass, 151,936 words"
 SECONDS, PEAK = "seconds, 4,096 tokens", "peak memory, 16,384 tokens"
-LIMITS = {SECONDS: 0.75, PEAK: 0.65, PASS: 0.55}
+WITHOUT_HOLES = f"{PEAK}, no holes"
+LIMITS = {SECONDS: 0.75, PEAK: 0.65, WITHOUT_HOLES: 0.65, PASS: 0.55}
 RUNS = {
     SECONDS: ("seconds", ("update", "4096", "2", "3")),
     PEAK: ("peak_mib", ("update", "16384", "1", "0")),
+    WITHOUT_HOLES: ("peak_mib", ("update", "16384", "1", "0")),
     PASS: ("needs_mib", ("log_prob", "1024", "1", "0")),
 }
 RUNS_OF_PP = {
     SECONDS: ("seconds", ("update", "4096", "8", "1")),
     PEAK: ("peak_mib", ("update", "16384", "2", "0")),
+    WITHOUT_HOLES: ("peak_mib", ("update", "16384", "2", "0")),
 }
 
 
 NO_HOLES = "glibc.malloc.mmap_threshold=4000000:glibc.malloc.arena_max=1"
-"""Of the allocator, where peaks are compared: what is freed between two tensors is not counted."""
+"""Of the allocator: what is freed between two tensors goes back to the system. By default a process
+on CPUs keeps it for the next tensor."""
 
 
 def measured(
@@ -97,7 +101,7 @@ def main() -> None:
                 own = str(Path(folder) / ("many words" if run == PASS else "few words"))
                 ratios, alone, ranks = [], {}, {}
                 for _ in range(options.rounds):
-                    tunables = NO_HOLES if run == PEAK else ""
+                    tunables = NO_HOLES if run == WITHOUT_HOLES else ""
                     alone = measured(own, "", arguments, tunables)
                     ranks = measured(own, AXES[axis], arguments, tunables)
                     ratios.append(ranks[figure] / alone[figure])

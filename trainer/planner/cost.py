@@ -22,6 +22,7 @@ from trainer.planner.devices import Device
 from workers.memory import HeldModel, hf_config_of
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.parallel.dims import ParallelDims
+from workers.training.mfu import attention_width, expert_share
 
 BYTES = 2
 """Of a number in bfloat16, which passes compute in."""
@@ -65,19 +66,15 @@ class Model:
         """By config.json alone."""
         shapes: ModelShapes = model_shapes(held.model, held.head, torch.bfloat16)
         config: Any = hf_config_of(held.model).get_text_config()
-        share = 1.0
-        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if count := getattr(config, key, None):
-                share = config.num_experts_per_tok / count
         looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
             weights=shapes.num_weights,
-            active=shapes.num_weights - looked_up - (1 - share) * shapes.num_in_experts,
+            active=shapes.num_weights
+            - looked_up
+            - (1 - expert_share(config)) * shapes.num_in_experts,
             num_layers=shapes.num_layers,
             hidden_size=shapes.hidden_size,
-            attention_width=heads * width,
+            attention_width=attention_width(config),
             key_value_numbers=shapes.key_value_numbers,
         )
 

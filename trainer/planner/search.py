@@ -105,10 +105,7 @@ class Search:
     )
 
     def best(self, sizes: Sequence[int], num_cards: int, count: int = 5) -> list[Placement]:
-        """The `count` fastest placements, no two of the same roles on the same cards.
-
-        Beside them, after them, the fastest of every other way to share cards.
-        """
+        """Of every way to share the cards the `count` fastest sizes of pools; fastest first."""
         found: dict[tuple[tuple[tuple[str, ...], int], ...], Placement] = {}
         for parts in partitions(self.roles):
             self._fill(parts, sizes, num_cards, count, found)

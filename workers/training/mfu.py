@@ -106,9 +106,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
         if weight.dim() > 1 and id(weight) not in is_looked_up:
             per_token += _factor(weight, trains) * weight.numel() * _share(name, config)
     per_read = _factor(head.weight, trains) * head.weight.numel()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_pair = (12 if trains else 4) * config.num_hidden_layers * heads * width
+    per_pair = (12 if trains else 4) * config.num_hidden_layers * attention_width(config)
 
     pairs = lengths.square().sum()
     return float(per_token * lengths.sum() + per_read * reads.values.sum() + per_pair * pairs)
@@ -121,8 +119,19 @@ def _factor(weight: nn.Parameter, trains: bool) -> int:
 
 def _share(name: str, config: Any) -> float:
     """The part of a weight that a token meets: of experts those it is sent to."""
-    if ".experts." in name:
-        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if count := getattr(config, key, None):
-                return float(config.num_experts_per_tok / count)
+    return expert_share(config) if ".experts." in name else 1.0
+
+
+def expert_share(config: Any) -> float:
+    """The part of the experts that a token is sent to."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if count := getattr(config, key, None):
+            return float(config.num_experts_per_tok / count)
     return 1.0
+
+
+def attention_width(config: Any) -> int:
+    """Numbers of a token's queries in a layer, of all heads."""
+    heads: int = config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * size
