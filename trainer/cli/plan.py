@@ -26,7 +26,6 @@ import torch
 
 from trainer.config.devices import devices_of
 from trainer.launch import nominal_placement
-from trainer.planner.cost import RATES
 from trainer.planner.devices import NUMBERS, Device, device_of
 from trainer.planner.layouts import STAGES, Job
 from trainer.planner.search import Placement, Pool, Search
@@ -201,14 +200,14 @@ def why_refused(job: Job, placement: Placement) -> str | None:
 
 def head(job: Job) -> str:
     """What is planned, and what the numbers are worth."""
-    data, rows = job.config.data, job.rows("actor")
+    data, rows, rates = job.config.data, job.rows("actor"), job.device.rates
     return (
         f"{job.num_cards:,} x {job.device.name}, {job.per_node} in a machine: "
         f"{data.train_batch_size:,} prompts a step, {rows.samples // rows.prompts} of each, "
         f"{rows.prompt:g} + {rows.mean_response:g} tokens "
         f"(at most {data.max_prompt_length:,} + {data.max_response_length:,})\n"
-        f"Seconds are arithmetic, nothing is measured: {RATES.flops:g} of the card's operations, "
-        f"{RATES.memory:g} of its memory's and {RATES.link:g} of its links' bytes a second are "
+        f"Seconds are arithmetic, nothing is measured: {rates.flops:g} of the card's operations, "
+        f"{rates.memory:g} of its memory's and {rates.link:g} of its links' bytes a second are "
         "assumed to be reached."
     )
 

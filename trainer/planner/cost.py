@@ -5,8 +5,8 @@
 
 A pass needs two operations a token for every weight that multiplies it, and those of attention;
 gradients need twice as many, and recomputation the forward pass once more. Decoding reads all
-weights and the live rows' keys and values at every step. `RATES` says what share of a data sheet's
-numbers is reached; nothing of it was measured here.
+weights and the live rows' keys and values at every step. A device's `rates` say what share of its
+numbers is reached.
 """
 
 from __future__ import annotations
@@ -26,27 +26,6 @@ from workers.training.mfu import attention_width, expert_share
 
 BYTES = 2
 """Of a number in bfloat16, which passes compute in."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Shares of a data sheet's numbers that are reached, and seconds that no number explains."""
-
-    flops: float = 0.5
-    """Of operations, in passes: prime-rl's updates of Qwen3-4B on eight H100s."""
-    memory: float = 0.7
-    """Of bytes from memory, while decoding."""
-    link: float = 0.7
-    """Of bytes over links."""
-    call: float = 0.2
-    """Seconds of a call beside its passes."""
-    decode_step: float = 0.002
-    """Seconds of a decoding step beside its bytes."""
-    all_reduce: float = 15e-6
-    """Seconds of a small one over ranks that share matrices."""
-
-
-RATES = Rates()
 
 
 @dataclass(frozen=True)
@@ -124,7 +103,7 @@ class Cards:
     def rate(self, num_ranks: int) -> float:
         """Bytes a second between neighbouring ranks, of as many as a group has."""
         own = self.device.link if num_ranks <= self.per_node else self.device.network
-        return own * RATES.link
+        return own * self.device.rates.link
 
 
 def pass_seconds(
@@ -144,7 +123,7 @@ def pass_seconds(
         model.active * rows.tokens + 2 * model.num_layers * model.attention_width * rows.pairs
     )
     operations = times * rows.samples * forward * (1 + trains * (2 + recomputes))
-    compute = operations / (cards.num * cards.device.flops * RATES.flops)
+    compute = operations / (cards.num * cards.device.flops_reached)
 
     steps = rows.mini_batches * times if trains else 1
     on_rank = times * rows.samples * rows.tokens / dims.data_size / dims.sp
@@ -153,6 +132,7 @@ def pass_seconds(
         compute *= 1 + (dims.pp - 1) / (num_passes / steps)
 
     directions = 1 + trains * (1 + recomputes)
+    compute += num_passes * directions * model.num_layers / dims.pp * cards.device.rates.layer
     own = BYTES * model.weights / (dims.tp * dims.pp)
     shards = dims.shard * dims.sp
     gathered = num_passes * directions * own * (1 - 1 / shards)
@@ -178,9 +158,9 @@ def pass_seconds(
         )
     if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
         on_device = model.weights / (shards * dims.tp * dims.pp)
-        visible += steps * 28 * on_device / (cards.device.memory * RATES.memory)
-        visible += offloads * steps * 24 * on_device / (PCIE * RATES.link)
-    return max(compute, exchange) + visible + RATES.call
+        visible += steps * 28 * on_device / (cards.device.memory_reached)
+        visible += offloads * steps * 24 * on_device / (PCIE * cards.device.rates.link)
+    return max(compute, exchange) + visible + cards.device.rates.call
 
 
 PCIE = 32e9
@@ -202,10 +182,11 @@ def decode_seconds(
         context = rows.prompt + sum(rows.responses) / POINTS / 2
         read = BYTES * model.active / tp + live * context * per_token
         operations = 2 * model.active * live / tp
-        reduce = 2 * model.num_layers * RATES.all_reduce if tp > 1 else 0.0
-        moved = read / (device.memory * RATES.memory)
-        computed = operations / (device.flops * RATES.flops)
-        return max(moved, computed) + RATES.decode_step + reduce
+        reduce = 2 * model.num_layers * device.rates.all_reduce if tp > 1 else 0.0
+        moved = read / (device.memory_reached)
+        computed = operations / (device.flops_reached)
+        started = device.rates.decode_step + model.num_layers * device.rates.layer
+        return max(moved, computed) + started + reduce
 
     mean = sum(rows.responses) / POINTS
     seconds = (samples - slots) * mean / slots * step(slots)
@@ -214,10 +195,10 @@ def decode_seconds(
         seconds += (length - begun) * step(slots * (1 - number / POINTS))
         begun = length
     prompts = 2 * model.active * rows.prompts * rows.prompt
-    return seconds + prompts / (cards.num * device.flops * RATES.flops) + RATES.call
+    return seconds + prompts / (cards.num * device.flops_reached) + cards.device.rates.call
 
 
 def sync_seconds(model: Model, cards: Cards, is_shared: bool) -> float:
     """New weights for the engines, of the cards of their pool or of another one."""
     rate = cards.rate(cards.num if is_shared else cards.per_node + 1)
-    return BYTES * model.weights / rate + RATES.call
+    return BYTES * model.weights / rate + cards.device.rates.call

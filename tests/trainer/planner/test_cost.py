@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.planner.cost import RATES, Cards, Model, Rows, decode_seconds, pass_seconds
+from trainer.planner.cost import Cards, Model, Rows, decode_seconds, pass_seconds
 from trainer.planner.devices import DEVICES, device_of
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
 
 H100 = DEVICES["H100"]
+RATES = H100.rates
 MODEL = Model(8e9, 7.5e9, 32, 4096, 4096, 2 * 32 * 1024)
 ROWS = Rows(1024, 1024, 500, 500, 500)
 
