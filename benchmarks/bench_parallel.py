@@ -28,37 +28,25 @@ AXES = {"sp": "sp=2", "tp": "tp=2", "pp": "pp=2"}
 WORDS = 151_936
 PASS = "log-prob pass, 151,936 words"
 SECONDS, PEAK = "seconds, 4,096 tokens", "peak memory, 16,384 tokens"
-WITHOUT_HOLES = f"{PEAK}, no holes"
-LIMITS = {SECONDS: 0.75, PEAK: 0.65, WITHOUT_HOLES: 0.65, PASS: 0.55}
+LIMITS = {SECONDS: 0.75, PEAK: 0.65, PASS: 0.55}
 RUNS = {
     SECONDS: ("seconds", ("update", "4096", "2", "3")),
     PEAK: ("peak_mib", ("update", "16384", "1", "0")),
-    WITHOUT_HOLES: ("peak_mib", ("update", "16384", "1", "0")),
     PASS: ("needs_mib", ("log_prob", "1024", "1", "0")),
 }
 RUNS_OF_PP = {
     SECONDS: ("seconds", ("update", "4096", "8", "1")),
     PEAK: ("peak_mib", ("update", "16384", "2", "0")),
-    WITHOUT_HOLES: ("peak_mib", ("update", "16384", "2", "0")),
 }
 
 
-NO_HOLES = "glibc.malloc.mmap_threshold=4000000:glibc.malloc.arena_max=1"
-"""Of the allocator: what is freed between two tensors goes back to the system. By default a process
-on CPUs keeps it for the next tensor."""
-
-
-def measured(
-    folder: str, axes: str, arguments: tuple[str, ...], tunables: str = ""
-) -> dict[str, float]:
+def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, float]:
     """The largest figures of the ranks."""
     from torch.distributed import TCPStore
 
     num_ranks = 2 if axes else 1
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = ENV | {"PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
-    if tunables:
-        common |= {"GLIBC_TUNABLES": tunables}
     if num_ranks > 1:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         common |= {"WORLD_SIZE": str(num_ranks)}
@@ -101,9 +89,8 @@ def main() -> None:
                 own = str(Path(folder) / ("many words" if run == PASS else "few words"))
                 ratios, alone, ranks = [], {}, {}
                 for _ in range(options.rounds):
-                    tunables = NO_HOLES if run == WITHOUT_HOLES else ""
-                    alone = measured(own, "", arguments, tunables)
-                    ranks = measured(own, AXES[axis], arguments, tunables)
+                    alone = measured(own, "", arguments)
+                    ranks = measured(own, AXES[axis], arguments)
                     ratios.append(ranks[figure] / alone[figure])
                 found = {"alone": alone[figure], "two ranks": ranks[figure]}
                 found["ratio"] = statistics.median(ratios)

@@ -10,6 +10,7 @@ the first call, as JSON. A log-prob pass has its logits whole.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import sys
@@ -51,12 +52,12 @@ def main(folder: str, axes: str, call: str, num_tokens: int, num_rows: int, repe
     """Time a call with micro-batches of one row."""
     from tests.workers.samples import tiny_config
     from verl_like.batch.split import split_rows
+    from verl_like.process.environment import OWN_PROCESS
     from workers.config import ParallelConfig
-    from workers.cpu.allocator import keep_freed_memory
     from workers.roles.actor import ActorWorker
 
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the processes of a run do, however many there are
+    os.environ[OWN_PROCESS] = "1"  # as the processes of a run do, however many there are
     sizes = dict(part.split("=") for part in axes.split(",") if part)
     parallel = ParallelConfig(**{name: int(size) for name, size in sizes.items()})
     config = tiny_config(folder, ppo_mini_batch_size=num_rows, parallel=parallel)

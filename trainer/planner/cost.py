@@ -138,6 +138,9 @@ def pass_seconds(
     gathered = num_passes * directions * own * (1 - 1 / shards)
     summed = trains * steps * 2 * own * (1 - 1 / shards)
     exchange = (gathered + summed) / cards.rate(shards * dims.tp * dims.pp)
+    if shards > 1:
+        collectives = (num_passes * directions + trains * steps) * model.num_layers / dims.pp
+        exchange += collectives * cards.device.rates.collective
     if dims.replicate > 1:
         exchange += trains * steps * 2 * 2 * own / shards / cards.rate(cards.num)
 
@@ -185,7 +188,7 @@ def decode_seconds(
         reduce = 2 * model.num_layers * device.rates.all_reduce if tp > 1 else 0.0
         moved = read / (device.memory_reached)
         computed = operations / (device.flops_reached)
-        started = device.rates.decode_step + model.num_layers * device.rates.layer
+        started = model.num_layers * device.rates.decode_layer + live * device.rates.decode_row
         return max(moved, computed) + started + reduce
 
     mean = sum(rows.responses) / POINTS

@@ -26,10 +26,14 @@ class Rates:
     call: float = 0.2
     """Seconds of a call beside its passes."""
     layer: float = 0.0
-    """Seconds of a layer beside its work, in every pass and decoding step: what starting its
-    kernels takes, where nothing hides it."""
-    decode_step: float = 0.002
-    """Seconds of a decoding step beside its bytes and layers."""
+    """Seconds of a layer beside its work, in every pass: what starting its kernels takes, where
+    nothing hides it."""
+    collective: float = 0.0
+    """Seconds of gathering a layer, or adding its gradients up, beside the bytes."""
+    decode_layer: float = 60e-6
+    """Seconds of a layer beside its bytes, in every step of decoding."""
+    decode_row: float = 0.0
+    """Seconds of a sample beside its bytes, in every step of decoding."""
     all_reduce: float = 15e-6
     """Seconds of a small one over ranks that share matrices."""
 

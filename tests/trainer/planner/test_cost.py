@@ -54,7 +54,7 @@ def test_decoding_reads_all_weights_at_every_step() -> None:
     seconds = decode_seconds(MODEL, rows, on(1), 1, cache_bytes=20e9, most_at_once=256)
     assert seconds is not None
     least = 400 * 2 * 7.5e9 / (3350e9 * RATES.memory)
-    assert least < seconds < 1.5 * least + 400 * RATES.decode_step + 2 * RATES.call
+    assert least < seconds < 1.5 * least + 400 * 32 * RATES.decode_layer + 2 * RATES.call
 
 
 def test_a_cache_that_holds_no_row_is_no_layout() -> None:
