@@ -163,7 +163,9 @@ def pass_seconds(
         on_device = model.weights / (shards * dims.tp * dims.pp)
         visible += steps * 28 * on_device / (cards.device.memory_reached)
         visible += offloads * steps * 24 * on_device / (PCIE * cards.device.rates.link)
-    return max(compute, exchange) + visible + cards.device.rates.call
+    if cards.device.rates.hides:
+        compute, exchange = max(compute, exchange), 0.0
+    return compute + exchange + visible + cards.device.rates.call
 
 
 PCIE = 32e9

@@ -36,6 +36,8 @@ class Rates:
     """Seconds of a sample beside its bytes, in every step of decoding."""
     all_reduce: float = 15e-6
     """Seconds of a small one over ranks that share matrices."""
+    hides: bool = True
+    """Whether weights travel while others are computed with."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Device:
     """Bytes a second to a card of another machine, one way."""
     rates: Rates = Rates()
     """What of it is reached."""
+    type: str = "cuda"
+    """As torch names it."""
 
     @property
     def flops_reached(self) -> float:

@@ -169,14 +169,14 @@ class Job:
                 if held.head == "score":  # a row has one number
                     reads = -(-at_once // width)
                 largest = LargestPass(at_once, reads)
-                memory = memory_of(laid, role, "pool", cards.num, "cuda", largest)
+                memory = memory_of(laid, role, "pool", cards.num, self.device.type, largest)
             except ConfigError:
                 continue
             seconds = dict.fromkeys(STAGES, 0.0)
             for stage, method in self.calls.get(role, []):
                 how = {"trains": method.startswith("update_"), "recomputes": again}
                 seconds[stage] += pass_seconds(
-                    self._numbers[role], rows, dims, num_tokens, cards, **how, offloads=moved
+                    self.numbers[role], rows, dims, num_tokens, cards, **how, offloads=moved
                 )
             changed = {
                 tokens_key: (num_tokens, most_tokens),
@@ -194,7 +194,7 @@ class Job:
     def _engines(self, role: str, cards: Cards) -> Iterator[Option]:
         """Of engines that generate: cards of each, and their share of the memory."""
         config, policy = self.config, self.config.of_role(role).actor_rollout_ref
-        rollout, model, rows = policy.rollout, self._numbers["actor"], self.rows(role)
+        rollout, model, rows = policy.rollout, self.numbers["actor"], self.rows(role)
         width = config.data.max_prompt_length + config.data.max_response_length
         key = "actor_rollout_ref.rollout"
         tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
@@ -210,7 +210,13 @@ class Job:
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
             as_tried = replace(policy, rollout=tried)
             memory = rollout_memory(
-                as_tried, width, role, "pool", "cuda", self.device.bytes, ranks_of_actor=None
+                as_tried,
+                width,
+                role,
+                "pool",
+                self.device.type,
+                self.device.bytes,
+                ranks_of_actor=None,
             )
             at_once = rollout.max_num_seqs
             seconds = decode_seconds(model, rows, cards, tp, memory.kv_cache, at_once)
@@ -225,7 +231,8 @@ class Job:
             yield Option(role, own, memory.kept, memory.call, keys, "actor", saves)
 
     @functools.cached_property
-    def _numbers(self) -> dict[str, Model]:
+    def numbers(self) -> dict[str, Model]:
+        """Role -> what its times depend on."""
         return {role: Model.of(held) for role, held in self.models.items()}
 
     @functools.cached_property
