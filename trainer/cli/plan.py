@@ -12,45 +12,69 @@ parallel sizes, recomputation, offloading, tokens of a pass, cards and memory of
   plan.per_node=8          cards of a machine
   plan.mean_prompt=200     tokens of a prompt; by default half of data.max_prompt_length
   plan.mean_response=400   tokens of a response; by default half of data.max_response_length
+  plan.lengths=FILE        responses' lengths in tokens, as a JSON list, instead of a mean
+  plan.rewards=2.5         seconds of a step in which the driver scores
+  plan.environment=8       seconds of a sample in which it waits for its environment
+  plan.from_run=DIR        lengths, rewards and settings of a run, and its calls' own speed
+  plan.calibration=FILE    a device as `--calibrate` has measured it elsewhere
 
   verl-like plan plan.gpus=16 plan.device=H100 actor_rollout_ref.model.path=y
+  verl-like plan --calibrate [FILE]      measures this machine, in some minutes: its GPUs by their
+                                         name, its cores as plan.device=cpu
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from trainer.config import compose
 from trainer.config.devices import devices_of
+from trainer.data.config import DataConfig
 from trainer.launch import nominal_placement
+from trainer.planner.calibrate import calibrate, calibrated
+from trainer.planner.cost import POINTS, spread
 from trainer.planner.devices import NUMBERS, Device, device_of
 from trainer.planner.layouts import STAGES, Job
+from trainer.planner.measured import MeasuredRun, settings_of_run
 from trainer.planner.search import Placement, Pool, Search
 from trainer.ppo.memory import check_memory
-from trainer.ppo.recipe import load_config
+from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError, PlacementError, nearest
+from verl_like.process.machine import usable_cores
 from verl_like.terminal import draw_table, terminal_width
 from workers.memory import GIB
 
 SHOWN = 5
 MOST_CARDS = 4096
-ASKED = ("gpus", "device", "per_node", "mean_prompt", "mean_response", *NUMBERS)
+SECONDS = ("rewards", "environment")
+FILES = ("device", "lengths", "from_run", "calibration")
+LENGTHS = ("mean_prompt", "mean_response")
+ASKED = ("gpus", "per_node", *FILES, *LENGTHS, *SECONDS, *NUMBERS)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan."""
     logging.getLogger("trainer.config.compose").setLevel(logging.ERROR)  # dropped pools
     torch.set_num_threads(1)  # models are tried out at tiny sizes, where more threads cost time
-    print(plan(arguments, terminal_width()))
+    if "--calibrate" in arguments:
+        files = [Path(each) for each in arguments if each != "--calibrate"]
+        print(calibrate(job_of, files[0] if files else None))
+    else:
+        print(plan(arguments, terminal_width()))
 
 
 def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
     """The text for these arguments."""
     job = job_of(arguments)
-    search = Search(job.roles, job.options, job.device.bytes)
+    search = Search(job.roles, job.options, job.device.bytes, job.least)
     found = search.best(sizes_of(job.num_cards, job.per_node), job.num_cards, SHOWN)
     if not found:
         raise _fits_nowhere(job, search)
@@ -84,32 +108,84 @@ def sifted(job: Job, found: Sequence[Placement]) -> tuple[list[Placement], list[
     return best, refused
 
 
-def job_of(arguments: Sequence[str]) -> Job:
-    """What is planned."""
+def job_of(arguments: Sequence[str], device: Device | None = None) -> Job:
+    """What is planned; on `device`, or on the one that the arguments name."""
     asked, keys = _parsed(arguments)
     if not any(key.startswith("data.train_files=") for key in keys):
         keys.append("data.train_files=prompts.parquet")  # which nobody opens here
-    num_cards, per_node = asked["gpus"], asked.get("per_node", 8)
+    device = device or _device(asked)
+    num_cards = asked["gpus"]
+    per_node = asked.get("per_node", usable_cores() if device.type == "cpu" else 8)
     if num_cards > per_node and num_cards % per_node:
         below = num_cards - num_cards % per_node
         raise ConfigError(
             f"plan.gpus={num_cards} are no whole machines of plan.per_node={per_node}: give "
             f"{below} or {below + per_node}."
         )
-    device = device_of(asked["device"], {name: asked[name] for name in NUMBERS if name in asked})
-    config = load_config([*keys, *cluster_keys(device, num_cards, per_node)])
-    lengths = {}
-    for part in ("prompt", "response"):
-        most = getattr(config.data, f"max_{part}_length")
-        lengths[part] = asked.get(f"mean_{part}", most / 2)
-        if lengths[part] > most:
-            raise ConfigError(
-                f"plan.mean_{part}={lengths[part]:g} is above data.max_{part}_length={most}."
-            )
-    means = lengths["prompt"], lengths["response"]
-    job = Job(config, keys, device, num_cards, per_node, *means)
+    run = MeasuredRun.of(asked["from_run"]) if "from_run" in asked else None
+    defaults = settings_of_run(run.folder) if run else []
+    cluster = cluster_keys(device, num_cards, per_node)
+    config = compose.load_config([*keys, *cluster], PPO, defaults)
+    mean_prompt, responses = _lengths(asked, config.data, run)
+    job = Job(
+        config,
+        keys,
+        device,
+        num_cards,
+        per_node,
+        mean_prompt,
+        responses,
+        defaults=defaults,
+        waits=asked.get("environment", 0.0),
+        rewards=asked.get("rewards", run.rewards if run else 0.0),
+    )
     job.check()
-    return job
+    return replace(job, factors=run.factors(job)) if run else job
+
+
+def _device(asked: Mapping[str, Any]) -> Device:
+    own = {name: asked[name] for name in NUMBERS if name in asked}
+    measured = calibrated(asked["device"], asked.get("calibration"))
+    return replace(measured, **own) if measured else device_of(asked["device"], own)
+
+
+def _lengths(
+    asked: Mapping[str, Any], data: DataConfig, run: MeasuredRun | None
+) -> tuple[float, Sequence[float]]:
+    """Mean tokens of a prompt, and those of responses that are equally likely."""
+    found = {"prompt": data.max_prompt_length / 2, "response": data.max_response_length / 2}
+    if run is not None:
+        found = {"prompt": run.prompt, "response": run.response}
+    for part in found:
+        most = getattr(data, f"max_{part}_length")
+        found[part] = asked.get(f"mean_{part}", found[part])
+        if found[part] > most:
+            raise ConfigError(
+                f"plan.mean_{part}={found[part]:g} is above data.max_{part}_length={most}."
+            )
+    if "lengths" not in asked:
+        return found["prompt"], spread(found["response"], data.max_response_length)
+    if "mean_response" in asked:
+        raise ConfigError("plan.lengths and plan.mean_response say the same twice: drop one.")
+    responses = read_lengths(asked["lengths"])
+    if responses[-1] > (most := data.max_response_length):
+        raise ConfigError(
+            f"plan.lengths={asked['lengths']} has a response of {responses[-1]:,.0f} tokens, above "
+            f"data.max_response_length={most:,}."
+        )
+    return found["prompt"], responses
+
+
+def read_lengths(path: str) -> Sequence[float]:
+    """The lengths in a JSON list, by as many equally likely ones as the planner counts with."""
+    try:
+        found = np.array(json.loads(Path(path).read_text(encoding="utf-8")), dtype=float)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"plan.lengths={path} is no JSON list of lengths: {error}.") from error
+    if found.ndim != 1 or not found.size or not (found > 0).all():
+        raise ConfigError(f"plan.lengths={path}: give a list of lengths in tokens, above 0.")
+    middles = (np.arange(POINTS) + 0.5) / POINTS
+    return [*map(float, np.quantile(found, middles[:-1])), float(found.max())]
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -125,7 +201,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if short not in ASKED:
             known = ", ".join(f"plan.{each}" for each in ASKED)
             raise ConfigError(f"{name} is no key.{nearest(short, ASKED)} Known: {known}.")
-        asked[short] = value if short == "device" else _number(name, value)
+        asked[short] = value if short in FILES else _number(name, value)
     for name in ("gpus", "device"):
         if name not in asked:
             raise ConfigError(f"plan.{name} is missing, as in plan.gpus=16 plan.device=H100.")
@@ -147,8 +223,9 @@ def _number(name: str, value: str) -> float:
 def cluster_keys(device: Device, num_cards: int, per_node: int) -> list[str]:
     """Overrides that plan with so many of the cards."""
     on_node = min(num_cards, per_node)
+    what = f"trainer.pretend={on_node}x{device.gib:g}GiB"
     return [
-        f"trainer.pretend={on_node}x{device.gib:g}GiB",
+        "trainer.device=cpu" if device.type == "cpu" else what,
         f"trainer.nnodes={num_cards // on_node}",
         f"trainer.n_gpus_per_node={on_node}",
     ]
@@ -190,7 +267,8 @@ def why_refused(job: Job, placement: Placement) -> str | None:
     """What a run with its keys would be refused for; None if it would begin."""
     cluster = cluster_keys(job.device, job.num_cards, job.per_node)
     try:
-        config = load_config([*job.settings, *cluster, *overrides_of(placement, job)])
+        settings = [*job.settings, *cluster, *overrides_of(placement, job)]
+        config = compose.load_config(settings, PPO, job.defaults)
         nominal_placement(config)
         check_memory(config, devices_of(config.trainer))
     except (ConfigError, PlacementError) as error:
@@ -200,12 +278,27 @@ def why_refused(job: Job, placement: Placement) -> str | None:
 
 def head(job: Job) -> str:
     """What is planned, and what the numbers are worth."""
-    data, rows, rates = job.config.data, job.rows("actor"), job.device.rates
+    data, rows = job.config.data, job.rows("actor")
     return (
         f"{job.num_cards:,} x {job.device.name}, {job.per_node} in a machine: "
         f"{data.train_batch_size:,} prompts a step, {rows.samples // rows.prompts} of each, "
         f"{rows.prompt:g} + {rows.mean_response:g} tokens "
         f"(at most {data.max_prompt_length:,} + {data.max_response_length:,})\n"
+        f"{_worth(job)}"
+    )
+
+
+def _worth(job: Job) -> str:
+    """Where the seconds come from."""
+    rates = job.device.rates
+    if job.factors:
+        factors = ", ".join(
+            f"{role}.{method} {of:.2f}" for (role, method), of in job.factors.items()
+        )
+        return f"Seconds are corrected by the run; its calls took, of what is predicted: {factors}"
+    if job.device.measured:
+        return f"Seconds are predicted from what {job.device.name} did in {job.device.measured}."
+    return (
         f"Seconds are arithmetic, nothing is measured: {rates.flops:g} of the card's operations, "
         f"{rates.memory:g} of its memory's and {rates.link:g} of its links' bytes a second are "
         "assumed to be reached."

@@ -12,6 +12,7 @@ numbers is reached.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,36 +61,42 @@ class Model:
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples of a step by their lengths: a response of rank u in [0, 1] has most * u^(most/mean-1)
-    tokens, so that their mean is `mean_response`.
-    """
+    """Samples of a step by their lengths."""
 
     samples: int
     prompts: int
     prompt: float
-    mean_response: float
-    most_response: int
+    responses: Sequence[float]
+    """Tokens of responses that are equally likely, the longest last."""
     mini_batches: int = 1
     epochs: int = 1
+    waits: float = 0.0
+    """Seconds of a sample in which it is not generated, since its environment works."""
 
     @cached_property
-    def responses(self) -> list[float]:
-        """Lengths of `POINTS` equally likely ones, the longest last."""
-        power = self.most_response / self.mean_response - 1
-        return [self.most_response * ((i + 0.5) / POINTS) ** power for i in range(POINTS)]
+    def mean_response(self) -> float:
+        """Tokens."""
+        return sum(self.responses) / len(self.responses)
 
     @cached_property
     def tokens(self) -> float:
         """Of a sample."""
-        return self.prompt + sum(self.responses) / POINTS
+        return self.prompt + self.mean_response
 
     @cached_property
     def pairs(self) -> float:
         """Pairs of tokens of a sample of which one looks at the other."""
-        return sum((self.prompt + each) ** 2 for each in self.responses) / POINTS / 2
+        return sum((self.prompt + each) ** 2 for each in self.responses) / len(self.responses) / 2
+
+
+def spread(mean: float, most: float) -> tuple[float, ...]:
+    """Lengths of this mean: one of rank u in [0, 1] has most * u^(most/mean - 1) tokens."""
+    power = most / mean - 1
+    return tuple(most * ((i + 0.5) / POINTS) ** power for i in range(POINTS))
 
 
 POINTS = 32
+"""Lengths that stand for all."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def pass_seconds(
         model.active * rows.tokens + 2 * model.num_layers * model.attention_width * rows.pairs
     )
     operations = times * rows.samples * forward * (1 + trains * (2 + recomputes))
-    compute = operations / (cards.num * cards.device.flops_reached)
+    compute = operations / (cards.num * cards.device.flops_reached(trains))
 
     steps = rows.mini_batches * times if trains else 1
     on_rank = times * rows.samples * rows.tokens / dims.data_size / dims.sp
@@ -180,27 +187,31 @@ def decode_seconds(
     samples = -(-rows.samples // engines)
     per_token = BYTES * model.key_value_numbers / tp
     slots = int(min(samples, most_at_once, cache_bytes / (per_token * rows.tokens)))
-    if slots < 1 or cache_bytes < per_token * (rows.prompt + rows.most_response):
+    if slots < 1 or cache_bytes < per_token * (rows.prompt + rows.responses[-1]):
         return None
 
     def step(live: float) -> float:
-        context = rows.prompt + sum(rows.responses) / POINTS / 2
+        context = rows.prompt + rows.mean_response / 2
         read = BYTES * model.active / tp + live * context * per_token
         operations = 2 * model.active * live / tp
         reduce = 2 * model.num_layers * device.rates.all_reduce if tp > 1 else 0.0
         moved = read / (device.memory_reached)
-        computed = operations / (device.flops_reached)
+        computed = operations / (device.flops_reached(trains=False))
         started = model.num_layers * device.rates.decode_layer + live * device.rates.decode_row
         return max(moved, computed) + started + reduce
 
-    mean = sum(rows.responses) / POINTS
-    seconds = (samples - slots) * mean / slots * step(slots)
+    seconds = (samples - slots) * rows.mean_response / slots * step(slots)
+    seconds += samples / slots * rows.waits
     begun = 0.0
     for number, length in enumerate(rows.responses):  # the last rows end one after the other
-        seconds += (length - begun) * step(slots * (1 - number / POINTS))
+        seconds += (length - begun) * step(slots * (1 - number / len(rows.responses)))
         begun = length
     prompts = 2 * model.active * rows.prompts * rows.prompt
-    return seconds + prompts / (cards.num * device.flops_reached) + cards.device.rates.call
+    return (
+        seconds
+        + prompts / (cards.num * device.flops_reached(trains=False))
+        + cards.device.rates.call
+    )
 
 
 def sync_seconds(model: Model, cards: Cards, is_shared: bool) -> float:

@@ -18,7 +18,9 @@ class Rates:
     """
 
     flops: float = 0.5
-    """Of operations, in passes: prime-rl's updates of Qwen3-4B on eight H100s."""
+    """Of operations, in updates: prime-rl's of Qwen3-4B on eight H100s."""
+    read_flops: float = 0.5
+    """Of operations, in passes that only read, and in decoding."""
     memory: float = 0.7
     """Of bytes from memory, while decoding."""
     link: float = 0.7
@@ -58,11 +60,12 @@ class Device:
     """What of it is reached."""
     type: str = "cuda"
     """As torch names it."""
+    measured: str = ""
+    """What the rates come from, if they are no assumptions."""
 
-    @property
-    def flops_reached(self) -> float:
-        """Operations a second in passes."""
-        return self.flops * self.rates.flops
+    def flops_reached(self, trains: bool) -> float:
+        """Operations a second, in updates or in passes that only read."""
+        return self.flops * (self.rates.flops if trains else self.rates.read_flops)
 
     @property
     def memory_reached(self) -> float:

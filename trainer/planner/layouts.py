@@ -6,8 +6,8 @@ A key that the user has set has that value alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -50,7 +50,21 @@ class Job:
     num_cards: int
     per_node: int
     mean_prompt: float
-    mean_response: float
+    responses: Sequence[float]
+    """Lengths that are equally likely, the longest last."""
+    defaults: Sequence[str] = ()
+    """Settings below the user's: those of a run."""
+    factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(role, method) -> how many times the predicted seconds its calls have taken."""
+    waits: float = 0.0
+    """Seconds of a sample's environment."""
+    rewards: float = 0.0
+    """Seconds in which the driver scores."""
+
+    @property
+    def least(self) -> tuple[float, ...]:
+        """Seconds of every stage that the driver takes beside the roles."""
+        return tuple(self.rewards * (stage == "score") for stage in STAGES)
 
     @functools.cached_property
     def keys(self) -> set[str]:
@@ -90,8 +104,8 @@ class Job:
             samples=prompts * config.actor_rollout_ref.rollout.n,
             prompts=prompts,
             prompt=self.mean_prompt,
-            mean_response=self.mean_response,
-            most_response=config.data.max_response_length,
+            responses=self.responses,
+            waits=self.waits,
             mini_batches=-(-prompts // mini),
             epochs=epochs,
         )
@@ -175,7 +189,7 @@ class Job:
             seconds = dict.fromkeys(STAGES, 0.0)
             for stage, method in self.calls.get(role, []):
                 how = {"trains": method.startswith("update_"), "recomputes": again}
-                seconds[stage] += pass_seconds(
+                seconds[stage] += self.factors.get((role, method), 1.0) * pass_seconds(
                     self.numbers[role], rows, dims, num_tokens, cards, **how, offloads=moved
                 )
             changed = {
@@ -222,6 +236,7 @@ class Job:
             seconds = decode_seconds(model, rows, cards, tp, memory.kv_cache, at_once)
             if seconds is None:
                 continue
+            seconds *= self.factors.get((role, "generate_sequences"), 1.0)
             changed = {
                 f"{key}.tensor_model_parallel_size": (tp, tp_now),
                 f"{key}.gpu_memory_utilization": (share, share_now),

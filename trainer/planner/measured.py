@@ -20,11 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.config import compose
+from trainer.config.flat import flat_config
+from trainer.config.settings import overrides_of
 from trainer.planner.cost import Cards, decode_seconds, pass_seconds
 from trainer.planner.devices import Device
 from trainer.planner.layouts import Job
+from trainer.ppo.recipe import PPO
 from trainer.report.calls import Call
 from trainer.report.read import RunData, read_run
+from trainer.run_folder.folder import saved_config
 from verl_like.errors import ConfigError
 from workers.config.passes import tokens_per_pass
 from workers.memory import rollout_memory
@@ -80,6 +85,22 @@ class MeasuredRun:
         """How many times the predicted seconds each call took."""
         found = own_seconds(job, job.device, self.cards)
         return {call: self.seconds[call] / found[call] for call in found if call in self.seconds}
+
+
+def settings_of_run(folder: Path) -> list[str]:
+    """The keys by which the run's configuration differs from the recipe's, where it ran aside."""
+    with_model = ["data.train_files=x", f"actor_rollout_ref.model.path={folder / 'no model'}"]
+    usual = flat_config(compose.load_config(with_model, PPO))
+    found = {
+        key: value
+        for key, value in saved_config(folder).items()
+        if key in usual and value != usual[key] and not key.startswith(PLACING)
+    }
+    return overrides_of(found)
+
+
+PLACING = ("trainer.", "ray.", "placement", "resource_pool_spec", "role_mapping", "role_workers")
+"""How the keys begin that say where a run is, and not what it computes."""
 
 
 def _seconds_of(calls: Sequence[Call]) -> dict[RoleCall, float]:
@@ -145,16 +166,18 @@ def _decoding(job: Job, role: str, cards: Cards) -> float:
 
 # --------------------------------------------------------------------------- rates of a device
 
-OF_PASSES = ("flops", "link", "layer", "collective", "call")
+OF_PASSES = ("flops", "read_flops", "link", "layer", "collective", "call")
 OF_DECODING = ("decode_layer", "decode_row")
-"""What is unknown of a device: seconds of an operation and of a byte, and its `Rates`."""
+"""The `Rates` that are unknown of a device."""
+SHARES = ("flops", "read_flops", "link")
+"""Those of them that something is divided by."""
 
 
 def fitted(device: Device, runs: Sequence[tuple[Job, MeasuredRun]]) -> Device:
     """The device with the numbers by which all calls of these runs are predicted best.
 
     A call's seconds are a sum of unknowns times what the cost model counts. The column of an
-    unknown is what the model says where it alone takes time. What no run shows stays as it was.
+    unknown is what the model says where it alone costs something. What no run shows stays as it was.
     """
     passes, decoding = _calls_of(runs, of_generation=False), _calls_of(runs, of_generation=True)
     device = _solved(device, OF_PASSES, runs, passes)
@@ -192,17 +215,15 @@ def _solved(
     return _with(device, **{unknowns[n]: value for n, value in zip(shown, found, strict=True)})
 
 
-def _with(device: Device, **costs: Any) -> Device:
-    """The device with these costs of an operation, of a byte over links, and of its rates."""
-    numbers: dict[str, Any] = {
-        name: 1 / max(costs.pop(name), SMALLEST) for name in ("flops", "link") if name in costs
+def _with(device: Device, **costs: float) -> Device:
+    """The device with these rates; of a share its inverse is given, for what it costs."""
+    changed: dict[str, Any] = {
+        name: 1 / max(cost, NOTHING) if name in SHARES else cost for name, cost in costs.items()
     }
-    reached: dict[str, Any] = dict.fromkeys(numbers, 1.0)
-    return replace(device, **numbers, rates=replace(device.rates, **reached, **costs))
+    return replace(device, rates=replace(device.rates, **changed))
 
 
-SMALLEST = 1e-30
-"""Seconds that stand for none."""
+NOTHING = 1e-30
 
 
 def _least_squares(matrix: NDArray[np.float64], goal: NDArray[np.float64]) -> list[float]:

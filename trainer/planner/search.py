@@ -72,11 +72,15 @@ class Placement:
     """Pools that run side by side."""
 
     pools: tuple[Pool, ...]
+    least: Seconds = ()
+    """Of every stage, what the driver takes beside the pools."""
 
     @property
     def seconds(self) -> Seconds:
         """Of every stage."""
-        return tuple(map(max, zip(*(pool.seconds for pool in self.pools), strict=True)))
+        beside = [self.least] if self.least else []
+        pools = (pool.seconds for pool in self.pools)
+        return tuple(map(max, zip(*pools, *beside, strict=True)))
 
     @property
     def step(self) -> float:
@@ -99,6 +103,8 @@ class Search:
     roles: Sequence[str]
     options: Options
     device_bytes: float
+    least: Seconds = ()
+    """Of every stage, what the driver takes beside the pools."""
     _pools: dict[tuple[tuple[str, ...], int], list[Pool]] = field(default_factory=dict)
     _found: dict[tuple[tuple[str, ...], int], list[tuple[Option, ...]]] = field(
         default_factory=dict
@@ -150,10 +156,10 @@ class Search:
             return own[count - 1].step if len(own) >= count else float("inf")
 
         def extend(taken: tuple[Pool, ...], left: int) -> None:
-            if taken and Placement(taken).step >= limit():
+            if taken and Placement(taken, self.least).step >= limit():
                 return
             if len(taken) == len(parts):
-                own.append(Placement(taken))
+                own.append(Placement(taken, self.least))
                 own.sort(key=lambda placement: placement.step)
                 _keep_fastest(own, count)
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.planner.cost import Cards, Model, Rows, decode_seconds, pass_seconds
+from trainer.planner.cost import Cards, Model, Rows, decode_seconds, pass_seconds, spread
 from trainer.planner.devices import DEVICES, device_of
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
@@ -12,7 +12,7 @@ from workers.parallel.dims import ParallelDims
 H100 = DEVICES["H100"]
 RATES = H100.rates
 MODEL = Model(8e9, 7.5e9, 32, 4096, 4096, 2 * 32 * 1024)
-ROWS = Rows(1024, 1024, 500, 500, 500)
+ROWS = Rows(1024, 1024, 500, [500] * 2)
 
 
 def on(num_cards: int) -> Cards:
@@ -38,7 +38,7 @@ def test_recomputation_costs_a_third_more_and_a_forward_pass_is_a_third() -> Non
 
 def test_many_small_mini_batches_wait_for_the_weights_of_other_machines() -> None:
     """And less so where weights are shared out in a machine alone."""
-    rows = Rows(1024, 1024, 500, 500, 500, mini_batches=64)
+    rows = Rows(1024, 1024, 500, [500], mini_batches=64)
     over_all = pass_seconds(MODEL, rows, ParallelDims(shard=64), 16384, on(64), trains=True)
     dims = ParallelDims(replicate=8, shard=8)
     in_machines = pass_seconds(MODEL, rows, dims, 16384, on(64), trains=True)
@@ -50,7 +50,7 @@ def test_many_small_mini_batches_wait_for_the_weights_of_other_machines() -> Non
 
 
 def test_decoding_reads_all_weights_at_every_step() -> None:
-    rows = Rows(1, 1, 100, 400, 400)
+    rows = Rows(1, 1, 100, [400])
     seconds = decode_seconds(MODEL, rows, on(1), 1, cache_bytes=20e9, most_at_once=256)
     assert seconds is not None
     least = 400 * 2 * 7.5e9 / (3350e9 * RATES.memory)
@@ -70,9 +70,9 @@ def test_fewer_rows_at_once_take_longer() -> None:
 
 @pytest.mark.parametrize("mean", [100, 256, 400, 512])
 def test_lengths_have_the_mean_that_is_asked(mean: float) -> None:
-    rows = Rows(64, 64, 128, mean, 512)
-    assert sum(rows.responses) / len(rows.responses) == pytest.approx(mean, rel=0.01)
-    assert max(rows.responses) <= 512
+    rows = Rows(64, 64, 128, spread(mean, 512))
+    assert rows.mean_response == pytest.approx(mean, rel=0.01)
+    assert rows.responses[-1] <= 512
 
 
 def test_a_card_of_ones_own_needs_all_its_numbers() -> None:
