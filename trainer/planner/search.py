@@ -9,10 +9,12 @@ long as its slowest pool, and a step the sum of its stages.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,28 +107,78 @@ class Search:
     device_bytes: float
     least: Seconds = ()
     """Of every stage, what the driver takes beside the pools."""
+    _least: dict[tuple[tuple[str, ...], int], Seconds | None] = field(default_factory=dict)
     _pools: dict[tuple[tuple[str, ...], int], list[Pool]] = field(default_factory=dict)
     _found: dict[tuple[tuple[str, ...], int], list[tuple[Option, ...]]] = field(
         default_factory=dict
     )
 
     def best(self, sizes: Sequence[int], num_cards: int, count: int = 5) -> list[Placement]:
-        """Of every way to share the cards the `count` fastest sizes of pools; fastest first."""
-        found: dict[tuple[tuple[tuple[str, ...], int], ...], Placement] = {}
+        """The `count` fastest ways to share the cards, and the fastest of every other partition of
+        the roles; fastest first."""
+        fastest: list[Placement] = []
+        of_parts: list[Placement] = []
+        fewest: Fewest = {}
         for parts in partitions(self.roles):
-            self._fill(parts, sizes, num_cards, count, found)
+            partition = _Partition(self, parts, sizes, fewest, fastest, count)
+            partition.extend((), self.least, num_cards)
+            if partition.best is not None:
+                of_parts.append(partition.best)
+        found = {_shape(placement): placement for placement in [*of_parts, *fastest]}
         return sorted(found.values(), key=lambda placement: placement.step)
 
     def pools(self, roles: tuple[str, ...], cards: int) -> list[Pool]:
         """Ways to lay out these roles on one pool that fit and that no other beats everywhere."""
         key = roles, cards
         if key not in self._pools:
-            pools = [Pool(cards, way) for way in self._ways(roles, cards)]
+            quick = self._quick_ways(roles, cards)
+            ways = self._ways(roles, cards) if quick is None else quick
+            pools = [Pool(cards, way) for way in ways]
             if pools:
                 best = _undominated(np.array([pool.seconds for pool in pools]))
                 pools = [pools[number] for number in best]
             self._pools[key] = pools
         return self._pools[key]
+
+    def least_seconds(self, roles: tuple[str, ...], cards: int) -> Seconds | None:
+        """Of each stage, if every role had the fastest layout for it, whether they fit together or
+        not; None where one of them fits nowhere."""
+        key = roles, cards
+        if key not in self._least:
+            of_roles = [self._alone(role, cards) for role in roles]
+            at_least = [np.min(seconds, axis=0) for seconds in of_roles if len(seconds)]
+            has_all = len(at_least) == len(roles)
+            self._least[key] = tuple(map(float, sum(at_least))) if has_all else None
+        return self._least[key]
+
+    def _alone(self, role: str, cards: int) -> NDArray[np.float64]:
+        """Seconds of every stage of its layouts, less what they may save beside others."""
+        options = [way[0] for way in self._ways((role,), cards)]
+        return np.array(
+            [
+                np.subtract(each.seconds, each.saves or (0.0,) * len(each.seconds))
+                for each in options
+            ]
+        )
+
+    def _quick_ways(self, roles: tuple[str, ...], cards: int) -> list[tuple[Option, ...]] | None:
+        """Those of each role's fastest options, where even the largest of them fit together; else
+        None: slower options that take less memory count, too."""
+        fastest = []
+        for role in roles:
+            options = [way[0] for way in self._ways((role,), cards)]
+            if not options:
+                return []
+            nothing = (0.0,) * len(options[0].seconds)
+            measures = [
+                (*option.seconds, *(-saved for saved in option.saves or nothing))
+                for option in options
+            ]
+            best = _undominated(np.array(measures))
+            fastest.append([options[number] for number in best])
+        kept = sum(max(option.kept for option in options) for options in fastest)
+        call = max(option.call for options in fastest for option in options)
+        return list(product(*fastest)) if kept + call <= self.device_bytes else None
 
     def _ways(self, roles: tuple[str, ...], cards: int) -> list[tuple[Option, ...]]:
         """Those that fit and may be best, also once more roles share the cards."""
@@ -141,36 +193,77 @@ class Search:
             self._found[key] = found.best(self.device_bytes)
         return self._found[key]
 
-    def _fill(
-        self,
-        parts: tuple[tuple[str, ...], ...],
-        sizes: Sequence[int],
-        num_cards: int,
-        count: int,
-        found: dict[tuple[tuple[tuple[str, ...], int], ...], Placement],
-    ) -> None:
-        """Add the fastest placements of roles shared in this way."""
-        own: list[Placement] = []
 
-        def limit() -> float:
-            return own[count - 1].step if len(own) >= count else float("inf")
+Fewest = dict[tuple[tuple[str, ...], int], Seconds | None]
+"""Roles of a pool and how many of the sizes it may have -> seconds of each stage at least; None
+where they have no room."""
 
-        def extend(taken: tuple[Pool, ...], left: int) -> None:
-            if taken and Placement(taken, self.least).step >= limit():
+
+@dataclass
+class _Partition:
+    """The search over sizes of the pools of one partition of the roles: branch and bound."""
+
+    search: Search
+    parts: tuple[tuple[str, ...], ...]
+    sizes: Sequence[int]
+    fewest: Fewest
+    overall: list[Placement]
+    """The fastest of all partitions so far, of which `count` are wanted."""
+    count: int
+    best: Placement | None = None
+    """Of this partition."""
+
+    def extend(self, taken: tuple[Pool, ...], seconds: Seconds, left: int) -> None:
+        """Try all pools for the parts behind those taken, which take these seconds together."""
+        if len(taken) == len(self.parts):
+            self._add(Placement(taken, self.search.least))
+            return
+        roles, first = self.parts[len(taken)], len(taken) + 1
+        most = left - (len(self.parts) - first) * self.sizes[0]
+        bounds = []
+        for cards in self.sizes[: bisect_right(self.sizes, most)]:
+            num_sizes = bisect_right(self.sizes, left - cards)
+            least = self.search.least_seconds(roles, cards)
+            if least is not None:
+                now = tuple(map(max, seconds, least)) if seconds else least
+                bounds.append((self._at_least(now, first, num_sizes), cards, num_sizes))
+        for bound, cards, num_sizes in sorted(bounds):
+            if bound >= self._limit():
                 return
-            if len(taken) == len(parts):
-                own.append(Placement(taken, self.least))
-                own.sort(key=lambda placement: placement.step)
-                _keep_fastest(own, count)
-                return
-            waiting = len(parts) - len(taken) - 1
-            for cards in reversed(sizes):
-                if cards <= left - waiting * sizes[0]:
-                    for pool in self.pools(parts[len(taken)], cards):
-                        extend((*taken, pool), left - cards)
+            for pool in self.search.pools(roles, cards):
+                now = tuple(map(max, seconds, pool.seconds)) if seconds else pool.seconds
+                if self._at_least(now, first, num_sizes) < self._limit():
+                    self.extend((*taken, pool), now, left - cards)
 
-        extend((), num_cards)
-        found |= {_shape(placement): placement for placement in own}
+    def _at_least(self, now: Seconds, first: int, num_sizes: int) -> float:
+        """Seconds of a step with the parts from `first` on, each on the best of the first so many
+        sizes."""
+        for roles in self.parts[first:]:
+            fewest = self._fewest_seconds(roles, num_sizes)
+            if fewest is None:
+                return inf
+            now = tuple(map(max, now, fewest))
+        return sum(now)
+
+    def _fewest_seconds(self, roles: tuple[str, ...], num_sizes: int) -> Seconds | None:
+        key = roles, num_sizes
+        if key not in self.fewest:
+            of_sizes = (self.search.least_seconds(roles, size) for size in self.sizes[:num_sizes])
+            found = [least for least in of_sizes if least is not None]
+            self.fewest[key] = tuple(map(min, zip(*found, strict=True))) if found else None
+        return self.fewest[key]
+
+    def _limit(self) -> float:
+        """Seconds of a step from which on a placement is of no use."""
+        own = self.best.step if self.best else inf
+        overall = self.overall[-1].step if len(self.overall) == self.count else inf
+        return max(own, overall)
+
+    def _add(self, placement: Placement) -> None:
+        if self.best is None or placement.step < self.best.step:
+            self.best = placement
+        self.overall.append(placement)
+        _keep_fastest(self.overall, self.count)
 
 
 def _shape(placement: Placement) -> tuple[tuple[tuple[str, ...], int], ...]:
@@ -178,9 +271,9 @@ def _shape(placement: Placement) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def _keep_fastest(own: list[Placement], count: int) -> None:
-    """Of a sorted list, the first of every shape, and `count` of them."""
+    """The fastest of every shape, and `count` of them, in order."""
     by_shape: dict[tuple[tuple[tuple[str, ...], int], ...], Placement] = {}
-    for placement in own:
+    for placement in sorted(own, key=lambda placement: placement.step):
         by_shape.setdefault(_shape(placement), placement)
     own[:] = list(by_shape.values())[:count]
 
