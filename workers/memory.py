@@ -22,7 +22,13 @@ from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.hf_config import shared_hf_config
-from workers.models.memory_shapes import ModelShapes, StageOf, meta_model, model_shapes
+from workers.models.memory_shapes import (
+    ModelShapes,
+    StageOf,
+    described_by,
+    meta_model,
+    model_shapes,
+)
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.sharding import Sharding, axes_key, dims_of, settle
 from workers.training.file_copies import LEAST_BYTES
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
     from workers.config import ActorRolloutRefConfig
 
 GIB = 2**30
+_meta_modules: dict[str, Any] = {}
+"""Model, head and whether it trains -> its module without memory."""
 EngineT = TypeVar("EngineT")
 
 
@@ -80,10 +88,18 @@ class HeldModel:
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
             from workers.training.axes import check_axes  # with the engine: a second
 
-            module = meta_model(self.model, self.head)
-            if not self.trains:
-                module.requires_grad_(False)
-            check_axes(module, self.model, dims, self.axes_key, self.sharding.pp_schedule)
+            schedule = self.sharding.pp_schedule
+            check_axes(self.meta_module, self.model, dims, self.axes_key, schedule)
+
+    @property
+    def meta_module(self) -> Any:
+        """The module without memory, one for all that ask; not to be changed."""
+        model = self.model
+        key = repr((model, self.head, self.trains, described_by(model)))
+        if key not in _meta_modules:
+            module = meta_model(model, self.head)
+            _meta_modules[key] = module if self.trains else module.requires_grad_(False)
+        return _meta_modules[key]
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """A training engine of it."""

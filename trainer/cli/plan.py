@@ -370,7 +370,7 @@ def _curve(job: Job, search: Search) -> str:
     lines = []
     doubling = {2**power for power in range(num_cards.bit_length())} | {num_cards}
     for number in sorted(doubling & set(sizes_of(num_cards, per_node))):
-        found = search.best(sizes_of(number, per_node), number, 1)
+        found = search.best(sizes_of(number, per_node), number, 1, of_each=False)
         if found:
             best = found[0]
             lines.append(f"  {number:>5,} cards  {best.step:>8.1f} s  {in_words(best)}")
@@ -386,7 +386,7 @@ def _fits_nowhere(job: Job, search: Search) -> ConfigError:
     enough = None
     number = 2 * num_cards
     while enough is None and number <= MOST_CARDS:
-        if search.best(sizes_of(number, job.per_node), number, 1):
+        if search.best(sizes_of(number, job.per_node), number, 1, of_each=False):
             enough = number
         number *= 2
     way_out = (

@@ -22,7 +22,6 @@ from verl_like.placement.roles import expand_roles
 from workers.config.model import FrozenFSDPConfig, FSDPConfig, ParallelConfig
 from workers.config.passes import tokens_per_pass
 from workers.memory import HeldModel, LargestPass, hf_config_of, memory_of, rollout_memory
-from workers.models.memory_shapes import meta_model
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 from workers.training.axes import check_axes
@@ -118,7 +117,7 @@ class Job:
 
     def _check_axes(self, role: str, dims: ParallelDims) -> None:
         held = self.models[role]
-        check_axes(self._modules[role], held.model, dims, held.axes_key)
+        check_axes(held.meta_module, held.model, dims, held.axes_key)
 
     def options(self, role: str, num_cards: int) -> list[Option]:
         """All layouts of the role on so many cards that fit on them when it has them alone."""
@@ -249,15 +248,6 @@ class Job:
     def numbers(self) -> dict[str, Model]:
         """Role -> what its times depend on."""
         return {role: Model.of(held) for role, held in self.models.items()}
-
-    @functools.cached_property
-    def _modules(self) -> dict[str, Any]:
-        """Role -> its module without memory."""
-        made: dict[str, Any] = {}
-        for held in self.models.values():
-            key = repr((held.model, held.head))
-            made.setdefault(key, meta_model(held.model, held.head))
-        return {role: made[repr((held.model, held.head))] for role, held in self.models.items()}
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def _can(self, role: str, tp: int, sp: int) -> bool:

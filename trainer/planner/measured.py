@@ -177,7 +177,8 @@ def fitted(device: Device, runs: Sequence[tuple[Job, MeasuredRun]]) -> Device:
     """The device with the numbers by which all calls of these runs are predicted best.
 
     A call's seconds are a sum of unknowns times what the cost model counts. The column of an
-    unknown is what the model says where it alone costs something. What no run shows stays as it was.
+    unknown is what the model says where it alone costs something. What no run shows
+    stays as it was.
     """
     passes, decoding = _calls_of(runs, of_generation=False), _calls_of(runs, of_generation=True)
     device = _solved(device, OF_PASSES, runs, passes)

@@ -113,16 +113,20 @@ class Search:
         default_factory=dict
     )
 
-    def best(self, sizes: Sequence[int], num_cards: int, count: int = 5) -> list[Placement]:
-        """The `count` fastest ways to share the cards, and the fastest of every other partition of
-        the roles; fastest first."""
+    def best(
+        self, sizes: Sequence[int], num_cards: int, count: int = 5, of_each: bool = True
+    ) -> list[Placement]:
+        """The `count` fastest ways to share the cards, fastest first.
+
+        `of_each` adds the fastest of every partition of the roles that is not among them.
+        """
         fastest: list[Placement] = []
         of_parts: list[Placement] = []
         fewest: Fewest = {}
         for parts in partitions(self.roles):
-            partition = _Partition(self, parts, sizes, fewest, fastest, count)
+            partition = _Partition(self, parts, sizes, fewest, fastest, count, of_each)
             partition.extend((), self.least, num_cards)
-            if partition.best is not None:
+            if of_each and partition.best is not None:
                 of_parts.append(partition.best)
         found = {_shape(placement): placement for placement in [*of_parts, *fastest]}
         return sorted(found.values(), key=lambda placement: placement.step)
@@ -210,6 +214,8 @@ class _Partition:
     overall: list[Placement]
     """The fastest of all partitions so far, of which `count` are wanted."""
     count: int
+    is_wanted: bool
+    """Whether the fastest of this partition is, however slow."""
     best: Placement | None = None
     """Of this partition."""
 
@@ -255,9 +261,10 @@ class _Partition:
 
     def _limit(self) -> float:
         """Seconds of a step from which on a placement is of no use."""
-        own = self.best.step if self.best else inf
         overall = self.overall[-1].step if len(self.overall) == self.count else inf
-        return max(own, overall)
+        if not self.is_wanted:
+            return overall
+        return max(self.best.step if self.best else inf, overall)
 
     def _add(self, placement: Placement) -> None:
         if self.best is None or placement.step < self.best.step:

@@ -116,6 +116,12 @@ class StageOf:
     ep: int = 1
 
 
+def described_by(config: ModelConfig) -> str:
+    """The text of the model's config.json, or none."""
+    file = model_folder(config.path, weights=False) / "config.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
 def model_shapes(
     config: ModelConfig,
     head: Head,
@@ -127,10 +133,8 @@ def model_shapes(
 
     Or of a rank's part of it, of `tp` that matrices are cut over, or of its layers.
     """
-    described = model_folder(config.path, weights=False) / "config.json"
-    text = described.read_text(encoding="utf-8") if described.is_file() else ""
     config = replace(config, enable_gradient_checkpointing=False)  # which shapes do not depend on
-    known = (repr(config), text, head, compute, tp, stage)
+    known = (repr(config), described_by(config), head, compute, tp, stage)
     if known not in _known:
         if stage is None:
             _known[known] = _counted(config, meta_model(config, head), head, compute, tp)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -535,6 +535,13 @@ def _refuse_unused(module: Any, rules: Sequence[str], found: Mapping[str, Layer]
             raise NotCut(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
 
 
+def _and_above(path: str) -> Iterator[str]:
+    """A module's path and those of the modules around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
 def _matching(rule: str, paths: Sequence[str]) -> list[str]:
     pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
     return [path for path in paths if pattern.fullmatch(path)]
@@ -548,7 +555,7 @@ def _beside(module: Any, parent: str, found: Mapping[str, Layer]) -> dict[str, L
     others = {}
     for name, _ in module.get_submodule(parent).named_parameters():
         child, path = name.partition(".")[0], f"{parent}.{name}".rpartition(".")[0]
-        if any(f"{path}.".startswith(f"{cut}.") for cut in found if cut != parent):
+        if any(above in found and above != parent for above in _and_above(path)):
             continue
         if path == parent and parent in found and child in found[parent].placements:
             continue
