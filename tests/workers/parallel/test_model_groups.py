@@ -9,9 +9,9 @@ import pytest
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.training.test_sequence_ranks import distance
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ParallelConfig
-from workers.models.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of, settle
 from workers.roles.actor import ActorWorker
@@ -36,8 +36,7 @@ def test_ranks_with_the_same_rows_give_the_numbers_of_one(
     [(expected, weights)] = run_kept(1, update_on, one_layer_dir, 1)
     for metrics, own in run_kept(world, update_on, one_layer_dir, tp):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        for name, weight in weights.items():
-            assert relative_error(own[name], weight) < 1e-6, name
+        assert distance(own, weights) < 1e-6
 
 
 def test_the_axes_fill_the_pool() -> None:
