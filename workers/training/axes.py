@@ -26,7 +26,7 @@ def check_axes(
         attention = body_of(module).config.get_text_config()._attn_implementation
     if dims.sp > 1:
         why_not = "" if config.use_remove_padding else NOT_ASKED
-        refuse_split(module.config, attention_of(attention), dims.sp, why_not)
+        refuse_split(module.config, attention_of(attention), dims.sp, why_not, section)
     if dims.pp > 1:
         check_stages(module, attention, dims.pp, pp_schedule, dims.ep, section)
     if dims.tp > 1:

@@ -155,8 +155,17 @@ def prove_rows(
     return RowPasses(kind, factor_border(config), is_square, ranks)
 
 
-def refuse_split(config: Any, attention: str, num_ranks: int, why_not_packed: str = "") -> None:
-    """A ConfigError if ranks cannot share the tokens of this model's packed rows."""
+def refuse_split(
+    config: Any,
+    attention: str,
+    num_ranks: int,
+    why_not_packed: str = "",
+    section: str = "parallel",
+) -> None:
+    """A ConfigError if ranks cannot share the tokens of this model's packed rows.
+
+    `section` is the key of its `parallel`.
+    """
     text = config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", num_ranks)  # none in a state space model
     if num_ranks <= num_heads and num_heads % num_ranks:
@@ -164,7 +173,7 @@ def refuse_split(config: Any, attention: str, num_ranks: int, why_not_packed: st
         below = max(size for size in valid if size < num_ranks)
         above = min(size for size in valid if size > num_ranks)
         raise ConfigError(
-            f"parallel.sp={num_ranks} does not divide the {num_heads} attention heads of model "
+            f"{section}.sp={num_ranks} does not divide the {num_heads} attention heads of model "
             f"type {config.model_type}; nearest that do: {below} or {above}."
         )
     reason = why_not_packed or _PROOFS["packed"].what_is_wrong(text, attention)
@@ -174,8 +183,8 @@ def refuse_split(config: Any, attention: str, num_ranks: int, why_not_packed: st
         reason = _SPLIT.what_is_wrong(text, attention)
     if reason:
         raise ConfigError(
-            f"parallel.sp={num_ranks}: model type {config.model_type} cannot have a "
-            f"row on several ranks: {reason}. Set parallel.sp=1; parallel.shard divides weights."
+            f"{section}.sp={num_ranks}: model type {config.model_type} cannot have a row on "
+            f"several ranks: {reason}. Set {section}.sp=1; {section}.shard divides weights."
         )
 
 
