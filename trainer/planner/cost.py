@@ -107,9 +107,14 @@ class Cards:
     num: int
     per_node: int
 
-    def rate(self, num_ranks: int) -> float:
-        """Bytes a second between neighbouring ranks, of as many as a group has."""
-        own = self.device.link if num_ranks <= self.per_node else self.device.network
+    def rate(self, num_ranks: int, apart: int = 1) -> float:
+        """Bytes a second into each of so many ranks, `apart` in number, of a collective.
+
+        Between machines it goes over the ports of all cards that take part, as NCCL's rings do.
+        """
+        own = self.device.link
+        if num_ranks * apart > self.per_node:
+            own = min(own, max(1, self.per_node // apart) * self.device.network)
         return own * self.device.rates.link
 
 
@@ -144,12 +149,13 @@ def pass_seconds(
     shards = dims.shard * dims.sp
     gathered = num_passes * directions * own * (1 - 1 / shards)
     summed = trains * steps * 2 * own * (1 - 1 / shards)
-    exchange = (gathered + summed) / cards.rate(shards * dims.tp * dims.pp)
+    exchange = (gathered + summed) / cards.rate(shards, dims.tp)
     if shards > 1:
         collectives = (num_passes * directions + trains * steps) * model.num_layers / dims.pp
         exchange += collectives * cards.device.rates.collective
     if dims.replicate > 1:
-        exchange += trains * steps * 2 * 2 * own / shards / cards.rate(cards.num)
+        rate = cards.rate(dims.replicate, shards * dims.tp)
+        exchange = max(exchange, trains * steps * 2 * 2 * own / shards / rate)  # over other links
 
     states = BYTES * on_rank * model.num_layers / dims.pp
     visible = 0.0
@@ -159,12 +165,7 @@ def pass_seconds(
         )
     if dims.sp > 1:
         visible += (
-            4
-            * states
-            * model.attention_width
-            * directions
-            / dims.sp
-            / cards.rate(dims.sp * dims.tp)
+            4 * states * model.attention_width * directions / dims.sp / cards.rate(dims.sp, dims.tp)
         )
     if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
         on_device = model.weights / (shards * dims.tp * dims.pp)
@@ -216,5 +217,5 @@ def decode_seconds(
 
 def sync_seconds(model: Model, cards: Cards, is_shared: bool) -> float:
     """New weights for the engines, of the cards of their pool or of another one."""
-    rate = cards.rate(cards.num if is_shared else cards.per_node + 1)
+    rate = cards.rate(cards.num) if is_shared else cards.rate(2, cards.per_node)
     return BYTES * model.weights / rate + cards.device.rates.call

@@ -36,17 +36,25 @@ def test_recomputation_costs_a_third_more_and_a_forward_pass_is_a_third() -> Non
     assert again - plain == pytest.approx(forward)
 
 
-def test_many_small_mini_batches_wait_for_the_weights_of_other_machines() -> None:
+def test_many_small_passes_wait_for_the_weights_of_other_machines() -> None:
     """And less so where weights are shared out in a machine alone."""
-    rows = Rows(1024, 1024, 500, [500], mini_batches=64)
-    over_all = pass_seconds(MODEL, rows, ParallelDims(shard=64), 16384, on(64), trains=True)
+    rows = Rows(4096, 4096, 500, [500], mini_batches=16)
+    over_all = pass_seconds(MODEL, rows, ParallelDims(shard=64), 1000, on(64), trains=True)
     dims = ParallelDims(replicate=8, shard=8)
-    in_machines = pass_seconds(MODEL, rows, dims, 16384, on(64), trains=True)
-    one_batch = pass_seconds(MODEL, ROWS, ParallelDims(shard=64), 16384, on(64), trains=True)
+    in_machines = pass_seconds(MODEL, rows, dims, 1000, on(64), trains=True)
+    one_pass = pass_seconds(MODEL, rows, ParallelDims(shard=64), 4000, on(64), trains=True)
     assert in_machines < over_all
-    assert one_batch < over_all
-    gathered = 64 * 3 * 2 * 8e9 * 63 / 64 / (50e9 * RATES.link)  # to both passes, and gradients
-    assert over_all > gathered
+    assert one_pass < over_all
+    moved = 16 * (4 * 2 + 2) * 2 * 8e9 * 63 / 64  # to four passes and back, and gradients
+    assert over_all > moved / (8 * 50e9 * RATES.link)
+
+
+def test_collectives_between_machines_go_over_the_ports_of_all_cards_that_take_part() -> None:
+    cards = on(64)
+    assert cards.rate(8) == 450e9 * RATES.link
+    assert cards.rate(64) == 8 * 50e9 * RATES.link
+    assert cards.rate(32, apart=2) == 4 * 50e9 * RATES.link
+    assert cards.rate(8, apart=8) == 50e9 * RATES.link
 
 
 def test_decoding_reads_all_weights_at_every_step() -> None:
