@@ -40,6 +40,15 @@ class Model:
     hidden_size: int
     attention_width: int
     key_value_numbers: int
+    in_experts: float = 0.0
+    """Of the weights, those of routed experts,"""
+    expert_share: float = 1.0
+    """of which a token meets this share."""
+
+    def read(self, num_tokens: float) -> float:
+        """Weights that so many tokens meet: of experts those that any of them is sent to."""
+        met: float = 1 - (1 - self.expert_share) ** num_tokens
+        return self.active + (met - self.expert_share) * self.in_experts
 
     @classmethod
     def of(cls, held: HeldModel) -> Model:
@@ -47,15 +56,16 @@ class Model:
         shapes: ModelShapes = model_shapes(held.model, held.head, torch.bfloat16)
         config: Any = hf_config_of(held.model).get_text_config()
         looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        share = expert_share(config)
         return cls(
             weights=shapes.num_weights,
-            active=shapes.num_weights
-            - looked_up
-            - (1 - expert_share(config)) * shapes.num_in_experts,
+            active=shapes.num_weights - looked_up - (1 - share) * shapes.num_in_experts,
             num_layers=shapes.num_layers,
             hidden_size=shapes.hidden_size,
             attention_width=attention_width(config),
             key_value_numbers=shapes.key_value_numbers,
+            in_experts=shapes.num_in_experts,
+            expert_share=share,
         )
 
 
@@ -128,8 +138,12 @@ def pass_seconds(
     trains: bool = False,
     recomputes: bool = False,
     offloads: bool = False,
+    num_stages: int = 1,
 ) -> float:
-    """A call over all rows: a forward pass, or an update by mini-batches, `epochs` times."""
+    """A call over all rows: a forward pass, or an update by mini-batches, `epochs` times.
+
+    `num_stages` are those of each rank of pp.
+    """
     times = rows.epochs if trains else 1
     forward = 2 * (
         model.active * rows.tokens + 2 * model.num_layers * model.attention_width * rows.pairs
@@ -141,7 +155,7 @@ def pass_seconds(
     on_rank = times * rows.samples * rows.tokens / dims.data_size / dims.sp
     num_passes = steps * math.ceil(on_rank / steps / tokens_per_pass)
     if dims.pp > 1:
-        compute *= 1 + (dims.pp - 1) / (num_passes / steps)
+        compute *= 1 + (dims.pp - 1) / (num_passes / steps) / num_stages
 
     directions = 1 + trains * (1 + recomputes)
     compute += num_passes * directions * model.num_layers / dims.pp * cards.device.rates.layer
@@ -193,7 +207,7 @@ def decode_seconds(
 
     def step(live: float) -> float:
         context = rows.prompt + rows.mean_response / 2
-        read = BYTES * model.active / tp + live * context * per_token
+        read = BYTES * model.read(live) / tp + live * context * per_token
         operations = 2 * model.active * live / tp
         reduce = 2 * model.num_layers * device.rates.all_reduce if tp > 1 else 0.0
         moved = read / (device.memory_reached)

@@ -23,6 +23,7 @@ from workers.config.model import FrozenFSDPConfig, FSDPConfig, ParallelConfig
 from workers.config.passes import tokens_per_pass
 from workers.memory import HeldModel, LargestPass, hf_config_of, memory_of, rollout_memory
 from workers.parallel.dims import ParallelDims
+from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
 from workers.training.axes import check_axes
 
@@ -187,9 +188,16 @@ class Job:
                 continue
             seconds = dict.fromkeys(STAGES, 0.0)
             for stage, method in self.calls.get(role, []):
-                how = {"trains": method.startswith("update_"), "recomputes": again}
                 seconds[stage] += self.factors.get((role, method), 1.0) * pass_seconds(
-                    self.numbers[role], rows, dims, num_tokens, cards, **how, offloads=moved
+                    self.numbers[role],
+                    rows,
+                    dims,
+                    num_tokens,
+                    cards,
+                    trains=method.startswith("update_"),
+                    recomputes=again,
+                    offloads=moved,
+                    num_stages=num_chunks(laid.sharding.pp_schedule),
                 )
             changed = {
                 tokens_key: (num_tokens, most_tokens),

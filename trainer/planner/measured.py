@@ -33,6 +33,7 @@ from trainer.run_folder.folder import saved_config
 from verl_like.errors import ConfigError
 from workers.config.passes import tokens_per_pass
 from workers.memory import rollout_memory
+from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
 
 RoleCall = tuple[str, str]
@@ -148,6 +149,7 @@ def _passes(job: Job, role: str, method: str, cards: Cards) -> float:
         trains=method.startswith("update_"),
         recomputes=held.model.enable_gradient_checkpointing,
         offloads=held.sharding.param_offload,
+        num_stages=num_chunks(held.sharding.pp_schedule),
     )
 
 

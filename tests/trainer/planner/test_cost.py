@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainer.planner.cost import Cards, Model, Rows, decode_seconds, pass_seconds, spread
@@ -36,6 +38,14 @@ def test_recomputation_costs_a_third_more_and_a_forward_pass_is_a_third() -> Non
     assert again - plain == pytest.approx(forward)
 
 
+def test_ranks_of_a_pipeline_wait_half_as_long_with_two_stages_each() -> None:
+    dims, rows = ParallelDims(pp=4), Rows(16, 16, 500, [500])
+    seconds = [
+        pass_seconds(MODEL, rows, dims, 1000, on(4), num_stages=num) - RATES.call for num in (1, 2)
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx((16 + 3) / (16 + 1.5))
+
+
 def test_many_small_passes_wait_for_the_weights_of_other_machines() -> None:
     """And less so where weights are shared out in a machine alone."""
     rows = Rows(4096, 4096, 500, [500], mini_batches=16)
@@ -63,6 +73,13 @@ def test_decoding_reads_all_weights_at_every_step() -> None:
     assert seconds is not None
     least = 400 * 2 * 7.5e9 / (3350e9 * RATES.memory)
     assert least < seconds < 1.5 * least + 400 * 32 * RATES.decode_layer + 2 * RATES.call
+
+
+def test_tokens_meet_more_experts_the_more_they_are() -> None:
+    model = replace(MODEL, in_experts=6e9, active=MODEL.active - 6e9 * 7 / 8, expert_share=1 / 8)
+    assert model.read(1) == model.active
+    assert model.read(2) == pytest.approx(model.active + 6e9 * 7 / 64)
+    assert model.read(256) == pytest.approx(MODEL.active)
 
 
 def test_a_cache_that_holds_no_row_is_no_layout() -> None:
