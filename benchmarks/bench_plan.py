@@ -1,89 +1,69 @@
-"""What `verl-like plan` says of placements whose ranking others have published.
+"""What the planner says of numbers that others have published.
 
-    python benchmarks/bench_plan.py
+    python benchmarks/bench_plan.py [file ...]
 
-Nothing is run but the planner. For every case of `published/*.json`: the placement that was the
-fastest of those tried, the one that the planner calls the fastest among the same ones, and how many
-times the seconds of its choice it predicts for the published one: 1 where both agree. Prints JSON.
+Nothing is run but the planner. Prints JSON: for every file of `published/`, or those named, its
+source, a summary, and a row for every number (`plan_cases`).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-
-from trainer.cli.plan import job_of, sizes_of
-from trainer.planner.search import Placement, Search
+from plan_cases import KINDS, Case, Folders
 
 PUBLISHED = Path(__file__).with_name("published")
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
-POLICY, VALUES = ("actor", "rollout"), ("critic", "reward_model")
-PLACEMENTS: dict[str, set[frozenset[str]]] = {
-    "colocate": {frozenset((*POLICY, "ref", *VALUES))},
-    "split": {frozenset((*POLICY, "ref")), frozenset(VALUES)},
-    "standalone": {frozenset(POLICY), *(frozenset([role]) for role in ("ref", *VALUES))},
-}
-"""Name -> who shares a pool."""
+NEAR = 1.15
+"""Ratio up to which a prediction is called near, either way."""
 
 
-def name_of(placement: Placement) -> str | None:
-    """Of a placement that was tried."""
-    shares = {frozenset(pool.roles) for pool in placement.pools}
-    return next((name for name, pools in PLACEMENTS.items() if pools == shares), None)
-
-
-def fastest(settings: list[str], gpus: int) -> dict[str, float]:
-    """Name of a placement -> predicted seconds of a step, of those that fit."""
-    job = job_of(settings)
-    search = Search(job.roles, job.options, job.device.bytes)
-    found: dict[str, float] = {}
-    for placement in search.best(sizes_of(gpus, 8), gpus, 1):
-        name = name_of(placement)
-        if name is not None:
-            found.setdefault(name, placement.step)
+def summary(rows: Sequence[Case]) -> dict[str, str]:
+    """What is predicted -> how many of its rows agree or are near, and the farthest."""
+    found = {}
+    for of in dict.fromkeys(row["of"] for row in rows):
+        own = [row for row in rows if row["of"] == of and "fitted" not in row]
+        if not own:
+            continue
+        if "agrees" in own[0]:
+            found[of] = f"{sum(row['agrees'] for row in own)} of {len(own)} agree"
+            continue
+        found[of] = f"{_near(own)} of {len(own)} within 15 %"
+        alike = [row for row in own if "why" not in row]
+        if len(alike) < len(own):
+            found[of] += f" ({_near(alike)} of {len(alike)} where nothing is known to differ)"
+        known = [row for row in own if row["ratio"] is not None]
+        if known:
+            worst = max(known, key=lambda row: max(row["ratio"], 1 / row["ratio"]))
+            found[of] += f", at most x {worst['ratio']} ({worst['case']})"
     return found
 
 
-def compared(published: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The cases of a file."""
-    rows = []
-    for case in published["best"]:
-        model = folder / case["model"]
-        model.mkdir(exist_ok=True)
-        sizes = LLAMA | published["models"][case["model"]]
-        (model / "config.json").write_text(json.dumps(sizes))
-        paths = [f"{key}.model.path={model}" for key in ("actor_rollout_ref", "reward_model")]
-        cards = [f"plan.gpus={case['gpus']}", f"plan.device={published['device']}"]
-        found = fastest([*cards, *paths, *published["settings"]], case["gpus"])
-        ours = min(found, key=found.__getitem__)
-        ratio = found[case["placement"]] / found[ours] if case["placement"] in found else None
-        rows.append({**case, "ours": ours, "published / ours": ratio and round(ratio, 3)})
-    return rows
+def _near(rows: Sequence[Case]) -> int:
+    return sum(row["ratio"] is not None and 1 / NEAR <= row["ratio"] <= NEAR for row in rows)
 
 
-def main() -> None:
-    """Compare all that is published."""
+def main(names: Sequence[str]) -> None:
+    """Compare all that is published, or these files of it."""
     torch.set_num_threads(1)
     result = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for file in sorted(PUBLISHED.glob("*.json")):
-            published = json.loads(file.read_text())
-            rows = compared(published, Path(folder))
-            agree = sum(row["ours"] == row["placement"] for row in rows)
-            of = f"{agree} of {len(rows)}"
-            result[file.stem] = {"source": published["source"], "agree": of, "cases": rows}
+    for file in sorted(PUBLISHED.glob("*.json")):
+        if names and file.stem not in names:
+            continue
+        published = json.loads(file.read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            rows = KINDS[published["kind"]](published, Folders(Path(folder)))
+        result[file.stem] = {
+            "source": published["source"],
+            "summary": summary(rows),
+            "rows": rows,
+        }
     print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

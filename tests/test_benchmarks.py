@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,12 +170,3 @@ def test_the_benchmark_of_safety_finds_what_it_switches_off_in_the_driver(part: 
     for restore in undo:
         restore()
     assert [dict(vars(owner)) for owner in owners] == before
-
-
-def test_the_planner_agrees_with_the_published_best_placement_of_a_case(tmp_path: Path) -> None:
-    bench = load("benchmarks/bench_plan.py")
-    published = json.loads((bench.PUBLISHED / "hybridflow.json").read_text())
-    assert {case["placement"] for case in published["best"]} == set(bench.PLACEMENTS)
-    first = published["best"][:1]
-    (row,) = bench.compared({**published, "best": first}, tmp_path)
-    assert (row["ours"], row["published / ours"]) == ("colocate", 1.0)
