@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.cli.calibrate import calibrate, calibrated
 from trainer.config import compose
 from trainer.config.devices import devices_of
 from trainer.data.config import DataConfig
 from trainer.launch import nominal_placement
-from trainer.planner.calibrate import calibrate, calibrated
 from trainer.planner.cost import POINTS, spread
 from trainer.planner.devices import NUMBERS, Device, device_of
 from trainer.planner.layouts import STAGES, Job

@@ -12,10 +12,9 @@ import pytest
 
 from tests.forked import run_program
 from tests.integration.runs import overrides
-from trainer.cli import main, plan
+from trainer.cli import calibrate, main, plan
+from trainer.cli.calibrate import CPU, Case, calibrated, settings_of
 from trainer.cli.job_record import machine_facts
-from trainer.planner import calibrate
-from trainer.planner.calibrate import CPU, Case, calibrated, settings_of
 from trainer.planner.devices import Device, Rates
 from trainer.planner.layouts import Job
 from trainer.planner.measured import MeasuredRun, fitted, own_seconds
