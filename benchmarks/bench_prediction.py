@@ -23,8 +23,9 @@ from unittest.mock import patch
 
 from trainer import load_config, run
 from trainer.cli import make_tiny
-from trainer.detached.plan import Phases, measured_phases, setup_of, simulate
+from trainer.detached.plan import measured_phases, setup_of
 from trainer.detached.recipe import DETACHED
+from trainer.planner.simulate import Phases, simulate
 from trainer.ppo.config import PPOConfig
 from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto

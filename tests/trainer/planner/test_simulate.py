@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.detached.stand_ins import StandInGroup, make_buffer, maker_of, train
 from trainer.detached.buffer import Demand
-from trainer.detached.plan import Phases, Setup, simulate, what_limits
+from trainer.planner.simulate import Phases, Setup, simulate, what_limits
 from verl_like.batch.protocol import DataProto
 
 PHASES = Phases([1.2], [0.3], [0.8], [0.1])
