@@ -11,7 +11,7 @@ number a token and head, never the square of the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -139,35 +139,36 @@ def model_shapes(
         if stage is None:
             _known[known] = _counted(config, meta_model(config, head), head, compute, tp)
         else:
-            whole = model_shapes(config, head, compute, tp)
-            _known[known] = _of_stage(config, head, compute, tp, whole, stage)
+            for own, shapes in _of_stages(config, head, compute, tp, stage):
+                _known[(*known[:-1], own)] = shapes
     return _known[known]
 
 
-def _of_stage(
-    config: ModelConfig,
-    head: Head,
-    compute: torch.dtype,
-    tp: int,
-    whole: ModelShapes,
-    stage: StageOf,
-) -> ModelShapes:
+def _of_stages(
+    config: ModelConfig, head: Head, compute: torch.dtype, tp: int, asked: StageOf
+) -> Iterator[tuple[StageOf, ModelShapes]]:
+    """Of every rank that shares the layers with the one asked for."""
+    whole = model_shapes(config, head, compute, tp)
     module = meta_model(config, head)
-    num_stages = stage.num_ranks * num_chunks(stage.schedule)
-    ranges = stage_ranges(module, num_stages, stage.ep)
-    own = range(stage.rank, num_stages, stage.num_ranks)
-    num_layers = sum(len(ranges[number]) for number in own)
+    num_stages = asked.num_ranks * num_chunks(asked.schedule)
+    ranges = stage_ranges(module, num_stages, asked.ep)
     stages = Stages(module, ranges)
-    is_last = stage.rank == stage.num_ranks - 1
-    return replace(
-        _counted(config, module, head, compute, tp, stages.weights(own)),
-        num_layers=num_layers,
-        outputs_per_read=whole.outputs_per_read if is_last else 0,
-        saved_per_token=whole.saved_per_token
-        and whole.saved_per_token * num_layers // whole.num_layers,
-        shared_per_token=whole.shared_per_token * num_layers // whole.num_layers,
-        num_waiting=most_waiting(stage.schedule, stage.rank, stage.num_ranks),
-    )
+    for rank in range(asked.num_ranks):
+        own = range(rank, num_stages, asked.num_ranks)
+        num_layers = sum(len(ranges[number]) for number in own)
+        is_last = rank == asked.num_ranks - 1
+        yield (
+            replace(asked, rank=rank),
+            replace(
+                _counted(config, module, head, compute, tp, stages.weights(own)),
+                num_layers=num_layers,
+                outputs_per_read=whole.outputs_per_read if is_last else 0,
+                saved_per_token=whole.saved_per_token
+                and whole.saved_per_token * num_layers // whole.num_layers,
+                shared_per_token=whole.shared_per_token * num_layers // whole.num_layers,
+                num_waiting=most_waiting(asked.schedule, rank, asked.num_ranks),
+            ),
+        )
 
 
 def _counted(
