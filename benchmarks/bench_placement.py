@@ -24,9 +24,9 @@ import torch
 from sides import ENV
 
 from trainer.cli.make_tiny import make
-from trainer.cli.plan import in_words, job_of, overrides_of, why_refused
+from trainer.cli.plan import job_of
 from trainer.planner.measured import MeasuredRun
-from trainer.planner.search import Placement, Search
+from trainer.planner.search import Placement
 
 CARDS = 2
 SIZES = {"small": (64, 2), "large": (192, 6)}
@@ -76,9 +76,8 @@ def settings_of(name: str, folder: Path) -> list[str]:
 def placements_of(settings: list[str], means: list[str]) -> tuple[Any, list[Placement]]:
     """The job, and all its placements on the cards, the fastest by prediction first."""
     job = job_of([*settings, *means, f"plan.gpus={CARDS}", "plan.device=cpu"])
-    search = Search(job.roles, job.options, job.device.bytes, job.least)
-    found = search.best([1, CARDS], CARDS, 1000)
-    return job, [each for each in found if why_refused(job, each) is None]
+    found = job.search.best([1, CARDS], CARDS, 1000)
+    return job, [each for each in found if job.why_refused(each) is None]
 
 
 def measured(settings: list[str], keys: list[str], steps: int) -> MeasuredRun:
@@ -108,8 +107,8 @@ def compared(name: str, folder: Path, steps: int) -> dict[str, Any]:
     job, found = placements_of(settings, means)
     rows = []
     for placement in found:
-        run = measured(settings, overrides_of(placement, job), steps)
-        words = in_words(placement)
+        run = measured(settings, job.overrides(placement), steps)
+        words = placement.in_words
         rows.append({"placement": words, "predicted": placement.step, "measured": run.step})
         print(f"{name}: {words}: {placement.step:.3f}, {run.step:.3f}", file=sys.stderr, flush=True)
     best = min(row["measured"] for row in rows)

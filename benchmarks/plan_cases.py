@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cli.plan import in_words, job_of, sizes_of
+from trainer.cli.plan import job_of
 from trainer.planner.cost import Cards, Model, Rows, pass_seconds
 from trainer.planner.devices import Device, Rates, device_of
-from trainer.planner.layouts import STAGES, Job
-from trainer.planner.search import Placement, Search
+from trainer.planner.job import sizes_of
+from trainer.planner.layouts import PPOJob
+from trainer.planner.search import Placement
 from workers.config.model import FSDPConfig, ModelConfig, ParallelConfig
 from workers.memory import GIB, HeldModel, LargestPass, memory_of
 from workers.parallel.dims import ParallelDims
@@ -93,7 +94,7 @@ def placements(published: Case, folders: Folders) -> list[Case]:
 def fastest(settings: Sequence[str], gpus: int, tried: Sequence[str]) -> dict[str, float]:
     """Name of a placement -> predicted seconds of a step, of those tried that fit."""
     found: dict[str, float] = {}
-    for placement in _search(job_of(settings)).best(sizes_of(gpus, 8), gpus, 1):
+    for placement in job_of(settings).search.best(sizes_of(gpus, 8), gpus, 1):
         shares = {frozenset(pool.roles) for pool in placement.pools}
         for name in tried:
             if PLACEMENTS[name] == shares:
@@ -115,10 +116,6 @@ def _settings(published: Case, case: Case, folders: Folders) -> list[str]:
         *published["settings"],
         *case.get("settings", ()),
     ]
-
-
-def _search(job: Job) -> Search:
-    return Search(job.roles, job.options, job.device.bytes, job.least)
 
 
 # --------------------------------------------------------------------------- steps of one model
@@ -245,7 +242,7 @@ def fits(published: Case, folders: Folders) -> list[Case]:
 
 def _fits(published: Case, case: Case, gpus: int, folders: Folders) -> bool:
     job = job_of(_settings(published, {**case, "gpus": gpus}, folders))
-    return bool(_search(job).best(sizes_of(gpus, 8), gpus, 1))
+    return bool(job.search.best(sizes_of(gpus, 8), gpus, 1))
 
 
 # --------------------------------------------------------------------------- steps of a run
@@ -262,14 +259,14 @@ def runs(published: Case, folders: Folders) -> list[Case]:
             row = numbers(case, f"seconds of {stage}", seconds, predicted.get(stage))
             rows.append(row | ({"fitted": True} if stage in case.get("fitted", ()) else {}))
         if case.get("compare") and placement:
-            best = _search(job).best(sizes_of(job.num_cards, 8), job.num_cards, 1)[0]
-            rows[-1] |= {"our best": in_words(best), "its seconds": round(best.step, 2)}
+            best = job.search.best(sizes_of(job.num_cards, 8), job.num_cards, 1)[0]
+            rows[-1] |= {"our best": best.in_words, "its seconds": round(best.step, 2)}
     return rows
 
 
-def placed(job: Job, pools: Sequence[tuple[Sequence[str], int]] | None) -> Placement | None:
+def placed(job: PPOJob, pools: Sequence[tuple[Sequence[str], int]] | None) -> Placement | None:
     """The fastest layouts on these pools, by default one of all cards; None where none fits."""
-    search = _search(job)
+    search = job.search
     pools = pools or [(job.roles, job.num_cards)]
     choices = [
         search.pools(tuple(role for role in job.roles if role in roles), cards)
@@ -281,7 +278,7 @@ def placed(job: Job, pools: Sequence[tuple[Sequence[str], int]] | None) -> Place
 
 def _stages(placement: Placement, overlaps: bool) -> dict[str, float]:
     """Of a step; one that overlaps makes new samples while it learns from those it has."""
-    found = dict(zip(STAGES, placement.seconds, strict=True))
+    found = dict(zip(PPOJob.stages, placement.seconds, strict=True))
     longest = max(found["gen"], found["update"]) + found["update_weights"]
     return {**found, "step": longest if overlaps else placement.step}
 

@@ -22,7 +22,7 @@ import torch
 
 from trainer.cli.job_record import device_name, machine_facts
 from trainer.planner.devices import DEVICES, Device, Rates
-from trainer.planner.layouts import Job
+from trainer.planner.layouts import PPOJob
 from trainer.planner.measured import MeasuredRun, fitted, own_seconds
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
@@ -81,7 +81,7 @@ def settings_of(case: Case, folder: Path) -> list[str]:
     ]
 
 
-def calibrate(job_of: Callable[[Sequence[str], Device], Job], out: Path | None) -> str:
+def calibrate(job_of: Callable[[Sequence[str], Device], PPOJob], out: Path | None) -> str:
     """Measure, keep the device in `out` or its usual place, and say how well it predicts."""
     began = time.perf_counter()
     device = nominal()
@@ -155,7 +155,7 @@ def _run(case: Case, settings: Sequence[str], folder: Path) -> MeasuredRun:
     return MeasuredRun.of(folder / "run")
 
 
-def _compared(device: Device, runs: Sequence[tuple[Job, MeasuredRun]]) -> list[dict[str, Any]]:
+def _compared(device: Device, runs: Sequence[tuple[PPOJob, MeasuredRun]]) -> list[dict[str, Any]]:
     """Every call, measured and predicted."""
     calls = []
     for number, (job, run) in enumerate(runs):

@@ -1,10 +1,11 @@
-r"""usage: verl-like plan plan.gpus=16 plan.device=H100 [key=value ...]
+r"""usage: verl-like plan [RECIPE] plan.gpus=16 plan.device=H100 [key=value ...]
 
-Takes the same key=value settings as `verl-like ppo` and says, from the model's config.json and data
-sheets alone, on which cards each role should live: the best placements with the seconds of a step
-and the memory of every card, ready to paste; why the others lose; how many cards are needed, and
-what more of them would bring. Keys that you set keep their values, the others are searched: pools,
-parallel sizes, recomputation, offloading, tokens of a pass, cards and memory of an engine.
+Takes the same key=value settings as `verl-like RECIPE` (ppo, detached, sft, reward-model or dpo; by
+default ppo) and says, from the model's config.json and data sheets alone, on which cards each role
+should live: the best placements with the seconds of a step and the memory of every card, ready to
+paste; why the others lose; how many cards are needed, and what more of them would bring. Keys that
+you set keep their values, the others are searched: pools, parallel sizes, recomputation,
+offloading, size of a pass, cards and memory of an engine, makers.
 
   plan.gpus=16             cards in all
   plan.device=H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or by numbers of its own:
@@ -12,13 +13,16 @@ parallel sizes, recomputation, offloading, tokens of a pass, cards and memory of
   plan.per_node=8          cards of a machine
   plan.mean_prompt=200     tokens of a prompt; by default half of data.max_prompt_length
   plan.mean_response=400   tokens of a response; by default half of data.max_response_length
-  plan.lengths=FILE        responses' lengths in tokens, as a JSON list, instead of a mean
+  plan.mean_length=300     tokens of a row of sft, reward-model or dpo; by default half of the most
+  plan.lengths=FILE        tokens of responses or rows, as a JSON list, instead of a mean
+  plan.html=FILE           writes the plan as a page, with figures of memory and of more cards
   plan.rewards=2.5         seconds of a step in which the driver scores
   plan.environment=8       seconds of a sample in which it waits for its environment
   plan.from_run=DIR        lengths, rewards and settings of a run, and its calls' own speed
   plan.calibration=FILE    a device as `--calibrate` has measured it elsewhere
 
   verl-like plan plan.gpus=16 plan.device=H100 actor_rollout_ref.model.path=y
+  verl-like plan sft plan.gpus=8 plan.device=A100 model.path=y
   verl-like plan --calibrate [FILE]      measures this machine, in some minutes: its GPUs by their
                                          name, its cores as plan.device=cpu
 """
@@ -36,28 +40,38 @@ import numpy as np
 import torch
 
 from trainer.cli.calibrate import calibrate, calibrated
+from trainer.cli.main import RECIPES
 from trainer.config import compose
-from trainer.config.devices import devices_of
 from trainer.data.config import DataConfig
-from trainer.launch import nominal_placement
 from trainer.planner.cost import POINTS, spread
 from trainer.planner.devices import NUMBERS, Device, device_of
-from trainer.planner.layouts import STAGES, Job
+from trainer.planner.job import Job, cluster_keys
+from trainer.planner.layouts import PPOJob
 from trainer.planner.measured import MeasuredRun, settings_of_run
-from trainer.planner.search import Placement, Pool, Search
-from trainer.ppo.memory import check_memory
-from trainer.ppo.recipe import PPO
-from verl_like.errors import ConfigError, PlacementError, nearest
+from trainer.planner.search import Search
+from trainer.planner.words import MOST_CARDS, Plan, compared
+from trainer.rows.preflight import longest_row
+from verl_like.errors import ConfigError, nearest
 from verl_like.process.machine import usable_cores
-from verl_like.terminal import draw_table, terminal_width
-from workers.memory import GIB
+from verl_like.registry import load_object
+from verl_like.terminal import terminal_width
 
-SHOWN = 5
-MOST_CARDS = 4096
+JOBS = {
+    "ppo": "trainer.planner.layouts.PPOJob",
+    "detached": "trainer.detached.job.DetachedJob",
+    "sft": "trainer.planner.rows.SFTJob",
+    "reward-model": "trainer.planner.rows.RewardModelJob",
+    "dpo": "trainer.planner.rows.PreferenceJob",
+}
+OTHER = {"ppo": "detached", "detached": "ppo"}
+"""Recipes of which the keys of one are those of the other."""
+ROW_RECIPES = tuple(recipe for recipe in JOBS if recipe not in OTHER)
+ABBREVIATED = {"rm": "reward-model", "grpo": "ppo", "async": "detached"}
 SECONDS = ("rewards", "environment")
-FILES = ("device", "lengths", "from_run", "calibration")
-LENGTHS = ("mean_prompt", "mean_response")
-ASKED = ("gpus", "per_node", *FILES, *LENGTHS, *SECONDS, *NUMBERS)
+FILES = ("device", "lengths", "from_run", "calibration", "html")
+OF_PPO, OF_ROWS = ("mean_prompt", "mean_response", "from_run", *SECONDS), ("mean_length",)
+"""Read of samples, and of rows."""
+ASKED = ("gpus", "per_node", *NUMBERS, *dict.fromkeys((*FILES, *OF_PPO, *OF_ROWS)))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -73,46 +87,64 @@ def main(arguments: Sequence[str]) -> None:
 
 def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
     """The text for these arguments."""
-    job = job_of(arguments)
-    search = Search(job.roles, job.options, job.device.bytes, job.least)
-    found = search.best(sizes_of(job.num_cards, job.per_node), job.num_cards, SHOWN)
-    if not found:
-        raise _fits_nowhere(job, search)
-    best, refused = sifted(job, found)
-    if not best:
-        raise ConfigError(f"No placement is valid. The fastest by numbers: {refused[0]}")
-    return "\n\n".join(
-        [
-            head(job),
-            _table(best, max_columns),
-            _as_keys(job, best[0]),
-            _losers(found, best),
-            *(["Refused as a run would refuse it:\n" + "\n".join(refused)] if refused else []),
-            _curve(job, search),
-        ]
-    )
+    recipe, given = _recipe_of(arguments)
+    asked, keys = _parsed(given, recipe)
+    job = _job(recipe, asked, keys)
+    found = Plan.of(job)
+    if recipe in OTHER:
+        found = replace(found, beside=_beside(job, recipe, asked, keys))
+    text = found.text(max_columns)
+    if "html" not in asked:
+        return text
+    from trainer.planner.page import write_page  # draws: its imports take a second
+
+    return f"{text}\n\nAs a page: {write_page(found, Path(asked['html']))}"
 
 
-def sifted(job: Job, found: Sequence[Placement]) -> tuple[list[Placement], list[str]]:
-    """The fastest that a run would begin with, and why it would refuse faster ones."""
-    best: list[Placement] = []
-    refused = []
-    for placement in found:
-        error = why_refused(job, placement)
-        if error is None:
-            best.append(placement)
-        else:
-            refused.append(f"  {in_words(placement)}: {error}")
-        if len(best) == SHOWN:
-            break
-    return best, refused
+def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The recipe that is named first, and the rest."""
+    first = arguments[0] if arguments else ""
+    if not first or "=" in first:
+        return "ppo", arguments
+    known = ", ".join(JOBS)
+    if first in JOBS:
+        return first, arguments[1:]
+    if first in RECIPES:
+        raise ConfigError(
+            f"plan {first}: it trains nothing, so no step is planned. Known: {known}."
+        )
+    hint = nearest(ABBREVIATED.get(first, first), JOBS)
+    raise ConfigError(f"plan {first}: no such recipe.{hint} Known: {known}.")
 
 
-def job_of(arguments: Sequence[str], device: Device | None = None) -> Job:
-    """What is planned; on `device`, or on the one that the arguments name."""
-    asked, keys = _parsed(arguments)
+def _beside(job: Job, recipe: str, asked: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The line that compares with the other recipe of PPO."""
+    other = OTHER[recipe]
+    common = [key for key in keys if not key.startswith("detached.")]
+    try:
+        return compared(job, _job(other, asked, common, known=job.search))
+    except ConfigError as error:
+        return f"As `verl-like {other}` it cannot run: {error}"
+
+
+def job_of(arguments: Sequence[str], device: Device | None = None) -> PPOJob:
+    """A run of PPO's on `device`, or on the one that the arguments name."""
+    asked, keys = _parsed(arguments, "ppo")
+    job = _job("ppo", asked, keys, device)
+    assert isinstance(job, PPOJob), "that recipe's"
+    return job
+
+
+def _job(
+    recipe: str,
+    asked: Mapping[str, Any],
+    keys: Sequence[str],
+    device: Device | None = None,
+    known: Search | None = None,
+) -> Job:
+    """What is planned; with what is known of the same roles."""
     if not any(key.startswith("data.train_files=") for key in keys):
-        keys.append("data.train_files=prompts.parquet")  # which nobody opens here
+        keys = [*keys, "data.train_files=rows.parquet"]  # which nobody opens here
     device = device or _device(asked)
     num_cards = asked["gpus"]
     per_node = asked.get("per_node", usable_cores() if device.type == "cpu" else 8)
@@ -125,22 +157,29 @@ def job_of(arguments: Sequence[str], device: Device | None = None) -> Job:
     run = MeasuredRun.of(asked["from_run"]) if "from_run" in asked else None
     defaults = settings_of_run(run.folder) if run else []
     cluster = cluster_keys(device, num_cards, per_node)
-    config = compose.load_config([*keys, *cluster], PPO, defaults)
+    cls = load_object(JOBS[recipe], "plan")
+    config = compose.load_config([*keys, *cluster], cls.recipe, defaults)
+    common = {
+        "config": config,
+        "settings": keys,
+        "device": device,
+        "num_cards": num_cards,
+        "per_node": per_node,
+        "defaults": defaults,
+        "known": known,
+    }
+    if not issubclass(cls, PPOJob):
+        job: Job = cls(**common, lengths=_lengths_of_rows(asked, longest_row(config)))
+        job.check()
+        return job
     mean_prompt, responses = _lengths(asked, config.data, run)
-    job = Job(
-        config,
-        keys,
-        device,
-        num_cards,
-        per_node,
-        mean_prompt,
-        responses,
-        defaults=defaults,
-        waits=asked.get("environment", 0.0),
-        rewards=asked.get("rewards", run.rewards if run else 0.0),
-    )
-    job.check()
-    return replace(job, factors=run.factors(job)) if run else job
+    rewards = asked.get("rewards", run.rewards if run else 0.0)
+    waits = asked.get("environment", 0.0)
+    times = {"waits": waits, "rewards": rewards}
+    own: PPOJob = cls(**common, mean_prompt=mean_prompt, responses=responses, **times)
+    if known is None:
+        own.check()
+    return replace(own, factors=run.factors(own)) if run else own
 
 
 def _device(asked: Mapping[str, Any]) -> Device:
@@ -176,6 +215,19 @@ def _lengths(
     return found["prompt"], responses
 
 
+def _lengths_of_rows(asked: Mapping[str, Any], most: int) -> Sequence[float]:
+    """Tokens of rows that are equally likely."""
+    if "lengths" in asked and "mean_length" in asked:
+        raise ConfigError("plan.lengths and plan.mean_length say the same twice: drop one.")
+    lengths = read_lengths(asked["lengths"]) if "lengths" in asked else ()
+    mean = asked.get("mean_length", most / 2)
+    if lengths:  # longer rows are cut
+        return [min(each, most) for each in lengths]
+    if mean > most:
+        raise ConfigError(f"plan.mean_length={mean:g} is above the longest row, {most} tokens.")
+    return spread(mean, most)
+
+
 def read_lengths(path: str) -> Sequence[float]:
     """The lengths in a JSON list, by as many equally likely ones as the planner counts with."""
     try:
@@ -188,7 +240,7 @@ def read_lengths(path: str) -> Sequence[float]:
     return [*map(float, np.quantile(found, middles[:-1])), float(found.max())]
 
 
-def _parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _parsed(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[str]]:
     """What is asked of the plan, and the keys of the run."""
     asked: dict[str, Any] = {}
     keys = []
@@ -201,6 +253,9 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if short not in ASKED:
             known = ", ".join(f"plan.{each}" for each in ASKED)
             raise ConfigError(f"{name} is no key.{nearest(short, ASKED)} Known: {known}.")
+        if short in (OF_PPO if recipe in ROW_RECIPES else OF_ROWS):
+            read_by = ", ".join(ROW_RECIPES if short in OF_ROWS else OTHER)
+            raise ConfigError(f"{name} says nothing of {recipe}: it is read by {read_by}.")
         asked[short] = value if short in FILES else _number(name, value)
     for name in ("gpus", "device"):
         if name not in asked:
@@ -218,184 +273,3 @@ def _number(name: str, value: str) -> float:
         limit = f"from 1 to {MOST_CARDS:,}" if counts else "above 0"
         raise ConfigError(f"{name}={value}: give a number {limit}.")
     return found
-
-
-def cluster_keys(device: Device, num_cards: int, per_node: int) -> list[str]:
-    """Overrides that plan with so many of the cards."""
-    on_node = min(num_cards, per_node)
-    what = f"trainer.pretend={on_node}x{device.gib:g}GiB"
-    return [
-        "trainer.device=cpu" if device.type == "cpu" else what,
-        f"trainer.nnodes={num_cards // on_node}",
-        f"trainer.n_gpus_per_node={on_node}",
-    ]
-
-
-def sizes_of(num_cards: int, per_node: int) -> list[int]:
-    """Sizes of pools that are tried: powers of two in a machine, and whole machines."""
-    nodes = num_cards // per_node
-    numbers = [n for n in range(1, nodes + 1) if nodes <= 8 or n == nodes or _few_factors(n)]
-    in_node = [n for n in (1, 2, 4, 8, 16) if n <= min(num_cards, per_node)]
-    return sorted({*in_node, min(num_cards, per_node), *(per_node * n for n in numbers)})
-
-
-def _few_factors(number: int) -> bool:
-    """Whether it is a power of two, or three of one."""
-    while number % 2 == 0:
-        number //= 2
-    return number in (1, 3)
-
-
-def overrides_of(placement: Placement, job: Job) -> list[str]:
-    """The keys that place and lay out the roles so."""
-    if len(placement.pools) == 1:
-        found = ["placement=colocate"]
-    else:
-        found = []
-        for pool in placement.pools:
-            name = f"{pool.roles[0]}_cards"
-            on_node = min(pool.cards, job.per_node)
-            found.append(f"resource_pool_spec.{name}={[on_node] * (pool.cards // on_node)}")
-            found += [f"role_mapping.{role}={name}" for role in pool.roles]
-    for pool in placement.pools:
-        for option in pool.options:
-            found += [f"{key}={value}" for key, value in option.keys.items()]
-    return [each.replace(" ", "") for each in found]
-
-
-def why_refused(job: Job, placement: Placement) -> str | None:
-    """What a run with its keys would be refused for; None if it would begin."""
-    cluster = cluster_keys(job.device, job.num_cards, job.per_node)
-    try:
-        settings = [*job.settings, *cluster, *overrides_of(placement, job)]
-        config = compose.load_config(settings, PPO, job.defaults)
-        nominal_placement(config)
-        check_memory(config, devices_of(config.trainer))
-    except (ConfigError, PlacementError) as error:
-        return str(error)
-    return None
-
-
-def head(job: Job) -> str:
-    """What is planned, and what the numbers are worth."""
-    data, rows = job.config.data, job.rows("actor")
-    return (
-        f"{job.num_cards:,} x {job.device.name}, {job.per_node} in a machine: "
-        f"{data.train_batch_size:,} prompts a step, {rows.samples // rows.prompts} of each, "
-        f"{rows.prompt:g} + {rows.mean_response:g} tokens "
-        f"(at most {data.max_prompt_length:,} + {data.max_response_length:,})\n"
-        f"{_worth(job)}"
-    )
-
-
-def _worth(job: Job) -> str:
-    """Where the seconds come from."""
-    rates = job.device.rates
-    if job.factors:
-        factors = ", ".join(
-            f"{role}.{method} {of:.2f}" for (role, method), of in job.factors.items()
-        )
-        return f"Seconds are corrected by the run; its calls took, of what is predicted: {factors}"
-    if job.device.measured:
-        return f"Seconds are predicted from what {job.device.name} did in {job.device.measured}."
-    return (
-        f"Seconds are arithmetic, nothing is measured: {rates.flops:g} of the card's operations, "
-        f"{rates.memory:g} of its memory's and {rates.link:g} of its links' bytes a second are "
-        "assumed to be reached."
-    )
-
-
-def in_words(placement: Placement) -> str:
-    """Roles and cards of every pool."""
-    return " | ".join(f"{' + '.join(pool.roles)} on {pool.cards}" for pool in placement.pools)
-
-
-def limit_of(placement: Placement) -> tuple[str, Pool, float]:
-    """(stage, pool, seconds) of what takes longest."""
-    seconds, number = max((each, at) for at, each in enumerate(placement.seconds))
-    pool = max(placement.pools, key=lambda pool: pool.seconds[number])
-    return STAGES[number], pool, seconds
-
-
-def _table(best: Sequence[Placement], max_columns: int | None) -> str:
-    lines: list[tuple[str, ...]] = [("", "seconds", *STAGES, "GiB", "limited by", "placement")]
-    for number, placement in enumerate(best, 1):
-        stage, pool, _ = limit_of(placement)
-        most = max(pool.bytes for pool in placement.pools) / GIB
-        stages = [f"{each:.1f}" for each in placement.seconds]
-        limit = f"{stage} of {' + '.join(pool.roles)}"
-        cells = f"{placement.step:.1f}", *stages, f"{most:.0f}", limit, in_words(placement)
-        lines.append((str(number), *cells))
-    return "\n".join(draw_table(lines, max_columns))
-
-
-def _as_keys(job: Job, placement: Placement) -> str:
-    keys = [f"  {each}" for each in overrides_of(placement, job)]
-    lines = ["The first as keys:", *keys, "On each of its cards:"]
-    for pool in placement.pools:
-        parts = ", ".join(
-            f"{each.role} {each.kept / GIB:.1f} kept and {each.call / GIB:.1f} in a call"
-            for each in pool.options
-        )
-        lines.append(f"  {pool.bytes / GIB:.1f} of {job.device.gib:g} GiB: {parts}")
-    return "\n".join(lines)
-
-
-def _losers(found: Sequence[Placement], shown: Sequence[Placement]) -> str:
-    """The fastest of every way to share cards that is not shown, and where it loses."""
-    best, lines = shown[0], []
-    seen = {_shares(placement) for placement in shown}
-    for placement in found:
-        shares = _shares(placement)
-        if shares in seen:
-            continue
-        seen.add(shares)
-        slower = [a - b for a, b in zip(placement.seconds, best.seconds, strict=True)]
-        at = max(range(len(slower)), key=slower.__getitem__)
-        pool = max(placement.pools, key=lambda pool: pool.seconds[at])
-        lines.append(
-            f"  {placement.step:.1f} s, {in_words(placement)}: {STAGES[at]} of "
-            f"{' + '.join(pool.roles)} takes {slower[at]:.1f} s more"
-        )
-    return "\n".join(["Other ways to share the cards lose:", *(lines or ["  there are none"])])
-
-
-def _shares(placement: Placement) -> frozenset[tuple[str, ...]]:
-    return frozenset(tuple(pool.roles) for pool in placement.pools)
-
-
-def _curve(job: Job, search: Search) -> str:
-    """Seconds of a step over cards, and the fewest cards that are enough."""
-    num_cards, per_node = job.num_cards, job.per_node
-    lines = []
-    doubling = {2**power for power in range(num_cards.bit_length())} | {num_cards}
-    for number in sorted(doubling & set(sizes_of(num_cards, per_node))):
-        found = search.best(sizes_of(number, per_node), number, 1, of_each=False)
-        if found:
-            best = found[0]
-            lines.append(f"  {number:>5,} cards  {best.step:>8.1f} s  {in_words(best)}")
-    return "\n".join(["Cards and seconds of a step, from the fewest that fit:", *lines])
-
-
-def _fits_nowhere(job: Job, search: Search) -> ConfigError:
-    """Which role is too large, and how many cards would do."""
-    needs, num_cards = [], job.num_cards
-    for role in job.roles:
-        least = job.least_bytes(role, num_cards)
-        needs.append(f"{role}: {'cannot be laid out' if least is None else f'{least / GIB:.1f}'}")
-    enough = None
-    number = 2 * num_cards
-    while enough is None and number <= MOST_CARDS:
-        if search.best(sizes_of(number, job.per_node), number, 1, of_each=False):
-            enough = number
-        number *= 2
-    way_out = (
-        f"{enough:,} of these cards are enough"
-        if enough
-        else f"{MOST_CARDS:,} of these cards are not enough either: take larger ones"
-    )
-    return ConfigError(
-        f"No placement fits on {num_cards:,} x {job.device.name} of {job.device.gib:g} GiB. GiB "
-        f"on each at least, alone on all of them: {', '.join(needs)}. {way_out}; or take shorter "
-        "rows, LoRA (actor_rollout_ref.model.lora_rank), or actor_rollout_ref.model.dtype=bfloat16."
-    )

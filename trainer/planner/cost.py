@@ -43,7 +43,9 @@ class Model:
     in_experts: float = 0.0
     """Of the weights, those of routed experts,"""
     expert_share: float = 1.0
-    """of which a token meets this share."""
+    """of which a token meets this share,"""
+    choices: int = 0
+    """and so many in a layer."""
 
     def read(self, num_tokens: float) -> float:
         """Weights that so many tokens meet: of experts those that any of them is sent to."""
@@ -66,6 +68,7 @@ class Model:
             key_value_numbers=shapes.key_value_numbers,
             in_experts=shapes.num_in_experts,
             expert_share=share,
+            choices=getattr(config, "num_experts_per_tok", None) or 0,
         )
 
 
@@ -159,7 +162,8 @@ def pass_seconds(
 
     directions = 1 + trains * (1 + recomputes)
     compute += num_passes * directions * model.num_layers / dims.pp * cards.device.rates.layer
-    own = BYTES * model.weights / (dims.tp * dims.pp)
+    away = model.in_experts * (1 - 1 / dims.ep)  # on ranks that tokens travel to
+    own = BYTES * (model.weights - away) / (dims.tp * dims.pp)
     shards = dims.shard * dims.sp
     gathered = num_passes * directions * own * (1 - 1 / shards)
     summed = trains * steps * 2 * own * (1 - 1 / shards)
@@ -181,6 +185,9 @@ def pass_seconds(
         visible += (
             4 * states * model.attention_width * directions / dims.sp / cards.rate(dims.sp, dims.tp)
         )
+    if dims.ep > 1:  # every choice of a token goes to its expert and comes back
+        sent = 2 * model.choices * states * model.hidden_size * (1 - 1 / dims.ep)
+        visible += sent * directions / cards.rate(dims.ep)
     if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
         on_device = model.weights / (shards * dims.tp * dims.pp)
         visible += steps * 28 * on_device / (cards.device.memory_reached)

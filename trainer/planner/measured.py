@@ -25,7 +25,7 @@ from trainer.config.flat import flat_config
 from trainer.config.settings import overrides_of
 from trainer.planner.cost import Cards, decode_seconds, pass_seconds
 from trainer.planner.devices import Device
-from trainer.planner.layouts import Job
+from trainer.planner.layouts import PPOJob
 from trainer.ppo.recipe import PPO
 from trainer.report.calls import Call
 from trainer.report.read import RunData, read_run
@@ -82,7 +82,7 @@ class MeasuredRun:
             response=median("response_length/mean"),
         )
 
-    def factors(self, job: Job) -> dict[RoleCall, float]:
+    def factors(self, job: PPOJob) -> dict[RoleCall, float]:
         """How many times the predicted seconds each call took."""
         found = own_seconds(job, job.device, self.cards)
         return {call: self.seconds[call] / found[call] for call in found if call in self.seconds}
@@ -125,7 +125,7 @@ def _ranks_of(data: RunData) -> dict[str, int]:
     return {role: len(of) for role, of in lanes.items()}
 
 
-def own_seconds(job: Job, device: Device, cards: Mapping[str, int]) -> dict[RoleCall, float]:
+def own_seconds(job: PPOJob, device: Device, cards: Mapping[str, int]) -> dict[RoleCall, float]:
     """Predicted seconds of each call as the job's keys lay its roles out, on so many ranks."""
     found: dict[RoleCall, float] = {}
     for role, calls in job.calls.items():
@@ -138,7 +138,7 @@ def own_seconds(job: Job, device: Device, cards: Mapping[str, int]) -> dict[Role
     return found
 
 
-def _passes(job: Job, role: str, method: str, cards: Cards) -> float:
+def _passes(job: PPOJob, role: str, method: str, cards: Cards) -> float:
     held = job.models[role]
     return pass_seconds(
         job.numbers[role],
@@ -153,7 +153,7 @@ def _passes(job: Job, role: str, method: str, cards: Cards) -> float:
     )
 
 
-def _decoding(job: Job, role: str, cards: Cards) -> float:
+def _decoding(job: PPOJob, role: str, cards: Cards) -> float:
     policy = job.config.of_role(role).actor_rollout_ref
     width = job.config.data.max_prompt_length + job.config.data.max_response_length
     device = cards.device
@@ -175,7 +175,7 @@ SHARES = ("flops", "read_flops", "link")
 """Those of them that something is divided by."""
 
 
-def fitted(device: Device, runs: Sequence[tuple[Job, MeasuredRun]]) -> Device:
+def fitted(device: Device, runs: Sequence[tuple[PPOJob, MeasuredRun]]) -> Device:
     """The device with the numbers by which all calls of these runs are predicted best.
 
     A call's seconds are a sum of unknowns times what the cost model counts. The column of an
@@ -188,7 +188,7 @@ def fitted(device: Device, runs: Sequence[tuple[Job, MeasuredRun]]) -> Device:
 
 
 def _calls_of(
-    runs: Sequence[tuple[Job, MeasuredRun]], of_generation: bool
+    runs: Sequence[tuple[PPOJob, MeasuredRun]], of_generation: bool
 ) -> list[tuple[int, RoleCall]]:
     return [
         (number, call)
@@ -201,7 +201,7 @@ def _calls_of(
 def _solved(
     device: Device,
     unknowns: Sequence[str],
-    runs: Sequence[tuple[Job, MeasuredRun]],
+    runs: Sequence[tuple[PPOJob, MeasuredRun]],
     calls: Sequence[tuple[int, RoleCall]],
 ) -> Device:
     def predicted(at: Device) -> NDArray[np.float64]:

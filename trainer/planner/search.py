@@ -10,7 +10,7 @@ long as its slowest pool, and a step the sum of its stages.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -93,6 +93,22 @@ class Placement:
     def cards(self) -> int:
         """Of all pools."""
         return sum(pool.cards for pool in self.pools)
+
+    @property
+    def in_words(self) -> str:
+        """Roles and cards of every pool."""
+        return " | ".join(f"{' + '.join(pool.roles)} on {pool.cards}" for pool in self.pools)
+
+    @property
+    def shares(self) -> Hashable:
+        """Which roles share cards, whatever their number."""
+        return frozenset(tuple(pool.roles) for pool in self.pools)
+
+    def limit(self, stages: Sequence[str]) -> str:
+        """The stage that takes longest, and the pool that it waits for."""
+        number = max(range(len(stages)), key=self.seconds.__getitem__)
+        pool = max(self.pools, key=lambda pool: pool.seconds[number])
+        return f"{stages[number]} of {' + '.join(pool.roles)}"
 
 
 Options = Callable[[str, int], Sequence[Option]]

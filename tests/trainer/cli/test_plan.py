@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import plan
-from trainer.planner.layouts import Job
-from trainer.planner.search import Placement, Search
+from trainer.planner.job import cluster_keys, sizes_of
+from trainer.planner.layouts import PPOJob
+from trainer.planner.search import Placement
+from trainer.planner.words import SHOWN, sifted
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -43,21 +45,20 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 CARDS = ["plan.gpus=16", "plan.device=A100"]
 
 
-def planned(settings: list[str]) -> tuple[Job, list[Placement]]:
+def planned(settings: list[str]) -> tuple[PPOJob, list[Placement]]:
     job = plan.job_of([*CARDS, *settings])
-    search = Search(job.roles, job.options, job.device.bytes)
-    return job, search.best(plan.sizes_of(16, 8), 16, count=2)
+    return job, job.best(16, count=2)
 
 
 def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str]) -> None:
     """Every placement is one that a run begins with, and takes the bytes that it counts itself."""
     job, found = planned(settings)
-    assert len({plan._shares(placement) for placement in found}) == 15
-    best, _ = plan.sifted(job, found)
-    assert len(best) == plan.SHOWN
+    assert len({placement.shares for placement in found}) == 15
+    best, _ = sifted(job, found)
+    assert len(best) == SHOWN
     for placement in best:
-        cluster = plan.cluster_keys(job.device, 16, 8)
-        config = load_config([*job.settings, *cluster, *plan.overrides_of(placement, job)])
+        cluster = cluster_keys(job.device, 16, 8)
+        config = load_config([*job.settings, *cluster, *job.overrides(placement)])
         expected = pool_bytes(role_memories(config, "cuda", job.device.bytes))
         own = [pool.bytes for pool in placement.pools]
         assert sorted(own) == pytest.approx(sorted(expected.values()), rel=0.01)
@@ -118,5 +119,5 @@ def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list
 
 @pytest.mark.parametrize(("cards", "expected"), [(4, [1, 2, 4]), (16, [1, 2, 4, 8, 16])])
 def test_pools_are_powers_of_two_or_whole_machines(cards: int, expected: list[int]) -> None:
-    assert plan.sizes_of(cards, 8) == expected
-    assert all(size < 8 or size % 8 == 0 for size in plan.sizes_of(1024, 8))
+    assert sizes_of(cards, 8) == expected
+    assert all(size < 8 or size % 8 == 0 for size in sizes_of(1024, 8))

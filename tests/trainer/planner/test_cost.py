@@ -67,6 +67,20 @@ def test_collectives_between_machines_go_over_the_ports_of_all_cards_that_take_p
     assert cards.rate(8, apart=8) == 50e9 * RATES.link
 
 
+def test_experts_over_ranks_are_not_gathered_and_their_tokens_travel() -> None:
+    """Two ways of every choice in every layer, in both passes; weights of four experts in eight."""
+    model = Model(30e9, 3e9, 48, 2048, 4096, 2 * 48 * 512, in_experts=28e9, choices=8)
+    rows, rates = Rows(64, 64, 500, [500]), replace(RATES, hides=False)
+    cards = Cards(replace(H100, rates=rates), 8, 8)
+    own, spread_out = (
+        pass_seconds(model, rows, ParallelDims(shard=8, ep=ep), 16384, cards) for ep in (1, 2)
+    )
+    bandwidth = 450e9 * rates.link
+    saved = 2 * 14e9 * 7 / 8 / bandwidth
+    sent = 2 * 8 * 2 * (64 / 8 * 1000) * 48 * 2048 / 2 / bandwidth
+    assert spread_out - own == pytest.approx(sent - saved)
+
+
 def test_decoding_reads_all_weights_at_every_step() -> None:
     rows = Rows(1, 1, 100, [400])
     seconds = decode_seconds(MODEL, rows, on(1), 1, cache_bytes=20e9, most_at_once=256)
