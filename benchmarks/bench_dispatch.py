@@ -22,15 +22,13 @@ from typing import Any
 
 import torch
 
+from simulated import Answer, Simulated, batch_answer
 from verl_like import DataProto, Dispatch, Worker, WorkerGroup, register
 from verl_like import make_nd_compute_dataproto_dispatch_fn as nd
-from verl_like.backends.local.references import Done
 from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
-from verl_like.calls.messages import Call, Header, Pending
+from verl_like.calls.messages import Call
 from verl_like.calls.result import Metrics
-from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import Deadlines
 from verl_like.process.facts import ProcessFacts
 
 COLUMNS = ("input_ids", "position_ids", "responses", "response_mask")
@@ -60,65 +58,25 @@ class Trained(Worker):
     def score_nd1(self, data: DataProto) -> DataProto: ...
 
 
-class Answering(Transport):
+class Answering(Simulated):
     """Every rank has answered as soon as it is asked."""
-
-    kind = "simulated"
 
     def __init__(self, num_ranks: int) -> None:
         facts = [ProcessFacts("trained", rank, num_ranks, rank) for rank in range(num_ranks)]
-        super().__init__(facts, Deadlines())
-        self.started = [
-            _header(rank, "__init__", mesh_facts={"trained": _meshes(rank)})
-            for rank in range(num_ranks)
-        ]
+        super().__init__(facts, [{"trained": _meshes(rank)} for rank in range(num_ranks)])
         self.scores = torch.zeros(ROWS_OF_A_RANK, WIDTH)
 
-    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        about: dict[str, Any] = {}
-        payload = None
+    def answer(self, rank: int, call: Call, parts: Sequence[Any]) -> Answer:
         if call.method.startswith("update"):
-            about = {"metrics": METRICS, "returned": form.METRICS}
-        elif call.method.startswith("score"):
-            payload = DataProto.from_dict({"values": self.scores})
-            payload.shard = parts[0].shard
-            about = {"returned": form.BATCH, "rows": ROWS_OF_A_RANK, "keys": ("values",)}
-        packed = _header(rank, call.method, **about).packed()
-        return Pending(rank, Done(payload), Done(packed), "trained")
-
-    def fetch_all(
-        self, pending: Sequence[Pending], seconds: float
-    ) -> tuple[list[Header], list[Any]]:
-        headers = [Header.read(each.header.value) for each in pending]
-        return headers, [each.payload.value for each in pending]
-
-    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        return list(references)
-
-    def fetch(self, reference: Any) -> Any:
-        return reference.value
-
-    def join(self, references: Sequence[Any]) -> Any:
-        return Done([reference.value for reference in references])
-
-    def stacks(self, seconds: float) -> dict[int, str]:
-        return {}
-
-    def place(self, rank: int) -> str:
-        return "simulated"
-
-    def construct_again(self) -> None: ...
-
-    def shutdown(self) -> None: ...
+            return None, {"metrics": METRICS, "returned": form.METRICS}
+        if call.method.startswith("score"):
+            given, payload = parts[0], DataProto.from_dict({"values": self.scores})
+            return batch_answer(payload, given, form.BATCH)
+        return None, {}
 
 
 def _meshes(rank: int) -> dict[str, tuple[int, bool]]:
     return {"nd1": (rank, True), "nd8": (rank // 8, rank % 8 == 0)}
-
-
-def _header(rank: int, method: str, **about: Any) -> Header:
-    now = time.time()
-    return Header("trained", method, rank, 1, now, now, 0.0, **about)
 
 
 def make_batch(num_rows: int) -> DataProto:

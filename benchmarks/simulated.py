@@ -1,0 +1,171 @@
+"""Worker processes that are not there: a transport whose ranks answer in the driver's own process.
+
+Real groups split, submit, wait and collect; `answer` says what a rank would have computed. A rank
+answers when it would be done: at once, or after `seconds_of` a call, one call after the other.
+Beside its calls, it says that it is at work (`progress`) over a connection like a real one's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import selectors
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl_like.backends.rpc import ProcessTransport, Requests, receive, send
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.messages import Call, Header, Pending, Slot
+from verl_like.calls.progress import ELSEWHERE, Progress
+from verl_like.calls.waiting import Deadlines
+from verl_like.process.facts import ProcessFacts
+
+Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]
+"""Role -> mesh -> the rank's place."""
+Answer = tuple[Any, dict[str, Any]]
+"""The payload, and what the header says of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """A reference to what is there from a time of `time.monotonic` on."""
+
+    value: Any
+    at: float = 0.0
+
+
+class Simulated(ProcessTransport):
+    """Ranks that answer a call as `answer` says."""
+
+    kind = "simulated"
+
+    def __init__(self, facts: Sequence[ProcessFacts], meshes: Sequence[Meshes]) -> None:
+        """`meshes` by rank."""
+        super().__init__(facts, Deadlines())
+        self.started = [
+            _header(one.name, "__init__", one.rank, mesh_facts=places)
+            for one, places in zip(facts, meshes, strict=True)
+        ]
+        self._free_at = [0.0] * len(facts)
+
+    @abstractmethod
+    def answer(self, rank: int, call: Call, parts: Sequence[Any]) -> Answer:
+        """What a rank returns."""
+
+    def seconds_of(self, rank: int, call: Call) -> float:
+        """How long a rank is at a call."""
+        return 0.0
+
+    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
+        payload, about = self.answer(rank, call, parts)
+        began = time.time()
+        if seconds := self.seconds_of(rank, call):
+            now = time.monotonic()
+            at = self._free_at[rank] = max(now, self._free_at[rank]) + seconds
+            began += at - seconds - now
+        else:
+            at = self._free_at[rank]
+        packed = _header(call.role, call.method, rank, began, seconds, **about).packed()
+        return Pending(rank, Later(payload, at), Later(packed, at), call.role)
+
+    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
+        now = time.monotonic()
+        last = max((reference.at for reference in references), default=now)
+        if last > now:
+            time.sleep(min(last - now, seconds))
+            now = time.monotonic()
+        return [reference for reference in references if reference.at <= now]
+
+    def fetch(self, reference: Any) -> Any:
+        return reference.value
+
+    def fetch_all(
+        self, pending: Sequence[Pending], seconds: float
+    ) -> tuple[list[Header], list[Any]] | None:
+        last = max(each.header.at for each in pending)
+        if last:
+            left = last - time.monotonic()
+            time.sleep(max(0.0, min(left, seconds)))
+            if left > seconds:
+                return None
+        headers = [self.fetch_header(each.header) for each in pending]
+        return headers, [self.fetch_payload(each) for each in pending]
+
+    def join(self, references: Sequence[Any]) -> Any:
+        return Later([reference.value for reference in references])
+
+    def pid_here(self, rank: int) -> int | None:
+        return None
+
+    def place(self, rank: int) -> str:
+        return f"pid {1000 + rank} on node-{rank // 8}"
+
+    def construct_again(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def filled(call: Call, parts: Sequence[Any]) -> list[Any]:
+    """A call's arguments."""
+    return [parts[value.part] if isinstance(value, Slot) else value for value in call.args]
+
+
+def batch_answer(payload: DataProto, given: DataProto, form: str, **about: Any) -> Answer:
+    """A batch that a rank has made of a chunk."""
+    payload.shard = given.shard
+    keys = *payload.columns, *payload.non_tensor_batch
+    is_padding = given.shard is not None and given.shard.rows == 0
+    rows = given.num_real_rows
+    return payload, {"returned": form, "rows": rows, "keys": keys, "only_padding": is_padding} | about
+
+
+def _header(
+    role: str, method: str, rank: int, start: float | None = None, seconds: float = 0.0, **about: Any
+) -> Header:
+    start = time.time() if start is None else start
+    return Header(role, method, rank, 1000 + rank, start, start + seconds, seconds, **about)
+
+
+class FarEnds:
+    """The workers' ends of a driver's connections, all served by one thread."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        """Of that thread: what the processes would have spent, not their driver."""
+        self.num = 0
+        self._selector = selectors.DefaultSelector()
+        threading.Thread(target=self._serve, name="far ends", daemon=True).start()
+
+    def connect(self, transport: ProcessTransport) -> None:
+        """A connection to every rank."""
+        requests = []
+        for rank in range(transport.world_size):
+            near, far = multiprocessing.Pipe()
+            self._selector.register(far, selectors.EVENT_READ, rank)
+            requests.append(Requests(near, lambda: "the process is gone"))
+        transport.requests = requests
+        self.num += len(requests)
+
+    def _serve(self) -> None:
+        lock, began = threading.Lock(), time.time()
+        while True:
+            for key, _ in self._selector.select(timeout=0.5):
+                connection = key.fileobj
+                assert isinstance(connection, Connection)
+                number, method, _ = receive(connection)
+                progress = Progress(1, ELSEWHERE, "update.py:1", "1", time.time() - began)
+                asked = {"progress": progress, "stacks": "idle: no call is running"}
+                send(connection, lock, number, "answer", asked[method])
+            self.cpu_s = time.thread_time()
+
+
+def packed_bytes(value: Any) -> int:
+    """Bytes that travel, its buffers out of band."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    return len(head) + sum(buffer.raw().nbytes for buffer in buffers)
