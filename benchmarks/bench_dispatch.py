@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
 from simulated import Answer, Simulated, batch_answer
+
 from verl_like import DataProto, Dispatch, Worker, WorkerGroup, register
 from verl_like import make_nd_compute_dataproto_dispatch_fn as nd
 from verl_like.batch.ragged import Ragged

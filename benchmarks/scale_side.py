@@ -1,6 +1,6 @@
 """One side of `bench_scale.py`: PPO steps over simulated ranks.
 
-    python scale_side.py RANKS TP STEPS FOLDER PROFILE      # prints JSON
+python scale_side.py RANKS TP STEPS FOLDER PROFILE      # prints JSON
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from verl_like.calls.messages import Call, Pending
 from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.placement.plan import PoolPlan
 from verl_like.placement.pools import Node, ResourcePool
+from workers.roles.rollout import oldest_versions
 from workers.rollout.batches import sample_columns, samples_of
 from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample
-from workers.roles.rollout import oldest_versions
 from workers.weights.channel import SyncReport
 
 ON_NODE = 8
@@ -296,7 +296,11 @@ def run(num_ranks: int, tp: int, steps: int, folder: Path, tiny: Path) -> dict[s
         trainer.callbacks = [gauge]
         trainer.fit()
     found = gauge.end()
-    stages = {f"{stage} s": statistics.median(own[1:]) for stage, own in Measured.cpu_of.items() if own[1:]}
+    stages = {
+        f"{stage} s": statistics.median(own[1:])
+        for stage, own in Measured.cpu_of.items()
+        if own[1:]
+    }
     saved = Measured.cpu_of["save_checkpoint"][-1]
     return found | stages | {"checkpoint s": saved, "MiB": rss_mib() - before_mib}
 

@@ -121,11 +121,21 @@ def batch_answer(payload: DataProto, given: DataProto, form: str, **about: Any) 
     keys = *payload.columns, *payload.non_tensor_batch
     is_padding = given.shard is not None and given.shard.rows == 0
     rows = given.num_real_rows
-    return payload, {"returned": form, "rows": rows, "keys": keys, "only_padding": is_padding} | about
+    return payload, {
+        "returned": form,
+        "rows": rows,
+        "keys": keys,
+        "only_padding": is_padding,
+    } | about
 
 
 def _header(
-    role: str, method: str, rank: int, start: float | None = None, seconds: float = 0.0, **about: Any
+    role: str,
+    method: str,
+    rank: int,
+    start: float | None = None,
+    seconds: float = 0.0,
+    **about: Any,
 ) -> Header:
     start = time.time() if start is None else start
     return Header(role, method, rank, 1000 + rank, start, start + seconds, seconds, **about)
