@@ -209,17 +209,25 @@ class Job(ABC):
         key, now = f"{held.axes_key}.pp", (held.parallel or ParallelConfig()).pp
         found = list(self._layouts(role, cards, (now,)))
         others = [each for each in self.may(key, now, SIZES) if each != now]
-        if others and held.trains and _has_axes(held):
+        if others and held.trains and _has_axes(held) and self._states_fit(role, cards):
             fitting = (sum(option.seconds) for option in found if self.fits(option))
             found += self._layouts(role, cards, others, faster_than=min(fitting, default=math.inf))
         return found
 
+    def _states_fit(self, role: str, cards: Cards) -> bool:
+        """Whether weights, gradients and moments fit if every card has its share of them, which
+        no axes make smaller."""
+        held, kind = self.models[role], self.device.type
+        try:
+            replicas = dims_of(cards.num, held.sharding).replicate
+            memory = memory_of(held, role, "pool", cards.num, kind, LargestPass(1, 1))
+        except ConfigError:  # of the axes that there are, which others may mend
+            return True
+        states = memory.weights + memory.gradients + memory.moments
+        return states / replicas <= self.device.bytes
+
     def _layouts(
-        self,
-        role: str,
-        cards: Cards,
-        stages: Sequence[int],
-        faster_than: float = math.inf,
+        self, role: str, cards: Cards, stages: Sequence[int], faster_than: float = math.inf
     ) -> Iterator[Option]:
         """Axes, recomputation, offloading, size of a pass."""
         held, passes = self.models[role], self.passes(role)
@@ -255,9 +263,8 @@ class Job(ABC):
             except (ConfigError, NoStages):
                 continue
             if axes.pp != now.pp:  # proven on a small model, which takes seconds: if it fits
-                if memory.kept + memory.call > self.device.bytes:
-                    continue
-                if not self._can(role, ParallelDims(pp=dims.pp, ep=dims.ep)):
+                fits = memory.kept + memory.call <= self.device.bytes
+                if not fits or not self._can(role, ParallelDims(pp=dims.pp, ep=dims.ep)):
                     continue
             changed = {
                 passes.size_key: (size, size_now),
