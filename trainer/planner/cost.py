@@ -177,9 +177,6 @@ def pass_seconds(
 
     states = BYTES * on_rank * model.num_layers / dims.pp
     visible = 0.0
-    if dims.pp > 1:  # a stage's states go to the next one, their gradients come back
-        sent = BYTES * on_rank * model.hidden_size * (1 + trains)
-        visible += sent / cards.rate(dims.pp, dims.sp * dims.tp)
     if dims.tp > 1:
         visible += (
             4 * states * model.hidden_size * directions * (1 - 1 / dims.tp) / cards.rate(dims.tp)
