@@ -1,7 +1,7 @@
 """What `verl-like plan` chooses on this machine, beside every placement there is, measured.
 
     verl-like plan --calibrate
-    python benchmarks/bench_placement.py [--only long_critic,...] [--steps 6]
+    python benchmarks/bench_placement.py [--only "long critic,..."] [--steps 6]
 
 Ten tiny jobs on two processes, whose best placements differ: for each, every way to share the two
 out is run as the planner writes it down, in turn, and a step is the median of those behind the
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from sides import ENV
 
+from trainer.cli.calibrate import run_measured
 from trainer.cli.make_tiny import make
 from trainer.cli.plan import job_of
 from trainer.planner.measured import MeasuredRun
@@ -82,17 +83,9 @@ def placements_of(settings: list[str], means: list[str]) -> tuple[Any, list[Plac
 
 def measured(settings: list[str], keys: list[str], steps: int) -> MeasuredRun:
     """A run of the job, placed by these keys."""
+    here = ["trainer.device=cpu", f"trainer.n_gpus_per_node={CARDS}"]
     with tempfile.TemporaryDirectory() as folder:
-        run = [
-            *("trainer.device=cpu", f"trainer.n_gpus_per_node={CARDS}", "trainer.logger=[]"),
-            *("trainer.save_final=false", f"trainer.default_local_dir={folder}"),
-            *(f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}"),
-        ]
-        command = [sys.executable, "-m", "trainer.main_ppo", *settings, *keys, *run]
-        done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        return MeasuredRun.of(folder)
+        return run_measured([*settings, *keys, *here], steps, Path(folder))
 
 
 def compared(name: str, folder: Path, steps: int) -> dict[str, Any]:
@@ -122,6 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.update(ENV)  # of the runs
     result = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

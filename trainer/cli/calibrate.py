@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from trainer.cli.job_record import device_name, machine_facts
+from trainer.cli.make_tiny import make
 from trainer.planner.devices import DEVICES, Device, Rates
 from trainer.planner.layouts import PPOJob
 from trainer.planner.measured import MeasuredRun, fitted, own_seconds
@@ -90,8 +91,11 @@ def calibrate(job_of: Callable[[Sequence[str], Device], PPOJob], out: Path | Non
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate(ON_CPU if device.type == CPU else ON_CARDS):
             if case.ranks <= num:
-                settings = settings_of(case, Path(name) / str(number))
-                measured = _run(case, settings, Path(name) / str(number))
+                folder = Path(name) / str(number)
+                size = {"hidden_size": case.hidden_size, "num_layers": case.num_layers}
+                make(folder, num_train=PROMPTS, **size)
+                settings = [*settings_of(case, folder), "trainer.backend=local"]
+                measured = run_measured(settings, STEPS, folder / "run")
                 asked = [
                     f"plan.gpus={case.ranks}",
                     f"plan.device={device.name}",
@@ -140,19 +144,15 @@ def _copy_rate(device: str) -> float:
     return 2 * source.nbytes / min(seconds)
 
 
-def _run(case: Case, settings: Sequence[str], folder: Path) -> MeasuredRun:
-    """In a process of its own: what it keeps of memory and threads is not ours."""
-    from trainer.cli.make_tiny import make
-
-    make(folder, num_train=PROMPTS, hidden_size=case.hidden_size, num_layers=case.num_layers)
-    length = [f"trainer.total_training_steps={STEPS}", f"trainer.total_epochs={STEPS}"]
-    where = ["trainer.backend=local", "trainer.logger=[]", "trainer.save_final=false"]
-    run = f"trainer.default_local_dir={folder}/run"
-    command = [sys.executable, "-m", "trainer.main_ppo", *settings, *length, *where, run]
+def run_measured(settings: Sequence[str], steps: int, folder: Path) -> MeasuredRun:
+    """A run of PPO, in a process of its own: what it keeps of memory and threads is not ours."""
+    length = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}"]
+    where = ["trainer.logger=[]", "trainer.save_final=false", f"trainer.default_local_dir={folder}"]
+    command = [sys.executable, "-m", "trainer.main_ppo", *settings, *length, *where]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"a calibrating run has failed:\n{done.stderr[-2000:]}")
-    return MeasuredRun.of(folder / "run")
+        raise ConfigError(f"a run to measure has failed:\n{done.stderr[-2000:]}")
+    return MeasuredRun.of(folder)
 
 
 def _compared(device: Device, runs: Sequence[tuple[PPOJob, MeasuredRun]]) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def _beside(job: Job, recipe: str, asked: Mapping[str, Any], keys: Sequence[str]
     other = OTHER[recipe]
     common = [key for key in keys if not key.startswith("detached.")]
     try:
-        return compared(job, _job(other, asked, common, known=job.search))
+        return compared(job, _job(other, asked, common, job.device, job.search))
     except ConfigError as error:
         return f"As `verl-like {other}` it cannot run: {error}"
 

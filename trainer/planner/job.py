@@ -285,21 +285,33 @@ class Job(ABC):
         self, role: str, laid: HeldModel, dims: ParallelDims, cards: Cards, tokens: int
     ) -> list[float]:
         """Of the role's calls, by stage."""
-        passes = self.passes(role)
         seconds = dict.fromkeys(self.stages, 0.0)
-        for stage, method in passes.calls:
-            seconds[stage] += self.factors.get((role, method), 1.0) * pass_seconds(
-                self.numbers[role],
-                passes.rows,
-                dims,
-                tokens,
-                cards,
-                trains=method.startswith("update_"),
-                recomputes=laid.model.enable_gradient_checkpointing,
-                offloads=laid.sharding.param_offload,
-                num_stages=num_chunks(laid.sharding.pp_schedule),
-            )
+        for stage, method in self.passes(role).calls:
+            factor = self.factors.get((role, method), 1.0)
+            seconds[stage] += factor * self.call_seconds(role, method, laid, dims, cards, tokens)
         return list(seconds.values())
+
+    def call_seconds(
+        self,
+        role: str,
+        method: str,
+        laid: HeldModel,
+        dims: ParallelDims,
+        cards: Cards,
+        tokens: int,
+    ) -> float:
+        """Of a call of the role, laid out so, by passes of so many tokens."""
+        return pass_seconds(
+            self.numbers[role],
+            self.passes(role).rows,
+            dims,
+            tokens,
+            cards,
+            trains=method.startswith("update_"),
+            recomputes=laid.model.enable_gradient_checkpointing,
+            offloads=laid.sharding.param_offload,
+            num_stages=num_chunks(laid.sharding.pp_schedule),
+        )
 
     def _axes(
         self, role: str, cards: Cards, stages: Sequence[int], only_wide: bool

@@ -19,10 +19,12 @@ from trainer.ppo.memory import check_memory, role_memories
 from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
+from workers.config import ActorRolloutRefConfig
 from workers.config.passes import tokens_per_pass
 from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
 
 TOKENS = "ppo_max_token_len_per_gpu"
+GENERATION = "generate_sequences"
 UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """Shares of a card's memory that are tried for an engine."""
 
@@ -138,9 +140,8 @@ class PPOJob(Job):
 
     def engines(self, role: str, cards: Cards, rows: Rows) -> Iterator[Option]:
         """Of engines that generate these: cards of each, and their share of the memory."""
-        config, policy = self.config, self.config.of_role(role).actor_rollout_ref
+        policy = self.config.of_role(role).actor_rollout_ref
         rollout, model = policy.rollout, self.numbers["actor"]
-        width = config.data.max_prompt_length + config.data.max_response_length
         key = "actor_rollout_ref.rollout"
         tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
         is_vllm = rollout.name == "vllm"
@@ -153,21 +154,10 @@ class PPOJob(Job):
             if cards.num % tp or tp > cards.per_node or not self._heads_divide(tp):
                 continue
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
-            as_tried = replace(policy, rollout=tried)
-            memory = rollout_memory(
-                as_tried,
-                width,
-                role,
-                "pool",
-                self.device.type,
-                self.device.bytes,
-                ranks_of_actor=None,
-            )
-            at_once = rollout.max_num_seqs
-            seconds = decode_seconds(model, rows, cards, tp, memory.kv_cache, at_once)
+            seconds, memory = self.decoding(role, replace(policy, rollout=tried), rows, cards)
             if seconds is None:
                 continue
-            seconds *= self.factors.get((role, "generate_sequences"), 1.0)
+            seconds *= self.factors.get((role, GENERATION), 1.0)
             changed = {
                 f"{key}.tensor_model_parallel_size": (tp, tp_now),
                 f"{key}.gpu_memory_utilization": (share, share_now),
@@ -175,6 +165,20 @@ class PPOJob(Job):
             keys = {key: str(new) for key, (new, old) in changed.items() if new != old}
             own = (seconds, 0.0, 0.0, apart)
             yield Option(role, own, memory.kept, memory.call, keys, "actor", saves)
+
+    def decoding(
+        self, role: str, policy: ActorRolloutRefConfig, rows: Rows, cards: Cards
+    ) -> tuple[float | None, RoleMemory]:
+        """Seconds of generating these by engines of the policy, and what they take of a card; None
+        where no row has room."""
+        width = self.config.data.max_prompt_length + self.config.data.max_response_length
+        device, rollout = cards.device, policy.rollout
+        memory = rollout_memory(
+            policy, width, role, "pool", device.type, device.bytes, ranks_of_actor=None
+        )
+        tp, at_once = rollout.tensor_model_parallel_size, rollout.max_num_seqs
+        model = self.numbers["actor"]
+        return decode_seconds(model, rows, cards, tp, memory.kv_cache, at_once), memory
 
     def _heads_divide(self, size: int) -> bool:
         config = hf_config_of(self.models["actor"].model).get_text_config()

@@ -23,22 +23,18 @@ from numpy.typing import NDArray
 from trainer.config import compose
 from trainer.config.flat import flat_config
 from trainer.config.settings import overrides_of
-from trainer.planner.cost import Cards, decode_seconds, pass_seconds
+from trainer.planner.cost import Cards
 from trainer.planner.devices import Device
-from trainer.planner.layouts import PPOJob
+from trainer.planner.layouts import GENERATION, PPOJob
 from trainer.ppo.recipe import PPO
 from trainer.report.calls import Call
 from trainer.report.read import RunData, read_run
 from trainer.run_folder.folder import saved_config
 from verl_like.errors import ConfigError
-from workers.config.passes import tokens_per_pass
-from workers.memory import rollout_memory
-from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
 
 RoleCall = tuple[str, str]
 """A role and its method."""
-GENERATION = "generate_sequences"
 
 
 @dataclass(frozen=True)
@@ -132,38 +128,15 @@ def own_seconds(job: PPOJob, device: Device, cards: Mapping[str, int]) -> dict[R
         on = Cards(device, cards.get(role, job.num_cards), job.per_node)
         for _, method in calls:
             if method == GENERATION:
-                found[role, method] = _decoding(job, role, on)
+                policy = job.config.of_role(role).actor_rollout_ref
+                seconds, _ = job.decoding(role, policy, job.rows(role), on)
+                assert seconds is not None, "a run that has generated had room for a row"
+                found[role, method] = seconds
             elif role in job.models:
-                found[role, method] = _passes(job, role, method, on)
+                held, tokens = job.models[role], next(iter(job.passes(role).sizes.values()))
+                dims = dims_of(on.num, held.sharding)
+                found[role, method] = job.call_seconds(role, method, held, dims, on, tokens)
     return found
-
-
-def _passes(job: PPOJob, role: str, method: str, cards: Cards) -> float:
-    held = job.models[role]
-    return pass_seconds(
-        job.numbers[role],
-        job.rows(role),
-        dims_of(cards.num, held.sharding),
-        held.tokens or tokens_per_pass(job.config),
-        cards,
-        trains=method.startswith("update_"),
-        recomputes=held.model.enable_gradient_checkpointing,
-        offloads=held.sharding.param_offload,
-        num_stages=num_chunks(held.sharding.pp_schedule),
-    )
-
-
-def _decoding(job: PPOJob, role: str, cards: Cards) -> float:
-    policy = job.config.of_role(role).actor_rollout_ref
-    width = job.config.data.max_prompt_length + job.config.data.max_response_length
-    device = cards.device
-    memory = rollout_memory(policy, width, role, "pool", device.type, device.bytes, None)
-    tp, at_once = policy.rollout.tensor_model_parallel_size, policy.rollout.max_num_seqs
-    seconds = decode_seconds(
-        job.numbers["actor"], job.rows(role), cards, tp, memory.kv_cache, at_once
-    )
-    assert seconds is not None, "a run that has generated had room for a row"
-    return seconds
 
 
 # --------------------------------------------------------------------------- rates of a device

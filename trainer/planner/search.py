@@ -1,6 +1,7 @@
 """The best placements of roles on cards, over all ways to share them: exact, by bounds.
 
-    found = best_placements(["actor", "critic"], [1, 2, 4, 8], 8, options, device_bytes)
+    search = Search(["actor", "critic"], options, device_bytes)
+    found = search.best([1, 2, 4, 8], 8)
 
 `options(role, cards)` are the ways in which a role can be laid out on so many: seconds of every
 stage, and bytes on each card. Roles of a pool take turns, pools run side by side: a stage takes as
