@@ -228,7 +228,7 @@ def _of_rank(
         whole=_whole(
             shapes, shards, kept != precision.compute, held.trains, sharding.strategy, dims.ep
         ),
-        activations=_activations(held, shapes, largest),
+        activations=_activations(held, shapes, largest, device_type),
         host=host,
         copies=copied if copied >= LEAST_BYTES else 0,
     )
@@ -267,12 +267,16 @@ def _whole(
     return shapes.num_weights * shapes.compute_bytes if casts else 0
 
 
-def _activations(held: HeldModel, shapes: ModelShapes, largest: LargestPass) -> float | None:
+def _activations(
+    held: HeldModel, shapes: ModelShapes, largest: LargestPass, device_type: str
+) -> float | None:
     """Bytes of a pass beside the weights; None where the model cannot be traced."""
     model, at_once, chunked = held.model, largest.reads, 0
     if held.head == "token" and shapes.outputs_per_read:
         config, num_words = hf_config_of(model), shapes.outputs_per_read
-        at_once = positions_at_once(config, largest.reads, model.use_fused_kernels, num_words)
+        at_once = positions_at_once(
+            config, largest.reads, model.use_fused_kernels, num_words, device_type
+        )
         if at_once < largest.reads:
             chunked = shapes.beside_chunks(largest.reads, held.trains)
     kept: float | None = shapes.logits(at_once)

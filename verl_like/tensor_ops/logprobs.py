@@ -13,6 +13,8 @@ from torch import Tensor
 
 CHUNK_BYTES = 4 * 2**20
 """Bytes of fp32 logits in a chunk; at most four buffers of this size are alive at once."""
+BYTES_ON_CARD = 32 * 2**20
+"""The same on a card, where no cache but a kernel's start sets the least size."""
 
 
 class _TokenStats(torch.autograd.Function):
@@ -108,8 +110,9 @@ def gradient_of_logits(
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows whose logits, in fp32, take CHUNK_BYTES at most."""
-    step = max(1, CHUNK_BYTES // (4 * max(1, logits.shape[-1])))
+    """Slices of rows whose logits, in fp32, take CHUNK_BYTES at most, or BYTES_ON_CARD there."""
+    num_bytes = CHUNK_BYTES if logits.device.type == "cpu" else BYTES_ON_CARD
+    step = max(1, num_bytes // (4 * max(1, logits.shape[-1])))
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
@@ -127,7 +130,8 @@ def logprobs_and_entropy_from_logits(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label, and entropy, in one pass over logits [..., vocabulary] / temperature.
 
-    The results are at least fp32. Beside the logits and their gradient at most 40 MiB are alive.
+    The results are at least fp32. Beside the logits and their gradient at most 40 MiB are alive, or
+    160 MiB on a card.
     `inplace_backward` writes the gradient over the logits, for a caller that never reads them
     again.
     """

@@ -185,7 +185,7 @@ class ModelConfig:
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Pack rows without padding, for models that support it."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
-    """Compute log-probs in chunks where a pass's logits exceed 256 MiB."""
+    """Compute log-probs in chunks where a pass's logits exceed 256 MiB, on a card 1024 rows, too."""
     dtype: str = key(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )

@@ -1,7 +1,7 @@
 """Log-probs and entropies from the token head, whose logits never stand whole where they are large.
 
 `token_columns` gives them, of every role with a token head. Where the logits of a pass take more
-than CHUNK_BYTES, the head runs over a chunk of positions at a time: forwards, and again in the
+than a chunk's, the head runs over a chunk of positions at a time: forwards, and again in the
 backward pass, which adds up the chunks' gradients. What stands whole are the hidden states, and the
 gradient of the head's weights.
 
@@ -39,6 +39,8 @@ from workers.training.packing import Feed, model_inputs, padded_feed, picked, re
 
 CHUNK_BYTES = 256 * 2**20
 """Bytes that a chunk's logits take in float32."""
+ROWS_ON_CARD = 1024
+"""Rows of a chunk at least, on a card: with fewer, reading the head's weight is most of it."""
 GRADIENT_ROWS = 16384
 """Rows of the gradient of a weight that is not float32 that are added up at a time."""
 LARGEST_ERROR = 1e-5
@@ -71,7 +73,9 @@ def token_columns(
     """
     compute = functools.partial(columns_of_logits, wanted=wanted, words=words)
     num_words = None if words is None else words.most
-    num_rows = positions_at_once(module.config, len(labels), may_chunk, num_words)
+    num_rows = positions_at_once(
+        module.config, len(labels), may_chunk, num_words, labels.device.type
+    )
     if num_rows < len(labels):
         return _in_chunks(module, feed, labels, compute, num_rows)
     return compute(read(module, feed), labels)
@@ -97,22 +101,26 @@ def columns_of_logits(
 
 
 def positions_at_once(
-    config: Any, num_positions: int, may_chunk: bool = True, num_words: int | None = None
+    config: Any,
+    num_positions: int,
+    may_chunk: bool = True,
+    num_words: int | None = None,
+    device_type: str = "cpu",
 ) -> int:
     """How many positions have logits at the same time, in a pass that reads so many.
 
     Of `num_words`, if ranks share the vocabulary: those of the rank that has the most.
     """
-    num_rows = rows_per_chunk(config, num_words)
+    num_rows = rows_per_chunk(config, num_words, device_type)
     if may_chunk and num_positions > num_rows and not why_not_chunked(config):
         return num_rows
     return num_positions
 
 
-def rows_per_chunk(config: Any, num_words: int | None = None) -> int:
-    """Positions whose logits take CHUNK_BYTES."""
+def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str = "cpu") -> int:
+    """Positions whose logits take CHUNK_BYTES, or ROWS_ON_CARD there."""
     vocabulary: int = num_words or config.get_text_config().vocab_size
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
+    return max(ROWS_ON_CARD if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def _in_chunks(

@@ -19,7 +19,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
 from workers.config.passes import LARGEST_PASS
 from workers.memory import GIB, HeldModel, pool_bytes
-from workers.training.lm_head import CHUNK_BYTES
+from workers.training.lm_head import ROWS_ON_CARD
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
 CARD = 80 * GIB
@@ -111,10 +111,9 @@ def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
     )
     _, reads = tokens_at_once(script_config(model), "ref")
     states = 2 * 4096 * reads
-    num_rows = CHUNK_BYTES // (4 * 102400)
     assert whole["ref"] == 4 * 102400 * reads
-    assert chunks["ref"] == 4 * 102400 * num_rows + states
-    logits, sum_of_gradients = 4 * 102400 * num_rows, 4 * 102400 * 4096
+    assert chunks["ref"] == 4 * 102400 * ROWS_ON_CARD + states
+    logits, sum_of_gradients = 4 * 102400 * ROWS_ON_CARD, 4 * 102400 * 4096
     _, reads = tokens_at_once(script_config(model), "actor")
     without = whole["actor"] - 4 * 102400 * reads
     assert chunks["actor"] == without + logits + 2 * 2 * 4096 * reads + sum_of_gradients

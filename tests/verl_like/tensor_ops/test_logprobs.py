@@ -121,6 +121,14 @@ def test_a_second_backward_over_overwritten_logits_is_refused():
         logprob.backward()
 
 
+def test_a_card_gets_slices_of_rows_eight_times_as_large():
+    sizes = {}
+    for device in ("cpu", "meta"):
+        logits = torch.empty(1, 151_936, device=device).expand(1024, -1)
+        sizes[device] = [piece.stop - piece.start for piece in logprobs.row_chunks(logits)][0]
+    assert sizes == {"cpu": 6, "meta": 55}
+
+
 def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_beside_logits_and_gradient(monkeypatch):
     rows, vocabulary = 512, 32768  # a quarter of the rows in a quarter of the chunk, to be quick
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", logprobs.CHUNK_BYTES // 4)

@@ -20,7 +20,7 @@ from workers.models import proof
 from workers.models.proof import Proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
-from workers.training.lm_head import Wanted, rows_per_chunk, why_not_chunked
+from workers.training.lm_head import Wanted, positions_at_once, rows_per_chunk, why_not_chunked
 from workers.training.microbatch import Budget
 
 ROWS_OF_A_CHUNK = 3
@@ -255,3 +255,25 @@ def test_a_chunk_of_150k_words_takes_a_quarter_gib() -> None:
     rows = rows_per_chunk(transformers.Qwen2Config(vocab_size=151_936))
     assert rows == 441
     assert 4 * 151_936 * rows <= lm_head.CHUNK_BYTES
+
+
+def test_a_chunk_on_a_card_has_a_thousand_rows_at_least_however_many_words() -> None:
+    for words, rows in ((151_936, 1024), (32_000, 2097)):
+        config = transformers.Qwen2Config(vocab_size=words)
+        assert rows_per_chunk(config, device_type="cuda") == rows
+        assert positions_at_once(config, 5000, device_type="cuda") == rows
+
+
+def test_a_pass_asks_for_the_chunks_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def noted(*args: Any) -> int:
+        asked.append(args[-1])
+        return 4
+
+    monkeypatch.setattr(lm_head, "positions_at_once", noted)
+    monkeypatch.setattr(lm_head, "read", lambda *_: torch.empty(4, VOCAB, device="meta"))
+    module, labels = nn.Module(), torch.zeros(4, dtype=torch.long, device="meta")
+    module.config = None
+    lm_head.token_columns(module, None, labels, Wanted())
+    assert asked == ["meta"]
