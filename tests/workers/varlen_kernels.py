@@ -86,10 +86,34 @@ def varlen_attn_without_groups(
     return varlen_attn(*rows, scale=scale, window_size=window_size)
 
 
-def flash_attn_package(function: Any = flash_attn_varlen_func) -> ModuleType:
-    """A module to stand as `flash_attn` among the imported ones."""
-    package: Any = ModuleType("flash_attn")
-    package.__version__ = "2.8.3"
-    package.__spec__ = object()
-    package.flash_attn_varlen_func = function
-    return package
+def flash_attn_4_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+) -> tuple[Tensor, None]:
+    """flash-attn-4's, of the parameters that it shares with others; it gives norms, too."""
+    assert qv is None
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is cu_seqlens_q
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    assert causal
+    assert softmax_scale is not None
+    left = -1 if window_size[0] is None else window_size[0]
+    assert window_size[0] is None or left >= 0
+    return reference(q, k, v, cu_seqlens_q, softmax_scale, (left, 0), softcap), None
+
+
+def package(name: str, function: Any = flash_attn_varlen_func) -> ModuleType:
+    """A module to stand as that one among the imported ones."""
+    module: Any = ModuleType(name)
+    module.flash_attn_varlen_func = function
+    return module

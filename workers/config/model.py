@@ -33,7 +33,14 @@ STRATEGIES_ELSEWHERE = {
 """Other systems' words for the same."""
 DTYPES = ("float32", "bfloat16")
 """Types that weights may be kept in, and that passes compute in."""
-ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
+ATTENTIONS = (
+    "auto",
+    "flash_attention_4",
+    "flash_attention_3",
+    "flash_attention_2",
+    "sdpa",
+    "eager",
+)
 QUANTIZATIONS = ("int8",)
 PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 """How a role that is not trained may hold its linear weights."""
@@ -179,13 +186,13 @@ class ModelConfig:
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """auto: FlashAttention for packed rows on CUDA, else sdpa, or eager if sdpa is wrong for the
-    model.
+    """auto: the newest FlashAttention installed, for packed rows on CUDA, else sdpa, or eager if
+    sdpa is wrong for the model.
     """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Pack rows without padding, for models that support it."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
-    """Compute log-probs in chunks where a pass's logits exceed 256 MiB, on a card 1024 rows, too."""
+    """Compute log-probs in chunks where a pass's logits exceed 256 MiB (1024 rows on a card)."""
     dtype: str = key(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )

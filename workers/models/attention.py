@@ -7,7 +7,6 @@ rollout that decodes with the same module, attends by sdpa.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,8 +46,9 @@ def resolve_attention(
     elif cap is not None:
         chosen, reason = "eager", f"sdpa has no soft-capping, which {model_cls.__name__} needs"
 
-    if wanted == "flash_attention_2":
-        reason = why_no_kernel(device, dtype) and (reason or why_no_flash(device, dtype))
+    if wanted.startswith("flash_attention"):
+        unusable = why_no_kernel(device, dtype)
+        reason = unusable and (reason or unusable)
     if reason and wanted != "auto":
         warn_once(f"attention: {chosen} in place of {wanted}: {reason}.")
     elif reason:
@@ -62,6 +62,17 @@ def soft_cap(hf_config: Any) -> float | None:
         return None
     cap: float | None = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
     return cap
+
+
+def head_size(hf_config: Any) -> int:
+    """Numbers of a head's query or value, whichever has more; 64 for a model without heads."""
+    text = hf_config.get_text_config()
+    parts = (getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
+    if latent := sum(parts):
+        return max(latent, getattr(text, "v_head_dim", None) or 0)
+    heads = getattr(text, "num_attention_heads", None) or 0
+    own: int = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 64)
+    return own
 
 
 def has_sinks(module: Any) -> bool:
@@ -84,14 +95,6 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
         name = torch.cuda.get_device_name(device)
         return f"FlashAttention needs an Ampere card or a newer one, not a {name}"
     return ""
-
-
-def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the package flash-attn cannot be used here; empty where it may be."""
-    reason = why_no_kernel(device, dtype)
-    if not reason and importlib.util.find_spec("flash_attn") is None:
-        reason = f"flash-attn is not installed ({INSTALL_FLASH})"
-    return reason
 
 
 @contextmanager

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
-from workers.models.attention import say_once
+from workers.models.attention import head_size, say_once
 from workers.models.causal_lm import Head, body_of, empty_model, to_training
 from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
@@ -194,7 +194,8 @@ class TrainEngine:
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 
         wanted = self.model_config.attn_implementation
-        self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
+        size = head_size(self.module.config)
+        self.kernel, why_not = find_kernel(wanted, self.device, precision.compute, size)
         rows: dict[str, Any] = {
             "may_pack": self.model_config.use_remove_padding,
             "group": self.groups.sp,

@@ -3,39 +3,91 @@
 `find_kernel` chooses the first that runs here, once per engine, and every layer calls the kernel.
 Where there is none, `workers.training.attention` lays rows in rectangles.
 
-    flash-attn    flash_attn_varlen_func: windows, grouped heads, soft-capping
-    torch         torch.nn.attention.varlen.varlen_attn: windows, grouped heads
+    flash-attn-4    flash_attn.cute: Hopper and Blackwell
+    flash-attn-3    flash_attn_interface: Hopper
+    flash-attn      flash_attn: Ampere and newer
+    torch           torch.nn.attention.varlen.varlen_attn
+
+All have windows and grouped heads; soft-capping all but torch's.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.models.attention import warn_once, why_no_flash, why_no_kernel
+from workers.models.attention import INSTALL_FLASH, warn_once, why_no_kernel
 from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
 
 LARGEST_ERROR = 0.05
 """How far outputs and gradients in 16 bits may be off, over the largest of them."""
-KERNEL_ERRORS = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)
-"""What a library raises where it is not built for this machine, or has another signature."""
 
 
-def through_flash_attn(function: Callable[..., Any]) -> Attend:
-    """Attention by flash-attn's `flash_attn_varlen_func`."""
+@dataclass(frozen=True)
+class Library:
+    """A package of FlashAttention."""
+
+    package: str
+    module: str
+    cards: tuple[tuple[int, int], tuple[int, int]]
+    """Compute capabilities of the first that it runs on, and of the first that it does not."""
+    install: str
+    unbounded: int | None = -1
+    """How it is said that a token sees all before it."""
+
+    def load(self, dtype: torch.dtype) -> VarlenKernel:
+        """Its kernel, if the module is there."""
+        function = importlib.import_module(self.module).flash_attn_varlen_func
+        try:
+            name = f"{self.package} {importlib.metadata.version(self.package)}"
+        except importlib.metadata.PackageNotFoundError:
+            name = self.package
+        attend = through_flash_attn(function, self.unbounded)
+        return VarlenKernel(name, attend, dtype, has_softcap=True)
+
+
+LIBRARIES = {
+    "flash_attention_4": Library(
+        "flash-attn-4", "flash_attn.cute", ((9, 0), (12, 0)), "pip install flash-attn-4", None
+    ),
+    "flash_attention_3": Library(
+        "flash-attn-3",
+        "flash_attn_interface",
+        ((9, 0), (10, 0)),
+        "from the folder hopper of flash-attention's sources",
+    ),
+    "flash_attention_2": Library("flash-attn", "flash_attn", ((8, 0), (99, 0)), INSTALL_FLASH),
+}
+"""By `model.attn_implementation`, the fastest first."""
+
+
+def through_flash_attn(function: Callable[..., Any], unbounded: int | None = -1) -> Attend:
+    """Attention by a `flash_attn_varlen_func`, of any version."""
 
     def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
-        capped = {"softcap": cap} if cap else {}
-        output: Tensor = function(
-            *rows, causal=True, softmax_scale=scale, window_size=(left, 0), **capped
+        query, key, value, bounds, _, longest, _ = rows
+        output = function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+            softmax_scale=scale,
+            window_size=(unbounded, 0) if left < 0 else (left, 0),
+            **({"softcap": cap} if cap else {}),
         )
-        return output
+        states: Tensor = output[0] if isinstance(output, tuple) else output  # beside norms
+        return states
 
     return attend
 
@@ -61,29 +113,32 @@ def through_torch(function: Callable[..., Any]) -> Attend:
 
 
 def find_kernel(
-    wanted: str, device: torch.device, dtype: torch.dtype
+    wanted: str, device: torch.device, dtype: torch.dtype, head_size: int = 64
 ) -> tuple[VarlenKernel | None, str]:
     """The kernel for `model.attn_implementation`, if any runs here, and why no better one does."""
-    if wanted not in ("auto", "flash_attention_2"):
+    if wanted != "auto" and wanted not in LIBRARIES:
         return None, f"model.attn_implementation={wanted}"
     reason = why_no_kernel(device, dtype)
     if reason:
         return None, reason
 
-    kernel, reason = _checked(why_no_flash(device, dtype), _flash_attn, device, dtype)
-    if kernel is not None:
-        return kernel, ""
-    kernel, other = _checked("", _torch_varlen, device, dtype)
-    if wanted == "flash_attention_2":
+    reasons, capability = [], torch.cuda.get_device_capability(device)
+    for name, library in LIBRARIES.items():
+        suits = library.cards[0] <= capability < library.cards[1]
+        if wanted == name and not suits:
+            at = ".".join(map(str, capability))
+            reasons.append(f"{library.package} has no kernel for compute capability {at}")
+        elif suits and wanted in ("auto", name):
+            kernel, reason = _checked(library.load, library, device, dtype, head_size)
+            if kernel is not None:
+                return kernel, "; ".join(reasons)
+            reasons.append(reason)
+
+    kernel, reason = _checked(_torch_varlen, None, device, dtype, head_size)
+    if wanted != "auto":
         name = "sdpa" if kernel is None else kernel.name
-        warn_once(f"attention: {name} in place of flash_attention_2: {reason}.")
-    return kernel, f"{reason}; {other}" if other else reason
-
-
-def _flash_attn(dtype: torch.dtype) -> VarlenKernel:
-    library = importlib.import_module("flash_attn")
-    attend = through_flash_attn(library.flash_attn_varlen_func)
-    return VarlenKernel(f"flash-attn {library.__version__}", attend, dtype, has_softcap=True)
+        warn_once(f"attention: {name} in place of {wanted}: {reasons[0]}.")
+    return kernel, "; ".join(filter(None, [*reasons, reason]))
 
 
 def _torch_varlen(dtype: torch.dtype) -> VarlenKernel:
@@ -95,51 +150,54 @@ def _torch_varlen(dtype: torch.dtype) -> VarlenKernel:
 
 
 def _checked(
-    reason: str,
-    make: Callable[[torch.dtype], VarlenKernel],
+    load: Callable[[torch.dtype], VarlenKernel],
+    library: Library | None,
     device: torch.device,
     dtype: torch.dtype,
+    head_size: int,
 ) -> tuple[VarlenKernel | None, str]:
     """The kernel if it loads and is right on a few rows, or why not."""
-    if reason:
-        return None, reason
-    name = make.__name__.strip("_")
+    name = "torch.nn.attention.varlen" if library is None else library.package
     try:
-        kernel = make(dtype)
-        error = largest_error(kernel, device)
-    except KERNEL_ERRORS as problem:
+        kernel = load(dtype)
+        error = largest_error(kernel, device, head_size)
+    except Exception as problem:  # noqa: BLE001 - of a build for another machine, or of a compiler
+        missing = getattr(problem, "name", None) if isinstance(problem, ImportError) else None
+        if library is not None and missing and f"{library.module}.".startswith(f"{missing}."):
+            return None, f"{name} is not installed ({library.install})"
         return None, f"{name} does not run here: {' '.join(str(problem).split())[:200]}"
     if error >= LARGEST_ERROR:
         return None, f"{name} is off by {error:.2g} on a few rows"
-    return replace(kernel, has_softcap=kernel.has_softcap and _caps(kernel, device)), ""
+    caps = kernel.has_softcap and _caps(kernel, device, head_size)
+    return replace(kernel, has_softcap=caps), ""
 
 
-def _caps(kernel: VarlenKernel, device: torch.device) -> bool:
+def _caps(kernel: VarlenKernel, device: torch.device, head_size: int) -> bool:
     try:
-        return largest_error(kernel, device, softcap=0.5) < LARGEST_ERROR
-    except KERNEL_ERRORS:
+        return largest_error(kernel, device, head_size, softcap=0.5) < LARGEST_ERROR
+    except Exception:  # noqa: BLE001 - as above
         return False
 
 
 def largest_error(
-    kernel: VarlenKernel, device: torch.device, softcap: float | None = None
+    kernel: VarlenKernel, device: torch.device, head_size: int = 64, softcap: float | None = None
 ) -> float:
-    """How far outputs and gradients of short rows under a window are off those by rectangles."""
+    """How far outputs and gradients of short rows are off those by rectangles, at every window."""
     layout, heads = RowLayout([3, 1, 40], device), (4, 2, 2)
     generator = torch.Generator().manual_seed(0)
     states = [
-        torch.randn(1, count, 44, 64, generator=generator).to(device, kernel.dtype)
+        torch.randn(1, count, 44, head_size, generator=generator).to(device, kernel.dtype)
         for count in heads
     ]
-    found = []
-    for own in (kernel, None):
-        q, k, v = leaves = [part.clone().requires_grad_() for part in states]
-        output, _ = packed_attention(
-            None, q, k, v, None, row_layout=layout, sliding_window=7, softcap=softcap, kernel=own
-        )
-        gradients = torch.autograd.grad(output.float().square().sum(), leaves)
-        found.append([output.detach(), *gradients])
     errors = []
-    for ours, theirs in zip(*found, strict=True):
-        errors.append((ours - theirs).float().abs().max() / theirs.float().abs().max())
+    for window in (None, 7):
+        found = []
+        settings: Any = {"row_layout": layout, "sliding_window": window, "softcap": softcap}
+        for own in (kernel, None):
+            q, k, v = leaves = [part.clone().requires_grad_() for part in states]
+            output, _ = packed_attention(None, q, k, v, None, kernel=own, **settings)
+            gradients = torch.autograd.grad(output.float().square().sum(), leaves)
+            found.append([output.detach(), *gradients])
+        for ours, theirs in zip(*found, strict=True):
+            errors.append((ours - theirs).float().abs().max() / theirs.float().abs().max())
     return float(torch.stack(errors).max())

@@ -91,4 +91,12 @@ def test_a_card_too_old_or_a_type_too_wide_has_no_flash_attention(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert attention.why_no_kernel(cuda, torch.bfloat16) == ""
     assert "compute in float32" in attention.why_no_kernel(cuda, torch.float32)
-    assert "--no-build-isolation" in attention.why_no_flash(cuda, torch.bfloat16)
+
+
+def test_a_kernel_is_tried_at_the_size_of_the_model_s_own_heads() -> None:
+    from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MambaConfig
+
+    assert attention.head_size(LlamaConfig(hidden_size=4096, num_attention_heads=32)) == 128
+    assert attention.head_size(Gemma2Config(head_dim=256)) == 256
+    assert attention.head_size(DeepseekV3Config()) == 192
+    assert attention.head_size(MambaConfig()) == 64

@@ -18,7 +18,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import Budget
-from workers.training.varlen import _flash_attn, _torch_varlen
+from workers.training.varlen import LIBRARIES, _torch_varlen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,9 @@ def test_packed_rows_are_padded_ones_on_a_gpu(
 
 
 @pytest.mark.parametrize("window", [None, 7, 200])
-@pytest.mark.parametrize("find", [_torch_varlen, pytest.param(_flash_attn, marks=no_flash)])
+@pytest.mark.parametrize(
+    "find", [_torch_varlen, pytest.param(LIBRARIES["flash_attention_2"].load, marks=no_flash)]
+)
 def test_a_kernel_for_packed_rows_computes_what_sdpa_does_in_bfloat16(
     find: Callable[[torch.dtype], VarlenKernel], window: int | None
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.varlen_kernels import (
-    flash_attn_package,
+    flash_attn_4_varlen_func,
     flash_attn_varlen_func,
+    package,
     reference,
     varlen_attn,
     varlen_attn_without_groups,
@@ -28,10 +30,12 @@ from workers.training.varlen import find_kernel, through_flash_attn, through_tor
 
 CPU, BFLOAT16, FLOAT32 = torch.device("cpu"), torch.bfloat16, torch.float32
 FLASH = VarlenKernel("flash-attn", through_flash_attn(flash_attn_varlen_func), FLOAT32, True)
+FLASH_4 = through_flash_attn(flash_attn_4_varlen_func, None)
 KERNELS = [
     FLASH,
     VarlenKernel("torch", through_torch(varlen_attn), FLOAT32),
     VarlenKernel("torch 2.11", through_torch(varlen_attn_without_groups), FLOAT32),
+    VarlenKernel("flash-attn-4", FLASH_4, FLOAT32, True),
 ]
 
 
@@ -46,13 +50,27 @@ def attended(
     return packed_attention(None, query, key, value, None, **settings)[0]
 
 
+def installed(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have these versions of packages, and no others."""
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(varlen.importlib.metadata, "version", version)
+
+
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a card that FlashAttention runs on, with torch's kernel and without flash-attn."""
+    """As on an A100, with torch's kernel and without flash-attn."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    installed({"flash-attn": "2.8.3"}, monkeypatch)
     monkeypatch.setattr(varlen, "why_no_kernel", lambda *_: "")
     monkeypatch.setattr(model_attention, "why_no_kernel", lambda *_: "")
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    for library in varlen.LIBRARIES.values():
+        monkeypatch.setitem(sys.modules, library.module, None)
     model_attention.warn_once.cache_clear()
 
 
@@ -145,12 +163,77 @@ def test_flash_attn_is_taken_where_it_is_else_torch_s_own(monkeypatch: pytest.Mo
     assert kernel.name == "torch.nn.attention.varlen"
     assert 'pip install -e ".[flash-attn]" --no-build-isolation' in reason
 
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package())
+    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn"))
     kernel, reason = find_kernel("auto", CPU, BFLOAT16)
     assert kernel is not None
     assert (kernel.name, kernel.has_softcap, reason) == ("flash-attn 2.8.3", True, "")
+    assert "not installed" not in reason
     assert find_kernel("sdpa", CPU, BFLOAT16)[0] is None
     assert find_kernel("eager", CPU, BFLOAT16)[0] is None
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("capability", "there", "chosen"),
+    [
+        ((9, 0), (4, 3, 2), "flash-attn-4"),
+        ((9, 0), (3, 2), "flash-attn-3"),
+        ((9, 0), (2,), "flash-attn"),
+        ((10, 0), (4, 3, 2), "flash-attn-4"),
+        ((10, 0), (3, 2), "flash-attn"),
+        ((8, 0), (4, 3, 2), "flash-attn"),
+        ((12, 0), (4, 3), "torch.nn.attention.varlen"),
+    ],
+)
+def test_the_newest_flash_attention_for_the_card_is_taken(
+    capability: tuple[int, int],
+    there: Sequence[int],
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"flash-attn-4": "4", "flash-attn-3": "3", "flash-attn": "2"}
+    installed(versions, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for number in there:
+        module = varlen.LIBRARIES[f"flash_attention_{number}"].module
+        function = flash_attn_4_varlen_func if number == 4 else flash_attn_varlen_func
+        monkeypatch.setitem(sys.modules, module, package(module, function))
+    kernel, reason = find_kernel("auto", CPU, BFLOAT16, 128)
+    assert kernel is not None
+    assert kernel.name == f"{chosen} {versions[chosen]}" if chosen in versions else chosen
+    is_behind = capability in ((9, 0), (10, 0)) and 4 not in there
+    assert ("flash-attn-4 is not installed (pip install flash-attn-4)" in reason) == is_behind
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_kernel_that_does_not_take_the_model_s_heads_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def small_heads(q: torch.Tensor, *states: Any, **settings: Any) -> Any:
+        assert q.shape[-1] <= 128, "(head_dim, head_dim_v)=(192, 192) is not supported on SM100"
+        return flash_attn_4_varlen_func(q, *states, **settings)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package("flash_attn.cute", small_heads))
+    for size, name in ((128, "flash-attn-4"), (192, "torch.nn.attention.varlen")):
+        kernel, reason = find_kernel("auto", CPU, BFLOAT16, size)
+        assert kernel is not None
+        assert kernel.name == name
+        assert ("is not supported on SM100" in reason) == (size == 192)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_flash_attention_that_is_asked_for_by_number_and_is_not_there_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for number in (3, 4):
+            find_kernel(f"flash_attention_{number}", CPU, BFLOAT16)
+    for number in (3, 4):
+        assert (
+            f"attention: torch.nn.attention.varlen in place of flash_attention_{number}: "
+            f"flash-attn-{number} has no kernel for compute capability 8.0." in caplog.text
+        )
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -161,23 +244,25 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
         left, right = settings["window_size"]
         return flash_attn_varlen_func(*states, **settings | {"window_size": (left + 1, right)})
 
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(sees_too_far))
+    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn", sees_too_far))
     with caplog.at_level(logging.WARNING):
         kernel, reason = find_kernel("flash_attention_2", CPU, BFLOAT16)
     assert kernel is not None
     assert kernel.name == "torch.nn.attention.varlen"
-    assert "flash_attn is off by" in reason
+    assert "flash-attn is off by" in reason
     assert "torch.nn.attention.varlen in place of flash_attention_2" in caplog.text
 
     def undefined_symbol(*_: Any, **__: Any) -> None:
         raise RuntimeError("undefined symbol")
 
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(undefined_symbol))
+    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn", undefined_symbol))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)
     kernel, reason = find_kernel("auto", CPU, BFLOAT16)
     assert kernel is None
-    assert "flash_attn does not run here: undefined symbol" in reason
-    assert "torch_varlen does not run here: its varlen_attn has no windows yet" in reason
+    assert "flash-attn does not run here: undefined symbol" in reason
+    assert (
+        "torch.nn.attention.varlen does not run here: its varlen_attn has no windows yet" in reason
+    )
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -190,7 +275,7 @@ def test_a_kernel_that_does_not_cap_scores_is_taken_for_models_without_a_cap(
             raise TypeError("unexpected keyword argument 'softcap'")
         return flash_attn_varlen_func(*states, **settings)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(without_cap))
+    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn", without_cap))
     kernel, _ = find_kernel("auto", CPU, BFLOAT16)
     assert kernel is not None
     assert (kernel.name, kernel.has_softcap) == ("flash-attn 2.8.3", False)
