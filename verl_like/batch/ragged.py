@@ -54,8 +54,22 @@ class Ragged:
                 f"Rows of a ragged column lie outside its width of {width}: they begin at "
                 f"{starts.tolist()} and have lengths {lengths.tolist()}."
             )
+        self._set(values, lengths, width, starts, fill)
+
+    def _set(
+        self, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
+    ) -> None:
         self.values, self.lengths, self.starts = values, lengths, starts
         self.width, self.fill = width, fill
+
+    @classmethod
+    def of_checked(
+        cls, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
+    ) -> Ragged:
+        """A column of spans that have been checked: rows of others, or what one was pickled as."""
+        made = cls.__new__(cls)
+        made._set(values, lengths, width, starts, fill)
+        return made
 
     @classmethod
     def of_rows(
@@ -186,10 +200,12 @@ class Ragged:
     def index_select(self, dim: int, index: Tensor) -> Ragged:
         """These rows, copied; `dim` is 0, as a tensor's would be."""
         assert dim == 0, "only rows are picked"
-        rows = self.rows()
-        picked = [rows[row] for row in index.tolist()]
+        index = index.cpu()
+        sizes = self._row_sizes()
+        spans = zip(sizes.cumsum(0)[index].tolist(), sizes[index].tolist(), strict=True)
+        picked = [self.values[end - size : end] for end, size in spans]
         values = join_rows(picked, keeps=False) if picked else self.values[:0]
-        return self._with_spans(values, index.cpu())
+        return self._with_spans(values, index)
 
     def repeat_interleave(self, repeats: int, dim: int) -> Ragged:
         """Each row this often, one after the other; `dim` is 0, as a tensor's would be."""
@@ -199,7 +215,8 @@ class Ragged:
         return self.lengths.flatten(1).sum(dim=1) if self.lengths.dim() > 1 else self.lengths
 
     def _with_spans(self, values: Tensor, rows: slice | Tensor) -> Ragged:
-        return Ragged(values, self.lengths[rows], self.width, self.starts[rows], self.fill)
+        spans = self.lengths[rows], self.width, self.starts[rows]
+        return Ragged.of_checked(values, *spans, self.fill)
 
     def has_spans_of(self, other: Ragged) -> bool:
         """Whether both are the same rectangle wherever they have the same values."""
@@ -222,7 +239,7 @@ def rectangle_of(column: Column) -> Tensor:
 
 def join_ragged(parts: Sequence[Ragged]) -> Ragged:
     """The rows of all parts in order, in memory of their own; their fill and width agree."""
-    return Ragged(
+    return Ragged.of_checked(
         join_rows([part.values for part in parts], keeps=False),
         torch.cat([part.lengths for part in parts]),
         parts[0].width,

@@ -21,7 +21,7 @@ def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
     """
     total = len(data)
     size = -(-total // num_chunks)
-    views = data.views(size)
+    views = [data.select()] if size == total else data.views(size)
     chunks = []
     for index in range(num_chunks):
         start, stop = min(index * size, total), min((index + 1) * size, total)

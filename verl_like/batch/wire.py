@@ -53,7 +53,7 @@ def unpack_columns(packed: Columns) -> dict[str, Column]:
         else:
             values, lengths, starts, width, fill = parts
             spans = _tensor_over(*lengths), width, _tensor_over(*starts)
-            columns[name] = Ragged(_tensor_over(*values), *spans, fill)
+            columns[name] = Ragged.of_checked(_tensor_over(*values), *spans, fill)
     return columns
 
 

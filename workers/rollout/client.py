@@ -24,6 +24,7 @@ import torch
 
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import view_rows
 from verl_like.calls.future import WorkerFuture, gather
 from verl_like.errors import LostSamplesError, WorkerDiedError
 from workers.columns import count_ones
@@ -245,7 +246,10 @@ class RolloutClient:
 
 
 def _rows(rows: DataProto, numbers: Sequence[int]) -> DataProto:
-    return rows if len(numbers) == len(rows) else rows.select_idxs(list(numbers))
+    first, last = numbers[0], numbers[-1]
+    if last - first == len(numbers) - 1:  # they ascend: a share of rows that follow each other
+        return view_rows(rows, first, last + 1)
+    return rows.select_idxs(list(numbers))
 
 
 def lost_samples(

@@ -35,6 +35,19 @@ def test_a_row_may_have_several_spans_and_a_value_dims_of_its_own():
     assert values.grad.eq(1).all()
 
 
+def test_picked_rows_are_those_of_the_rectangle_and_no_others_are_cut(monkeypatch):
+    lengths = torch.arange(7) % 4
+    longer = Ragged(torch.arange(int(lengths.sum())), lengths, 5, torch.arange(7) % 2, fill=-1)
+    pairs = Ragged(torch.arange(6), torch.tensor([[2, 0], [1, 1], [0, 2]]), 3)
+    rectangles = longer.padded(), pairs.padded()
+    monkeypatch.delattr(Ragged, "rows")
+    for column, rectangle in zip((longer, pairs), rectangles, strict=True):
+        for index in ([2, 0, 2], [1], [-1, 0], []):
+            picked = column.index_select(0, torch.tensor(index, dtype=torch.int64))
+            assert torch.equal(picked.padded(), rectangle[index])
+            assert picked.values.data_ptr() != column.values.data_ptr() or not index
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [

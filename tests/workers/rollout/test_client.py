@@ -1,0 +1,39 @@
+"""What the driver's side of a rollout group sends to its ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.waiting import Deadlines
+from workers.rollout.client import RolloutClient
+
+
+class Echoing:
+    """A group of two whose ranks give back the rows that they were asked for."""
+
+    transport = SimpleNamespace(deadlines=Deadlines())
+
+    def __init__(self) -> None:
+        self.asked: dict[int, DataProto] = {}
+        self.generate_sequences = self
+
+    def collecting_ranks(self) -> list[int]:
+        return [0, 1]
+
+    def remote_on(self, rank: int, rows: DataProto) -> Any:
+        self.asked[rank] = rows
+        return SimpleNamespace(get=lambda timeout=None: rows)
+
+
+def test_a_ranks_share_of_a_batch_is_not_copied() -> None:
+    group, rows = Echoing(), DataProto.from_dict({"x": torch.arange(10).view(5, 2)})
+    samples = RolloutClient(group).generate(rows)
+    assert torch.equal(samples.padded("x"), rows.padded("x"))
+    assert [len(asked) for asked in group.asked.values()] == [3, 2]
+    for asked in group.asked.values():
+        storages = [data.padded("x").untyped_storage().data_ptr() for data in (asked, rows)]
+        assert len(set(storages)) == 1
