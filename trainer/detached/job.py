@@ -17,7 +17,7 @@ from trainer.detached.plan import setup_of
 from trainer.detached.recipe import DETACHED
 from trainer.detached.topology import TRAINER_POOL, maker_pool
 from trainer.planner.cost import Cards
-from trainer.planner.job import layout_keys, pool_key, sizes_of
+from trainer.planner.job import PLACING, layout_keys, pool_key, sizes_of
 from trainer.planner.layouts import PPOJob
 from trainer.planner.search import Option, Placement, Pool
 from trainer.planner.simulate import Phases, Setup, simulate, what_limits
@@ -91,6 +91,11 @@ class DetachedJob(PPOJob):
                 "detached.score_on=maker is not planned: seconds of scores are counted on the "
                 "trainer's cards. Leave it out to plan."
             )
+        if self.own_pools:
+            raise ConfigError(
+                "A detached run places its roles by detached.makers and detached.trainers: set "
+                f"them, and leave {', '.join(PLACING)} out to plan."
+            )
         super().check()
 
     def best(self, num_cards: int, count: int) -> list[Placement]:
@@ -104,7 +109,7 @@ class DetachedJob(PPOJob):
 
     def _splits(self, num_cards: int) -> Iterator[DetachedPlacement]:
         sizes, prompts = sizes_of(num_cards, self.per_node), self.config.data.train_batch_size
-        for trainers in sizes[:-1] if len(sizes) > 1 else ():
+        for trainers in self.may("detached.trainers", self.config.detached.trainers, sizes[:-1]):
             for num_makers in self.may_have_makers():
                 fitting = [n for n in sizes if n * num_makers <= num_cards - trainers]
                 if not fitting or prompts % max(trainers, num_makers):

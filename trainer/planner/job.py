@@ -34,6 +34,8 @@ SIZES = (1, 2, 4, 8)
 """Of axes that are tried."""
 WORTH_A_KEY = 0.01
 """Seconds that a key must save to be moved off what it is."""
+PLACING = ("placement", "resource_pool_spec", "role_mapping")
+"""Keys that say where roles live: searched, and what the user says of them stands beside."""
 LONG = 8192
 """Tokens of a row below which ranks share rows only where there are fewer of them than ranks."""
 
@@ -137,6 +139,21 @@ class Job(ABC):
             for option in self.options(self.roles[0], cards)
         ]
         return sorted(found, key=lambda placement: placement.step)[:count]
+
+    @functools.cached_property
+    def own_pools(self) -> list[tuple[tuple[str, ...], int]]:
+        """Roles and cards of every pool that the user has set; none where no key places a role."""
+        if not any(key.partition(".")[0] in PLACING for key in self.keys):
+            return []
+        pools = nominal_placement(self.config).pools.values()
+        found = [(tuple(r for r in self.roles if r in p.roles), p.world_size) for p in pools]
+        return [(roles, cards) for roles, cards in found if roles]
+
+    def own_placement(self) -> Placement | None:
+        """The user's pools with the fastest layouts that fit there; None where none do."""
+        ways = (self.search.pools(roles, cards) for roles, cards in self.own_pools)
+        placements = (Placement(pools, self.least) for pools in product(*ways))
+        return min(placements, key=lambda placement: placement.step, default=None)
 
     def overrides(self, placement: Placement) -> list[str]:
         """The keys that place and lay out the roles so."""

@@ -34,6 +34,7 @@ def write_page(plan: Plan, path: Path) -> Path:
         name=plan.job.recipe.name,
         head=plan.head.splitlines(),
         table_rows=plan.table,
+        yours=plan.yours,
         keys=plan.keys,
         memory=Markup(memory_bars(roles, plan.job.device.gib)),
         memory_text=plan.memory(),

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from trainer.memory import memory_table
-from trainer.planner.job import Job, sizes_of
+from trainer.planner.job import Job, layout_keys, sizes_of
 from trainer.planner.search import Placement
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
@@ -75,6 +75,20 @@ class Plan:
         """Of the first, to paste."""
         return self.job.overrides(self.best[0])
 
+    @functools.cached_property
+    def yours(self) -> list[str]:
+        """The user's placement beside the first, and the keys of its layouts; none without one."""
+        pools = self.job.own_pools
+        if not pools:
+            return []
+        words = " | ".join(f"{' + '.join(roles)} on {cards}" for roles, cards in pools)
+        placement = self.job.own_placement()
+        if placement is None:
+            return [f"Your placement fits in no layout: {words}."]
+        times = placement.step / self.best[0].step
+        first = f"Your placement: {placement.step:.1f} s, {times:.2f} times the first: {words}."
+        return [first, *layout_keys(placement)]
+
     def memory(self, max_columns: int | None = None) -> str:
         """Of every card of the first, by role and kind."""
         roles, devices = self.job.memory(self.best[0])
@@ -140,6 +154,7 @@ class Plan:
         parts = [
             self.head,
             "\n".join(draw_table(self.table, max_columns)),
+            *([listed(self.yours[0], self.yours[1:])] if self.yours else []),
             listed("The first as keys:", self.keys),
             self.memory(max_columns),
             listed(f"Other {others} lose:", self.losers or ["there are none"]),

@@ -11,7 +11,7 @@ from trainer.cli import plan
 from trainer.planner.job import cluster_keys, sizes_of
 from trainer.planner.layouts import PPOJob
 from trainer.planner.search import Placement
-from trainer.planner.words import SHOWN, sifted
+from trainer.planner.words import SHOWN, Plan, sifted
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -83,6 +83,29 @@ def test_what_the_user_has_set_stays(settings: list[str]) -> None:
     assert all(key not in option.keys for option in job.options("actor", 8))
     free = plan.job_of([*CARDS, *settings])
     assert {"2", "4"} <= {option.keys.get(key) for option in free.options("actor", 8)}
+
+
+def test_the_users_own_placement_stands_beside_the_best(settings: list[str]) -> None:
+    """As the search knows it, and where it cannot be laid out in words."""
+    pools = ["resource_pool_spec.train=[8]", "resource_pool_spec.rest=[8]"]
+    pools += [f"role_mapping.{role}=rest" for role in ("critic", "ref", "rollout")]
+    job = plan.job_of([*CARDS, *settings, *pools, "role_mapping.actor=train"])
+    assert job.own_pools == [(("actor",), 8), (("rollout", "critic", "ref"), 8)]
+    own = job.own_placement()
+    assert own is not None
+    found = Plan.of(job)
+    times = own.step / found.best[0].step
+    assert times >= 1 and f"{own.step:.1f} s, {times:.2f} times the first" in found.yours[0]
+    assert set(found.yours[1:]) <= set(job.overrides(own))
+    assert job.why_refused(own) is None
+
+    tight = [*CARDS, "plan.gib=12", *settings, *pools, "role_mapping.actor=rest"]
+    job = plan.job_of([each for each in tight if "train" not in each])
+    assert "fits in no layout" in Plan.of(job).yours[0]
+
+
+def test_a_placement_that_nobody_set_is_not_shown(settings: list[str]) -> None:
+    assert plan.job_of([*CARDS, *settings]).own_pools == []
 
 
 @pytest.mark.parametrize(
