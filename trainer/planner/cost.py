@@ -188,6 +188,10 @@ def pass_seconds(
     if dims.ep > 1:  # every choice of a token goes to its expert and comes back
         sent = 2 * model.choices * states * model.hidden_size * (1 - 1 / dims.ep)
         visible += sent * directions / cards.rate(dims.ep)
+    shared = (dims.tp > 1) + (dims.sp > 1) + (dims.ep > 1)  # each with two exchanges in a layer
+    if shared:
+        exchanges = 2 * shared * num_passes * directions * model.num_layers / dims.pp
+        visible += exchanges * max(cards.device.rates.collective, cards.device.rates.all_reduce)
     if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
         on_device = model.weights / (shards * dims.tp * dims.pp)
         visible += steps * 28 * on_device / (cards.device.memory_reached)

@@ -31,7 +31,8 @@ class Rates:
     """Seconds of a layer beside its work, in every pass: what starting its kernels takes, where
     nothing hides it."""
     collective: float = 0.0
-    """Seconds of gathering a layer, or adding its gradients up, beside the bytes."""
+    """Seconds beside the bytes of gathering a layer, adding its gradients up, or exchanging states
+    in it between ranks that share it."""
     decode_layer: float = 60e-6
     """Seconds of a layer beside its bytes, in every step of decoding."""
     decode_row: float = 0.0

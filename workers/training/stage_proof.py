@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.proof import Proof, attention_of, relative_error
@@ -20,7 +21,7 @@ from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
 
 def _judge(model: Any) -> str:
-    """What is wrong with a cut anywhere."""
+    """What is wrong with it, cut into stages of a layer each."""
     try:
         num_layers = len(Parts.of(model).layers)
     except NoStages as error:
@@ -29,18 +30,20 @@ def _judge(model: Any) -> str:
     feed = padded_feed(columns, reads, torch.device("cpu"))
     expected = read(model, feed)
     inputs = model_inputs(model, feed)
-    for border in range(1, num_layers):
-        stages = Stages(model, [range(border), range(border, num_layers)])
-        with stages.computing(0):
-            states = model(**inputs)
-        if states.shape[:2] != feed.inputs["input_ids"].shape:
-            return f"its layers hand on states of {list(states.shape)}"
-        with stages.computing(1, [states]):
-            found = read(model, feed)
-        off = relative_error(found, expected)
-        if off > LARGEST_ERROR:
-            return f"a small model of its class, cut after layer {border}, is off by {off:.0e}"
-    return ""
+    if num_layers == 1:
+        return ""
+    stages = Stages(model, [range(number, number + 1) for number in range(num_layers)])
+    received: list[Tensor] = []
+    for stage in range(stages.last):
+        with stages.computing(stage, received):
+            received = [model(**inputs)]
+        if received[0].shape[:2] != feed.inputs["input_ids"].shape:
+            return f"its layers hand on states of {list(received[0].shape)}"
+    with stages.computing(stages.last, received):
+        found = read(model, feed)
+    off = relative_error(found, expected)
+    what = f"a small model of its class, cut after every layer, is off by {off:.0e}"
+    return what if off > LARGEST_ERROR else ""
 
 
 _PROOF = Proof(_judge)

@@ -185,7 +185,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
         "embeddings and layers otherwise",
     ),
-    "GraniteConfig": ({"embedding_multiplier": 3.0}, "cut after layer 1, is off by"),
+    "GraniteConfig": ({"embedding_multiplier": 3.0}, "cut after every layer, is off by"),
 }
 
 
