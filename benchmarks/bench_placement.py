@@ -5,8 +5,9 @@
 
 Ten tiny jobs on two processes, whose best placements differ: for each, every way to share the two
 out is run as the planner writes it down, in turn, and the shortest step behind the first counts:
-neighbours of a shared machine make steps longer, never shorter. Prints JSON: seconds of each placement, predicted and measured, and how many times the best
-measured step the planner's choice takes (asked: 1.05).
+neighbours of a shared machine make steps longer, never shorter. Prints JSON: seconds of each
+placement, predicted and measured, and how many times the best measured step the planner's choice
+takes (asked: 1.05).
 """
 
 from __future__ import annotations

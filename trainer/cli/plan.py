@@ -45,7 +45,7 @@ from trainer.config import compose
 from trainer.data.config import DataConfig
 from trainer.planner.cost import POINTS, spread
 from trainer.planner.devices import NUMBERS, Device, device_of
-from trainer.planner.job import PLACING, Job, cluster_keys
+from trainer.planner.job import Job, cluster_keys, places_roles
 from trainer.planner.layouts import PPOJob
 from trainer.planner.measured import MeasuredRun, settings_of_run
 from trainer.planner.search import Search
@@ -120,7 +120,7 @@ def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
 def _beside(job: Job, recipe: str, asked: Mapping[str, Any], keys: Sequence[str]) -> str:
     """The line that compares with the other recipe of PPO."""
     other = OTHER[recipe]
-    common = [key for key in keys if not key.startswith(("detached.", *PLACING))]
+    common = [key for key in keys if not key.startswith("detached.") and not places_roles(key)]
     try:
         return compared(job, _job(other, asked, common, job.device, job.search))
     except ConfigError as error:

@@ -143,7 +143,7 @@ class Job(ABC):
     @functools.cached_property
     def own_pools(self) -> list[tuple[tuple[str, ...], int]]:
         """Roles and cards of every pool that the user has set; none where no key places a role."""
-        if not any(key.partition(".")[0] in PLACING for key in self.keys):
+        if not any(map(places_roles, self.keys)):
             return []
         pools = nominal_placement(self.config).pools.values()
         found = [(tuple(r for r in self.roles if r in p.roles), p.world_size) for p in pools]
@@ -170,7 +170,8 @@ class Job(ABC):
     def configured(self, placement: Placement) -> Any:
         """The configuration of a run with its keys."""
         cluster = cluster_keys(self.device, self.num_cards, self.per_node)
-        settings = [*self.settings, *cluster, *self.overrides(placement)]
+        others = [each for each in self.settings if not places_roles(each)]
+        settings = [*others, *cluster, *self.overrides(placement)]
         return compose.load_config(settings, self.recipe, self.defaults)
 
     def why_refused(self, placement: Placement) -> str | None:
@@ -415,6 +416,11 @@ def _few_factors(number: int) -> bool:
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)
+
+
+def places_roles(setting: str) -> bool:
+    """Whether this key, with a value or without, says where roles live."""
+    return setting.lstrip("+~").partition("=")[0].partition(".")[0] in PLACING
 
 
 def pool_key(name: str, cards: int, per_node: int) -> str:
