@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from live_bytes import peak_bytes
 from torch import Tensor
-from torch.autograd.profiler import profile
 
 import workers.losses  # noqa: F401
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
@@ -154,13 +154,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 def extra_bytes(call: Callable[[], Any]) -> int:
     """The most bytes that a call holds at a time, less those of its results."""
-    with profile(profile_memory=True) as recorded:
-        results = call()
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+    results, most = peak_bytes(call)
     return most - sum(storage.nbytes() for storage in storages_of(results).values())
 
 

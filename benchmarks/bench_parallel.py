@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from sides import ENV, HERE
+from sides import HERE, ask_ranks
 from train_side import MODEL
 
 SIDE = HERE / "parallel_side.py"
@@ -42,27 +40,9 @@ RUNS_OF_PP = {
 
 def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, float]:
     """The largest figures of the ranks."""
-    from torch.distributed import TCPStore
-
-    num_ranks = 2 if axes else 1
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = ENV | {"PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
-    if num_ranks > 1:
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        common |= {"WORLD_SIZE": str(num_ranks)}
-    processes = []
-    for rank in range(num_ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
-        command = [sys.executable, str(SIDE), folder, axes, *arguments]
-        processes.append(
-            subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE, text=True)
-        )
     found: dict[str, float] = {}
-    for process in processes:
-        output, _ = process.communicate(timeout=1800)
-        if process.returncode:
-            sys.exit(f"{process.args} failed with {process.returncode}")
-        for name, value in json.loads(output.strip().splitlines()[-1]).items():
+    for answer in ask_ranks(2 if axes else 1, str(SIDE), folder, axes, *arguments):
+        for name, value in answer.items():
             found[name] = max(value, found.get(name, 0.0))
     return found
 

@@ -33,3 +33,28 @@ def ask(python: str, *arguments: str) -> Any:
     # Ray may print after it.
     answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
     return json.loads(answers[-1] if answers else "null")
+
+
+def ask_ranks(num_ranks: int, script: str, *arguments: str) -> list[Any]:
+    """What each rank of a script of ours prints as JSON, last; gloo joins several."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = ENV | {"PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    if num_ranks > 1:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        common |= {"WORLD_SIZE": str(num_ranks)}
+    processes = []
+    for rank in range(num_ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+        command = [sys.executable, script, *arguments]
+        processes.append(
+            subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE, text=True)
+        )
+    found = []
+    for process in processes:
+        output, _ = process.communicate(timeout=1800)
+        if process.returncode:
+            sys.exit(f"{process.args} failed with {process.returncode}")
+        found.append(json.loads(output.strip().splitlines()[-1]))
+    return found

@@ -18,19 +18,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from verl_like.tensor_ops.logprobs import CHUNK_BYTES
 from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.hf_config import shared_hf_config
 from workers.models.memory_shapes import (
     ModelShapes,
+    Moments,
     StageOf,
     described_by,
     meta_model,
     model_shapes,
 )
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.sharding import Sharding, axes_key, dims_of, settle
+from workers.parallel.sharding import Sharding, axes_key, dims_of, is_one_unit, settle
 from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_at_once
 
@@ -159,6 +161,8 @@ class LargestPass:
 
     tokens: int
     reads: int
+    alone: LargestPass | None = None
+    """The largest of a trained role's passes that only read."""
 
 
 def memory_of(
@@ -217,6 +221,8 @@ def _of_rank(
             stored = getattr(hf_config_of(held.model), "dtype", None) or precision.compute
             whole = model_shapes(held.model, held.head, precision.compute)
             copied += whole.num_weights * stored.itemsize
+    casts = kept != precision.compute
+    whole, activations = _largest_moment(held, shapes, largest, shards, casts, dims.ep)
     names = [held.quantization or name_of(kept), name_of(precision.compute)]
     return RoleMemory(
         role=role,
@@ -225,10 +231,8 @@ def _of_rank(
         weights=weights,
         gradients=trained / shards,
         moments=moments,
-        whole=_whole(
-            shapes, shards, kept != precision.compute, held.trains, sharding.strategy, dims.ep
-        ),
-        activations=_activations(held, shapes, largest, device_type),
+        whole=whole,
+        activations=activations,
         host=host,
         copies=copied if copied >= LEAST_BYTES else 0,
     )
@@ -243,46 +247,91 @@ def _averages(held: HeldModel, shapes: ModelShapes, kept: torch.dtype) -> int:
     return 0
 
 
-def _whole(
-    shapes: ModelShapes,
-    shards: int,
-    casts: bool,
-    trains: bool,
-    strategy: str = "fsdp",
-    ep: int = 1,
-) -> float:
-    """Weights that a pass holds beside its shards: gathered ones, or a copy in the compute type.
+def _largest_moment(
+    held: HeldModel, shapes: ModelShapes, largest: LargestPass, shards: int, casts: bool, ep: int
+) -> tuple[float, float | None]:
+    """Of whole weights, and of activations, when both together take the most."""
+    gathers, strategy = shards > 1, held.sharding.strategy
+    passes = [(largest, held.trains)]
+    if held.trains and largest.alone is not None:
+        passes.append((largest.alone, False))
 
-    FSDP holds what is outside the layers, and two layers of which one is on its way (all of them
-    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait. Of
-    experts it gathers those of the rank.
+    found: list[tuple[float, float | None]] = []
+    for each, trains in passes:
+        whole = _whole(shapes, strategy, ep, trains) if gathers else _copied(shapes, casts)
+        head = _head(held, shapes, each, trains, gathers)
+        taken = shapes.reading_pass(each.tokens, head)
+        if trains:
+            again = held.model.enable_gradient_checkpointing
+            taken = shapes.trained_pass(each.tokens, head, again)
+        found += zip(whole, taken or (None, None), strict=True)
+    return max(found, key=lambda moment: moment[0] + (moment[1] or 0))
+
+
+def _copied(shapes: ModelShapes, casts: bool) -> Moments:
+    """Weights of a rank that holds them whole: a copy in the type of computation."""
+    num_bytes = casts * shapes.num_weights * shapes.compute_bytes
+    return Moments(num_bytes, num_bytes)
+
+
+def _whole(shapes: ModelShapes, strategy: str, ep: int, trains: bool) -> Moments:
+    """Weights that FSDP has gathered, and what of their gradients is not yet a shard.
+
+    What is outside the layers is whole throughout. In a layer two of them are, of which one is on
+    its way, with a gradient of each; at the head the buffer of the last one is. Under
+    shard_grad_op, or in a small model, all are. The gradient of embeddings comes when the activations have gone.
+    Of experts those of the rank are gathered.
     """
-    if shards > 1:
-        gathered = shapes.num_weights - shapes.num_in_experts * (1 - 1 / ep)
-        layer = (gathered - shapes.num_outside_layers) / shapes.num_layers
-        in_use = shapes.num_outside_layers + 2 * layer
-        if strategy != "shard_grad_op":
-            gathered = in_use
-        return (gathered + trains * in_use) * shapes.compute_bytes
-    return shapes.num_weights * shapes.compute_bytes if casts else 0
+    gathered = shapes.num_weights - shapes.num_in_experts * (1 - 1 / ep)
+    outside = shapes.num_outside_layers
+    layer = (gathered - outside) / shapes.num_layers
+    of_head = trains * shapes.trains_head * (outside - shapes.num_embeddings)
+    of_layers = trains * min(2 * layer, shapes.num_trained)
+    if is_one_unit(shapes.num_weights):
+        of_all = trains * min(gathered, shapes.num_trained)
+        numbers = [gathered + of_all] * 2
+    elif strategy == "shard_grad_op":
+        numbers = [gathered + of_head, gathered + of_head + of_layers]
+    else:
+        numbers = [outside + layer + of_head, outside + 2 * layer + of_head + of_layers]
+    at_head, in_layer = (number * shapes.compute_bytes for number in numbers)
+    return Moments(at_head, in_layer)
 
 
-def _activations(
-    held: HeldModel, shapes: ModelShapes, largest: LargestPass, device_type: str
-) -> float | None:
-    """Bytes of a pass beside the weights; None where the model cannot be traced."""
-    model, at_once, chunked = held.model, largest.reads, 0
-    if held.head == "token" and shapes.outputs_per_read:
-        config, num_words = hf_config_of(model), shapes.outputs_per_read
-        at_once = positions_at_once(
-            config, largest.reads, model.use_fused_kernels, num_words, device_type
-        )
-        if at_once < largest.reads:
-            chunked = shapes.beside_chunks(largest.reads, held.trains)
-    kept: float | None = shapes.logits(at_once)
-    if held.trains:
-        kept = shapes.saved(largest.tokens, at_once, model.enable_gradient_checkpointing)
-    return None if kept is None else kept + chunked
+def _head(
+    held: HeldModel, shapes: ModelShapes, largest: LargestPass, trains: bool, gathers: bool
+) -> int:
+    """Bytes of a head at its peak: the states that it reads, logits, and gradients of both.
+
+    The gradient of logits is written over them. That of the head's weight stands beside the one
+    that it is added to, unless the rank `gathers` weights: then it is of those.
+    """
+    if shapes.outputs_per_read == 0:  # another stage's
+        return 0
+    if shapes.outputs_per_read == 1:  # it reads every token, in float32
+        return largest.tokens * (4 + (shapes.compute_bytes < 4) * 4 * shapes.hidden_size)
+    at_once = positions_at_once(
+        hf_config_of(held.model),
+        largest.reads,
+        held.model.use_fused_kernels,
+        shapes.outputs_per_read,
+    )
+    states = largest.reads * shapes.hidden_size * shapes.compute_bytes
+    logits = at_once * shapes.outputs_per_read
+    # of the log-softmax, in float32: one more for entropies, which trained policies are asked for,
+    # one for the gradient, and one where logits are narrower
+    num_buffers = 1 + held.trains + trains + (shapes.compute_bytes < 4)
+    softmax = num_buffers * min(CHUNK_BYTES, 4 * logits)
+    of_logits = logits * shapes.compute_bytes
+    if not trains:
+        of_all = largest.tokens * shapes.hidden_size * shapes.compute_bytes
+        return of_logits + max(of_all + states, states * (at_once < largest.reads) + softmax)
+
+    weight = trains * shapes.trains_head * shapes.hidden_size * shapes.outputs_per_read
+    if at_once < largest.reads:  # `workers.training.lm_head`: the weight's gradient in float32
+        return 2 * states + 4 * weight + of_logits + softmax
+    gradient = 0 if gathers else weight * shapes.compute_bytes
+    return states + of_logits + max(softmax, states + gradient)
 
 
 def hf_config_of(model: ModelConfig) -> Any:

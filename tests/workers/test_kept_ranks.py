@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers.kept_ranks import run_kept
-from workers.parallel import fsdp
+from workers.parallel import sharding
 
 
 def meet() -> None:
@@ -24,14 +24,14 @@ def change_all() -> tuple[int, int, int, float, str | None, int]:
     found = (
         int(os.environ["RANK"]),
         os.getpid(),
-        fsdp.SMALL_ELEMENTS,
+        sharding.SMALL_ELEMENTS,
         float(torch.rand(())),
         os.environ.get("OWN"),
         int(dist.is_initialized()),
     )
     meet()
     dist.all_reduce(torch.ones(1))
-    fsdp.SMALL_ELEMENTS, os.environ["OWN"] = -1, "set"
+    sharding.SMALL_ELEMENTS, os.environ["OWN"] = -1, "set"
     return found
 
 
@@ -45,7 +45,7 @@ def test_the_next_function_finds_the_process_as_the_first_did() -> None:
     first = run_kept(2, change_all)
     assert [rank for rank, *_ in first] == [0, 1]
     assert run_kept(2, change_all) == first
-    assert {setting for _, _, setting, *_ in first} == {fsdp.SMALL_ELEMENTS}
+    assert {setting for _, _, setting, *_ in first} == {sharding.SMALL_ELEMENTS}
     assert {(variable, groups) for *_, variable, groups in first} == {(None, 0)}
 
 

@@ -51,33 +51,39 @@ def role_memories(
         elif role == "ref" and beside_actor and is_actors_module(config.actor_rollout_ref):
             continue
         elif role in models:
-            largest = LargestPass(*tokens_at_once(config, role))
+            largest = largest_pass(config, role)
             found.append(held_memory(config, role, models[role], device_type, largest))
     return found
 
 
-def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
-    """(tokens, response positions) of the role's largest pass, all of full length."""
+def largest_pass(config: PPOConfig, role: str) -> LargestPass:
+    """The role's largest pass, all rows of full length, and of a trained role's that only read."""
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
     dims = _dims_of_role(config, role)
     width = -(-width // dims.sp)
-    most = 0
+    most = {True: 0, False: 0}
     for row in rows_of(config):
         if row.role == role:
             num_samples = row.prompts * config.actor_rollout_ref.rollout.n
             at_once = row.micro_samples * width if row.micro_samples else row.micro_tokens
-            most = max(most, min(at_once, -(-num_samples // dims.data_size) * width))
+            tokens = min(at_once, -(-num_samples // dims.data_size) * width)
+            most[row.trains] = max(most[row.trains], tokens)
+    trained, read = most[True], most[False]
     if config.kind_of(role) in model_rewards(config):  # a row has one number
-        return most // width * width, most // width
-    reads = round(most * share)
+        return LargestPass(read // width * width, read // width)
+    alone = LargestPass(read, round(read * share))
+    if not trained:
+        return alone
+    reads = round(trained * share)
     if role == "actor" and config.ptx.train_files:
         actor = config.actor_rollout_ref.actor
         of_ptx = actor.ppo_micro_batch_size_per_gpu * -(-longest_row(config) // dims.sp)
         if actor.use_dynamic_bsz:
             of_ptx = tokens_per_pass(config)
-        return max(most, of_ptx), max(reads, of_ptx)  # every token of a text is in the loss
-    return most, reads
+        # every token of a text is in the loss
+        trained, reads = max(trained, of_ptx), max(reads, of_ptx)
+    return LargestPass(trained, reads, alone)
 
 
 def _dims_of_role(config: PPOConfig, role: str) -> ParallelDims:

@@ -33,6 +33,7 @@ class Row:
     prompts: int
     micro_samples: int | None
     micro_tokens: int = 0
+    trains: bool = False
 
 
 def rows_of(config: PPOConfig) -> list[Row]:
@@ -62,8 +63,8 @@ def rows_of(config: PPOConfig) -> list[Row]:
         held = models[each.role]
         parts.append(reads(each.part, each.role, *cut(held.rows, held.tokens)))
     parts += [
-        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic),
-        Row("actor mini-batch", "actor", mini, *of_actor),
+        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic, True),
+        Row("actor mini-batch", "actor", mini, *of_actor, True),
     ]
 
     roles = list(expand_roles(config.role_mapping))

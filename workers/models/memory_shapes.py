@@ -2,27 +2,27 @@
 
     shapes = model_shapes(path, head="token", compute=torch.bfloat16)
     shapes.num_weights                            # exact
-    shapes.saved(num_tokens=8192, num_reads=4096) # bytes a backward pass keeps
+    shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes at its peak
 
-Activations are the tensors that autograd saves in a forward pass of the model itself, so every
-architecture has its own. Attention counts as a fused kernel: queries, keys, values, output and one
-number a token and head, never the square of the length.
+Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so every
+architecture has its own: what autograd saves, and what a layer's own passes take beside it.
+Attention counts as a fused kernel: queries, keys, values, output, their gradients, and one number a
+token and head, never the square of the length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from workers.models.attention import attending_by
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
+from workers.models.pass_trace import PassTrace, trace_pass
 from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
 from workers.parallel.pipeline import most_waiting, num_chunks
@@ -31,8 +31,30 @@ from workers.parallel.stages import Stages, stage_ranges
 if TYPE_CHECKING:
     from workers.config import ModelConfig
 
-COUNTED = "counted_attention"
-"""Name of `_attention` in transformers' interface."""
+
+@dataclass(frozen=True)
+class PassShapes:
+    """Bytes that a pass over the body holds for a token, beside the weights."""
+
+    saved: int
+    """What autograd saves, hidden states that other ranks of tp keep left out."""
+    outside_layers: int
+    """What of it is saved after the last layer."""
+    layer: int
+    """The most in a layer that runs forwards and backwards, its input left out."""
+    backward: int
+    """The most in a layer's backward pass, beside what was saved."""
+    unsaved: int
+    """The most in a layer of a pass that only reads, its input left out."""
+    beside_states: int
+    """What every layer gets beside hidden states, such as rotary angles."""
+
+
+class Moments(NamedTuple):
+    """Bytes where a pass may hold the most."""
+
+    at_head: float
+    in_layer: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +73,8 @@ class ModelShapes:
     num_layers: int
     num_outside_layers: int
     """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
+    num_embeddings: int
+    """Those of embeddings that are not the head's, too."""
     num_in_experts: int
     """Weights of routed experts, that ranks can share."""
     hidden_size: int
@@ -58,11 +82,10 @@ class ModelShapes:
     """Numbers of the head's output at one position: the vocabulary's size, or one."""
     key_value_numbers: int
     """Numbers that a KV cache holds for one token."""
-    saved_per_token: int | None
-    """Bytes that autograd saves for a token of the body; None where the model cannot be traced."""
+    trains_head: bool
     compute_bytes: int
-    shared_per_token: int = 0
-    """Bytes of these that other ranks of tp keep, but under checkpointing."""
+    body: PassShapes | None = None
+    """None where a pass cannot be traced."""
     num_waiting: int = 1
     """Forward passes whose backward passes come later."""
 
@@ -74,29 +97,29 @@ class ModelShapes:
             self.num_int8 + 4 * self.num_scales
         )
 
-    def saved(self, num_tokens: int, num_reads: int, checkpointing: bool) -> int | None:
-        """Bytes at the peak of a forward and backward pass, logits in float32 included."""
-        if self.saved_per_token is None:
-            return None
-        per_token = (self.saved_per_token - self.shared_per_token) * self.num_waiting
-        if checkpointing:  # the inputs of every layer, and one layer computed again
-            inputs = self.num_layers * self.hidden_size * self.compute_bytes
-            per_token = self.saved_per_token // self.num_layers + inputs * self.num_waiting
-        return num_tokens * per_token + self.logits(num_reads)
+    def trained_pass(self, num_tokens: int, head: int, checkpointing: bool) -> Moments | None:
+        """Bytes of a forward and backward pass: at the head, which takes `head`, and in a layer.
 
-    def logits(self, num_reads: int) -> int:
-        """Bytes of the head's output; its gradient is written over it."""
-        return 4 * num_reads * self.outputs_per_read
-
-    def beside_chunks(self, num_reads: int, trains: bool) -> int:
-        """Bytes that a head in chunks takes beside a chunk's logits (`workers.training.lm_head`).
-
-        Hidden states of what is read and, where it `trains`, their gradient and the weight's.
+        The head has done when layers run backwards. None where a pass cannot be traced.
         """
-        states = num_reads * self.hidden_size * self.compute_bytes
-        if not trains:
-            return states
-        return 2 * states + 4 * self.hidden_size * self.outputs_per_read
+        if self.body is None:
+            return None
+        states = self.hidden_size * self.compute_bytes
+        if checkpointing:  # the inputs of every layer, the last one's output, and a layer run again
+            kept = states * (self.num_layers * self.num_waiting + 1) + self.body.beside_states
+            at_head, in_layer = self.body.outside_layers, self.body.layer
+        else:
+            kept = self.body.saved * self.num_waiting
+            at_head, in_layer = 0, self.body.backward
+        return Moments(num_tokens * (kept + at_head) + head, num_tokens * (kept + in_layer))
+
+    def reading_pass(self, num_tokens: int, head: int) -> Moments | None:
+        """Bytes of a pass without gradients. The embeddings stay while the layers run."""
+        if self.body is None:
+            return None
+        states = self.hidden_size * self.compute_bytes
+        in_layer = 2 * states + self.body.beside_states + self.body.unsaved
+        return Moments(head, num_tokens * in_layer)
 
 
 _known: dict[tuple[Any, ...], ModelShapes] = {}
@@ -163,9 +186,8 @@ def _of_stages(
                 _counted(config, module, head, compute, tp, stages.weights(own)),
                 num_layers=num_layers,
                 outputs_per_read=whole.outputs_per_read if is_last else 0,
-                saved_per_token=whole.saved_per_token
-                and whole.saved_per_token * num_layers // whole.num_layers,
-                shared_per_token=whole.shared_per_token * num_layers // whole.num_layers,
+                body=whole.body
+                and replace(whole.body, saved=whole.body.saved * num_layers // whole.num_layers),
                 num_waiting=most_waiting(asked.schedule, rank, asked.num_ranks),
             ),
         )
@@ -199,9 +221,8 @@ def _counted(
         here = (w for w in weights if own is None or id(w) in own)
         return sum(-(-w.numel() // tp) if id(w) in cut else w.numel() for w in here)
 
-    saved, shared = None, 0
-    if own is None:
-        saved, shared = saved_per_token(config, body, compute, tp)
+    own_head, embeddings = module.get_output_embeddings(), body.get_input_embeddings().weight
+    is_tied = own_head is not None and own_head.weight is embeddings
     num_weights = numel(module.parameters())
     linears = [layer.weight for _, layer in quantizable(module)]
     return ModelShapes(
@@ -211,6 +232,7 @@ def _counted(
         num_scales=sum(len(weight) for weight in linears),
         num_layers=text.num_hidden_layers,
         num_outside_layers=num_weights - numel(inside.values()),
+        num_embeddings=0 if is_tied else numel([embeddings]),
         num_in_experts=sum(
             weight.numel()
             for _, each in experts_of(module)
@@ -220,9 +242,9 @@ def _counted(
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
-        saved_per_token=saved,
-        shared_per_token=shared,
+        trains_head=own_head is not None and own_head.weight.requires_grad,
         compute_bytes=compute.itemsize,
+        body=pass_shapes(config, body, compute, tp) if own is None else None,
     )
 
 
@@ -262,84 +284,29 @@ def check_adapter(config: ModelConfig, head: Head) -> None:
         meta_model(config, head)
 
 
-NUM_TRACED = 256
-"""Tokens of the traced pass; what is saved grows with them in proportion."""
-
-
-def saved_per_token(
+def pass_shapes(
     config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
-) -> tuple[int | None, int]:
-    """Bytes that autograd saves for a token of the body, weights left out; how many of them are
-    other ranks' of `tp`.
+) -> PassShapes | None:
+    """Of a rank of `tp`. Heads, and what is inside of MLPs, is cut.
 
-    Heads, and what is inside of MLPs, is cut; hidden states are whole on every rank, but what is
-    saved of them is kept in parts (`workers.parallel.kept_parts`).
+    Hidden states are whole on every rank, but what is saved of them is kept in parts
+    (`workers.parallel.kept_parts`).
     """
     key = repr(config), body.config.to_json_string(), compute
     if key not in _traced:
-        _traced[key] = _whole_and_cut(body.to(compute))
-    found = _traced[key]
-    if found is None:
-        return None, 0
-    whole, cut = found
-    return -(-(whole + cut // tp) // NUM_TRACED), whole * (tp - 1) // tp // NUM_TRACED
-
-
-_traced: dict[tuple[Any, ...], tuple[int, int] | None] = {}
-
-
-def _whole_and_cut(body: Any) -> tuple[int, int] | None:
-    """Saved bytes of hidden states, and of all else."""
-    saved = _saved(body)
-    if saved is None:
+        _traced[key] = trace_pass(body.to(compute))
+    trace = _traced[key]
+    if trace is None:
         return None
-    hidden_size = body.config.get_text_config().hidden_size
-    sizes = [0, 0]
-    for tensor in saved:
-        are_states = tensor.dim() <= 3 and tensor.shape[-1] == hidden_size
-        sizes[not are_states] += tensor.untyped_storage().nbytes()
-    return sizes[0], sizes[1]
+    saved, in_layers = trace.saved, trace.saved_in_layers
+    return PassShapes(
+        saved=saved.in_parts(tp),
+        outside_layers=max(0, saved.in_parts(tp) - in_layers.in_parts(tp)),
+        layer=trace.layer.most(tp),
+        backward=trace.layer.most_beside_saved(tp),
+        unsaved=trace.layer.most_unsaved(tp),
+        beside_states=trace.beside_states.of(tp),
+    )
 
 
-def _saved(module: Any) -> list[Tensor] | None:
-    """What a pass of `NUM_TRACED` tokens saves; None where it cannot be traced."""
-    weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
-    ids = torch.zeros(1, NUM_TRACED, dtype=torch.long, device="meta")
-    found: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in weights:
-            found.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
-
-    counted = attending_by(module, COUNTED, _attention, _no_mask)
-    try:
-        with counted, saved_tensors_hooks(keep, lambda tensor: tensor):
-            module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return None  # a model whose pass depends on its numbers, as a router's does
-    return list(found.values())
-
-
-class _FusedAttention(torch.autograd.Function):
-    """What a fused kernel saves, without its arithmetic."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, heads, tokens, _ = query.shape
-        output = query.new_empty(rows, tokens, heads, value.shape[-1])
-        log_norm = query.new_empty(rows, heads, tokens, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, log_norm)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return ctx.saved_tensors[:3]
-
-
-def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _FusedAttention.apply(query, key, value), None
-
-
-def _no_mask(**_: Any) -> None:
-    """A fused kernel needs none."""
+_traced: dict[tuple[Any, ...], PassTrace | None] = {}

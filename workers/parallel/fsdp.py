@@ -27,11 +27,9 @@ from workers.parallel.placements import (
     local_part,
     whole_tensor,
 )
-from workers.parallel.sharding import Sharding
+from workers.parallel.sharding import Sharding, is_one_unit
 
 BUCKET_BYTES = 64 * 2**20
-SMALL_ELEMENTS = 16 * 2**20
-"""Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
 
 
 def shard(
@@ -53,7 +51,7 @@ def shard(
     collectives would not match.
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
-    one_unit = num_elements <= SMALL_ELEMENTS
+    one_unit = is_one_unit(num_elements)
     layers = set() if one_unit else set(module._no_split_modules or ())
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:

@@ -31,6 +31,14 @@ and keeps them whole until its last backward pass; gradients and optimizer state
 same (ZeRO-2). Between calls both hold their shards alone.
 """
 
+SMALL_ELEMENTS = 16 * 2**20
+"""Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
+
+
+def is_one_unit(num_weights: int) -> bool:
+    """Whether FSDP2 gathers such a model at once, not layer by layer."""
+    return num_weights <= SMALL_ELEMENTS
+
 
 @dataclass(frozen=True)
 class Sharding:

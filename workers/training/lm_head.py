@@ -184,7 +184,7 @@ class _Head:
         assert self.make_output is not None, "the body runs first"
         output = self.make_output(last_hidden_state=states[None])
         with _replaced(self.body, lambda *_, **__: output):
-            logits: Tensor = self.forward(**self.inputs).logits[0]
+            logits: Tensor = self.forward(**self.inputs).logits.squeeze(0)  # as in `read`
         return logits
 
 

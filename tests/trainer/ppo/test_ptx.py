@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
-from trainer.ppo.memory import tokens_at_once
+from trainer.ppo.memory import largest_pass
 from trainer.ppo.update import longest_row, make_ptx_loader, rows_per_update
 from verl_like.errors import ConfigError
 
@@ -91,9 +91,11 @@ def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: 
     config = load_config(settings_of(tiny_dir, tmp_path, texts, by_rows))
     assert longest_row(config) == 16 + 8
     samples = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-    assert tokens_at_once(config, "actor") == (samples * 24, samples * 24)
+    largest = largest_pass(config, "actor")
+    assert (largest.tokens, largest.reads) == (samples * 24, samples * 24)
     config.ptx.max_length = 100
-    assert tokens_at_once(config, "actor") == (samples * 100, samples * 100)
+    largest = largest_pass(config, "actor")
+    assert (largest.tokens, largest.reads) == (samples * 100, samples * 100)
 
 
 def test_a_row_that_fits_into_no_pass_is_refused(

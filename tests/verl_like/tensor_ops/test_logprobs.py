@@ -1,11 +1,10 @@
 """Log-probs and entropy in chunks beside log_softmax over everything."""
 
-import itertools
-
 import pytest
 import torch
 from torch.autograd import gradcheck
 
+from tests.conftest import load
 from verl_like.tensor_ops import (
     logprobs,
     logprobs_and_entropy_from_logits,
@@ -134,20 +133,7 @@ def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_beside_logits_and_gra
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", logprobs.CHUNK_BYTES // 4)
     logits = torch.randn(rows, vocabulary, requires_grad=True)
     labels = torch.randint(vocabulary, (rows,))
-    peak = peak_bytes(
+    _, peak = load("benchmarks/live_bytes.py").peak_bytes(
         lambda: sum(logprobs_and_entropy_from_logits(logits, labels)).sum().backward()
     )
     assert peak - logits.nbytes <= 64 * 2**20 / 4
-
-
-def peak_bytes(work):
-    """The most bytes that torch held at once during `work`, beyond those it held before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        work()
-    events = profile.profiler.kineto_results.events()
-    in_time = sorted(events, key=lambda event: event.start_ns())
-    sizes = [event.nbytes() for event in in_time if event.name() == "[memory]"]
-    assert sizes, "the profiler saw no allocation"
-    return max(itertools.accumulate(sizes))

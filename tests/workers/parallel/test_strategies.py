@@ -16,7 +16,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.parallel.test_fsdp import Collectives
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from workers.config import FSDPConfig
-from workers.parallel import fsdp
+from workers.parallel import sharding
 from workers.parallel.sharding import Sharding, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
@@ -42,7 +42,7 @@ class Held:
 def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
     """Of a model whose layers are FSDP units, as those of a large one are; in a rank's process."""
     if strategy != "single":
-        fsdp.SMALL_ELEMENTS = 0
+        sharding.SMALL_ELEMENTS = 0
     config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=2 * NUM_PASSES)
     actor = started(ActorWorker, config, 10)
     data = own_piece(make_batch(2 * NUM_PASSES), actor.rank, actor.world_size)

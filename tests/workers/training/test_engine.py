@@ -26,7 +26,7 @@ from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.cpu import linear
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.parallel import fsdp as sharding
+from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import TrainEngine

@@ -63,7 +63,7 @@ def saved(folder: Path, family: str) -> Path:
 
 def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
     """The configuration of actor and critic; the experts lie on `ep` ranks."""
-    from workers.parallel import fsdp
+    from workers.parallel import sharding
 
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
     layer_by_layer, size = change.pop("layer_by_layer", False), change.pop("fsdp_size", -1)
@@ -84,7 +84,7 @@ def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
     section.parallel = config.critic.parallel = ParallelConfig(**axes)
     if world > 1:
         section.fsdp_config.fsdp_size = config.critic.model.fsdp_config.fsdp_size = size
-        fsdp.SMALL_ELEMENTS = 0 if layer_by_layer else fsdp.SMALL_ELEMENTS
+        sharding.SMALL_ELEMENTS = 0 if layer_by_layer else sharding.SMALL_ELEMENTS
     for name, value in change.items():
         setattr(config.actor_rollout_ref.model, name, value)
     return config

@@ -26,7 +26,7 @@ from tests.workers.training.test_tensor_ranks import (
 )
 from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
-from workers.parallel import fsdp
+from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import lm_head
@@ -82,7 +82,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         actor_section.router_aux_loss_coef = 0.5
     strategy = change.pop("strategy", "fsdp")
     if not is_alone:
-        fsdp.SMALL_ELEMENTS = fsdp.SMALL_ELEMENTS if one_unit is None else one_unit
+        sharding.SMALL_ELEMENTS = sharding.SMALL_ELEMENTS if one_unit is None else one_unit
         actor_section.strategy = config.critic.strategy = strategy
         actor_section.parallel = config.critic.parallel = ParallelConfig(**axes)
     for name, value in change.items():

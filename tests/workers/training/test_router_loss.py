@@ -13,7 +13,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.models.load import load_model
-from workers.parallel import fsdp
+from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, Columns, MiniBatch, Rows, mini_batch
@@ -162,7 +162,7 @@ def test_the_weight_scales_what_it_adds_to_the_gradient(experts_dir: Path) -> No
 def updated(folder: str, is_large: bool = False) -> dict[str, float]:
     """An update of which the ranks have unequal numbers of rows and passes."""
     if is_large:
-        fsdp.SMALL_ELEMENTS = 0
+        sharding.SMALL_ELEMENTS = 0
     actor = actor_of(Path(folder), ppo_mini_batch_size=5, ppo_micro_batch_size_per_gpu=2)
     batch = own_piece(make_batch(5), actor.rank, actor.world_size)
     return learned(actor.update_actor(batch))

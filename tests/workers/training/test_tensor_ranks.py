@@ -30,7 +30,7 @@ from tests.workers.training.test_sequence_ranks import (
 from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.state import own_part
-from workers.parallel import fsdp
+from workers.parallel import sharding
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -70,7 +70,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     rows, chunk, one_unit = (change.pop(name, None) for name in ("rows", "chunk", "one_unit"))
     if world > 1:
         lm_head.CHUNK_BYTES = chunk or lm_head.CHUNK_BYTES
-        fsdp.SMALL_ELEMENTS = fsdp.SMALL_ELEMENTS if one_unit is None else one_unit
+        sharding.SMALL_ELEMENTS = sharding.SMALL_ELEMENTS if one_unit is None else one_unit
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     actor_section = config.actor_rollout_ref.actor
     actor_section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)

@@ -1,0 +1,242 @@
+"""What a pass over tokens holds beside the weights, traced on the meta device.
+
+    trace = trace_pass(body)
+    trace.saved.of(tp)                  # bytes of a token that autograd saves in the whole body
+    trace.layer.most(tp)                # the most in a layer's forward and backward pass
+
+A layer is traced operation by operation: its temporaries, its gradients and its norms in float32
+count while they live. What happens inside a kernel does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.models.attention import attending_by
+
+COUNTED = "counted_attention"
+"""Name of `_attention` in transformers' interface."""
+NUM_TRACED = 257
+"""Tokens of the traced pass; what it holds grows with them in proportion. No size of a weight."""
+NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
+"""What a pass raises that depends on its numbers, as a router's does."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of all traced tokens: of hidden states, and of what ranks of tp cut."""
+
+    whole: int = 0
+    cut: int = 0
+
+    def of(self, tp: int = 1) -> int:
+        """Bytes of a token on one of `tp` ranks."""
+        return -(-(self.whole + self.cut // tp) // NUM_TRACED)
+
+    def in_parts(self, tp: int = 1) -> int:
+        """The same where ranks keep a part each of hidden states, too."""
+        return -(-(self.whole + self.cut) // tp // NUM_TRACED)
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What is alive after every operation of a layer's pass, its input left out."""
+
+    forward: Sequence[Bytes]
+    backward: Sequence[Bytes]
+    unsaved: Sequence[Bytes]
+    """Those of a forward pass that no backward pass follows."""
+
+    @property
+    def saved(self) -> Bytes:
+        """What the backward pass needs, and the output."""
+        return self.forward[-1]
+
+    def most(self, tp: int = 1) -> int:
+        """At any time in both passes."""
+        return _most([*self.forward, *self.backward], tp)
+
+    def most_beside_saved(self, tp: int = 1) -> int:
+        """In the backward pass, beside what the forward pass has left."""
+        return max(0, _most(self.backward, tp) - self.saved.of(tp))
+
+    def most_unsaved(self, tp: int = 1) -> int:
+        """In a forward pass alone."""
+        return _most(self.unsaved, tp)
+
+
+def _most(moments: Sequence[Bytes], tp: int) -> int:
+    return max(moment.of(tp) for moment in moments)
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """Of a model's body."""
+
+    saved: Bytes
+    """What autograd saves in all of it."""
+    saved_in_layers: Bytes
+    beside_states: Bytes
+    """Of what every layer gets beside hidden states, such as rotary angles."""
+    layer: LayerTrace
+    """The layer that takes the most."""
+
+
+def trace_pass(body: Any) -> PassTrace | None:
+    """None where a pass cannot be traced."""
+    hidden_size = body.config.get_text_config().hidden_size
+    names = set(body._no_split_modules or ())
+    layers = [child for child in body.modules() if type(child).__name__ in names]
+    inputs: dict[Any, tuple[Any, Any]] = {}
+
+    def note(layer: Any, args: Any, kwargs: Any) -> None:
+        inputs[layer] = args, kwargs
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        with attending_by(body, COUNTED, _attention, _no_mask):
+            saved = _sum(_saved(body), hidden_size)
+            for hook in hooks:
+                hook.remove()
+            known: dict[Any, LayerTrace] = {}
+            kinds = [_kind(layer) for layer in layers if layer in inputs]
+            for layer, kind in zip(inputs, kinds, strict=True):
+                if kind not in known:
+                    known[kind] = _trace_layer(layer, *inputs[layer], hidden_size)
+    except NOT_TRACED:
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not known:
+        return None
+    in_layers = [known[kind].saved for kind in kinds]
+    return PassTrace(
+        saved,
+        Bytes(sum(each.whole for each in in_layers), sum(each.cut for each in in_layers)),
+        _sum(_tensors(list(inputs[layers[0]][1].values())), hidden_size),
+        max(known.values(), key=LayerTrace.most),
+    )
+
+
+def _kind(layer: Any) -> Any:
+    """What layers have in common that take the same memory."""
+    weights = tuple((w.shape, w.requires_grad) for w in layer.parameters())
+    return type(layer), getattr(layer, "attention_type", None), weights
+
+
+def _trace_layer(layer: Any, args: Any, kwargs: Mapping[str, Any], hidden_size: int) -> LayerTrace:
+    states = args[0].detach()
+    trained = states.clone().requires_grad_()
+    weights = list(layer.parameters())
+    with torch.no_grad(), Alive(hidden_size, weights) as unsaved:
+        layer(states, *args[1:], **kwargs)
+    with Alive(hidden_size, weights) as alive:
+        output = layer(trained, *args[1:], **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        num_forward = len(alive.moments)
+        inside = [w for w in weights if w.requires_grad]
+        torch.autograd.grad(output, [trained, *inside], torch.empty_like(output), allow_unused=True)
+    return LayerTrace(alive.moments[:num_forward], alive.moments[num_forward:], unsaved.moments)
+
+
+class Alive(TorchDispatchMode):
+    """Within, notes after every operation the bytes of results that are still there.
+
+    Results of the shape of a weight are its gradients, of which there are as many as weights, not
+    as tokens.
+    """
+
+    def __init__(self, hidden_size: int, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.moments: list[Bytes] = []
+        self._left_out = {_storage(weight) for weight in weights}
+        self._shapes = {shape for w in weights for shape in (w.shape, w.shape[::-1])}
+        self._alive: dict[StorageWeakRef, Bytes] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_storage(each) for each in _tensors([args, list((kwargs or {}).values())])}
+        for tensor in _tensors(result):
+            storage = _storage(tensor)
+            is_new = storage not in given and storage not in self._left_out
+            if is_new and tensor.shape not in self._shapes:
+                self._alive.setdefault(storage, _size(tensor, self.hidden_size))
+        self._alive = {s: size for s, size in self._alive.items() if not s.expired()}
+        sizes = self._alive.values()
+        self.moments.append(Bytes(sum(s.whole for s in sizes), sum(s.cut for s in sizes)))
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for part in tree for tensor in _tensors(part)]
+    return []
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _size(tensor: Tensor, hidden_size: int) -> Bytes:
+    are_states = tensor.dim() <= 3 and tensor.shape[-1:] == (hidden_size,)
+    num_bytes = tensor.untyped_storage().nbytes()
+    return Bytes(num_bytes, 0) if are_states else Bytes(0, num_bytes)
+
+
+def _sum(tensors: Sequence[Tensor], hidden_size: int) -> Bytes:
+    of_storages = {_storage(tensor): tensor for tensor in tensors}
+    sizes = [_size(tensor, hidden_size) for tensor in of_storages.values()]
+    return Bytes(sum(size.whole for size in sizes), sum(size.cut for size in sizes))
+
+
+def _saved(module: Any) -> list[Tensor]:
+    """What a pass of `NUM_TRACED` tokens saves, weights left out."""
+    weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
+    ids = torch.zeros(1, NUM_TRACED, dtype=torch.long, device="meta")
+    found: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            found.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return list(found.values())
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused kernel saves and gives, without its arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, tokens, _ = query.shape
+        output = query.new_empty(rows, tokens, heads, value.shape[-1])
+        log_norm = query.new_empty(rows, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_norm)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _FusedAttention.apply(query, key, value), None
+
+
+def _no_mask(**_: Any) -> None:
+    """A fused kernel needs none."""
