@@ -7,7 +7,8 @@
     memory = memory_of(held, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
 Roles of one pool share its devices. What they keep is added up; of what a call takes on top (whole
-layers, activations, logits) the largest counts, since they take turns.
+layers, activations, logits, what is offloaded or asleep between calls) the largest counts, since
+they take turns.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class HeldModel:
 class RoleMemory:
     """Bytes of one role on one device; `host` are those that it keeps in the machine's memory.
 
-    So are `copies`, beside all others: what a checkpoint is written from.
+    So are `copies`, beside all others: what a checkpoint is written from. Of `sync` bytes, an
+    engine's pool holds those of others while it gets weights, before it has a cache.
     """
 
     role: str
@@ -134,16 +136,31 @@ class RoleMemory:
     kv_cache: float = 0
     host: float = 0
     copies: float = 0
+    sync: float = 0
+    sleeps: bool = False
+    """Whether an engine gives back all that it has while others compute."""
+    beside_engine: bool = False
+    """Whether it computes while an engine that sleeps otherwise is awake."""
 
     @property
     def kept(self) -> float:
-        """What stays on the device between calls."""
-        return self.weights + self.moments + self.kv_cache - self.host
+        """What stays on the device between calls, or is taken beside an engine's."""
+        if self.sleeps:
+            return 0.0
+        kept = self.weights + self.moments + self.kv_cache - self.host
+        return kept + self._call * self.beside_engine
 
     @property
     def call(self) -> float:
         """What a call takes on top of it, offloaded parts included."""
-        return self.gradients + self.whole + (self.activations or 0) + self.host
+        return self._call * (not self.beside_engine)
+
+    @property
+    def _call(self) -> float:
+        if self.sleeps:
+            return self.weights + max(self.kv_cache, self.sync)
+        activations = self.activations or 0
+        return self.gradients + self.whole + activations + self.host + self.sync
 
 
 def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
@@ -279,8 +296,8 @@ def _whole(shapes: ModelShapes, strategy: str, ep: int, trains: bool) -> Moments
 
     What is outside the layers is whole throughout. In a layer two of them are, of which one is on
     its way, with a gradient of each; at the head the buffer of the last one is. Under
-    shard_grad_op, or in a small model, all are. The gradient of embeddings comes when the activations have gone.
-    Of experts those of the rank are gathered.
+    shard_grad_op, or in a small model, all are. The gradient of embeddings comes when the
+    activations have gone. Of experts those of the rank are gathered.
     """
     gathered = shapes.num_weights - shapes.num_in_experts * (1 - 1 / ep)
     outside = shapes.num_outside_layers
@@ -337,6 +354,16 @@ def _head(
 def hf_config_of(model: ModelConfig) -> Any:
     """The configuration of transformers in the model's folder, to be read alone."""
     return shared_hf_config(model_folder(model.path, weights=False))
+
+
+def sync_bytes(held: HeldModel, memory: RoleMemory, device_type: str) -> float:
+    """Bytes on a device while a trained model's weights go to an engine beside it: those that are
+    in host memory else, and the largest one whole, in the type that is kept and as it is sent."""
+    precision = precision_of(held.model, device_type)
+    shapes = model_shapes(held.model, held.head, precision.compute)
+    largest = shapes.outputs_per_read * shapes.hidden_size
+    back = held.sharding.param_offload * memory.weights if memory.host else 0
+    return back + largest * (precision.weights.itemsize + precision.compute.itemsize)
 
 
 def rollout_memory(

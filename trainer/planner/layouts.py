@@ -15,11 +15,11 @@ from trainer.planner.job import SIZES, Job, Passes
 from trainer.planner.search import Option
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import step_nodes
-from trainer.ppo.memory import check_memory, role_memories
+from trainer.ppo.memory import check_memory, may_rest, role_memories
 from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
-from workers.config import ActorRolloutRefConfig
+from workers.config import ActorRolloutRefConfig, model_rewards
 from workers.config.passes import tokens_per_pass
 from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
 
@@ -136,7 +136,11 @@ class PPOJob(Job):
         """Of a model that is sharded, or of engines."""
         if self.config.kind_of(role) == "rollout":
             return list(self.engines(role, cards, self.rows(role)))
-        return super().layouts(role, cards)
+        found = super().layouts(role, cards)
+        if role in model_rewards(self.config) and may_rest(self.config, self.device.type):
+            # an engine on its cards is awake while it computes, and asleep beside others
+            return [replace(each, kept=each.kept + each.call, call=0.0) for each in found]
+        return found
 
     def engines(self, role: str, cards: Cards, rows: Rows) -> Iterator[Option]:
         """Of engines that generate these: cards of each, and their share of the memory."""
@@ -176,6 +180,7 @@ class PPOJob(Job):
         memory = rollout_memory(
             policy, width, role, "pool", device.type, device.bytes, ranks_of_actor=None
         )
+        memory = replace(memory, sleeps=may_rest(self.config, device.type))
         tp, at_once = rollout.tensor_model_parallel_size, rollout.max_num_seqs
         model = self.numbers["actor"]
         return decode_seconds(model, rows, cards, tp, memory.kv_cache, at_once), memory

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
 from trainer.memory import (
@@ -24,6 +27,7 @@ from workers.memory import (
     RoleMemory,
     pool_bytes,
     rollout_memory,
+    sync_bytes,
 )
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
@@ -53,7 +57,40 @@ def role_memories(
         elif role in models:
             largest = largest_pass(config, role)
             found.append(held_memory(config, role, models[role], device_type, largest))
-    return found
+    return _beside_engine(config, found, device_type)
+
+
+def engine_rests(config: PPOConfig, device_type: str) -> bool:
+    """Whether the rollout sleeps from when a step's samples are made until its next weights come:
+    where other roles compute on its GPUs meanwhile."""
+    pools = expand_roles(config.role_mapping)
+    shares = list(pools.values()).count(pools.get("rollout", "")) > 1
+    return shares and may_rest(config, device_type)
+
+
+def may_rest(config: PPOConfig, device_type: str) -> bool:
+    """Whether it would, if it shared them."""
+    is_here = not config.actor_rollout_ref.rollout.server_urls
+    in_turns = not getattr(config, "generates_beside_training", False)
+    return is_here and in_turns and device_type == "cuda"
+
+
+def _beside_engine(
+    config: PPOConfig, memories: Sequence[RoleMemory], device_type: str
+) -> list[RoleMemory]:
+    """With what an engine and those on its pool take of it at the same time."""
+    by_role = {memory.role: memory for memory in memories}
+    engine, actor = by_role.get("rollout"), by_role.get("actor")
+    if engine is None:
+        return list(memories)
+    rests = engine_rests(config, device_type)
+    if engine.weights and actor is not None and actor.pool == engine.pool:
+        engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
+    by_role["rollout"] = replace(engine, sleeps=rests)
+    for role in model_rewards(config) if rests else ():  # more samples may be drawn after them
+        if role in by_role and by_role[role].pool == engine.pool:
+            by_role[role] = replace(by_role[role], beside_engine=True)
+    return list(by_role.values())
 
 
 def largest_pass(config: PPOConfig, role: str) -> LargestPass:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from trainer.chaos import MADE, Fault
+from trainer.config.devices import devices_of
 from trainer.data.encoded_rows import LMRow
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
@@ -35,7 +36,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, own_stages
 from trainer.ppo.deferred import DeferredWork
 from trainer.ppo.estimate import Estimation, clamp_scores
-from trainer.ppo.memory import plan_text
+from trainer.ppo.memory import engine_rests, plan_text
 from trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -192,6 +193,7 @@ class PPOTrainer(SamplingTrainer):
 
         What the batch has already is not made again.
         """
+        self.rest_engine()
         calls = [] if has_column(batch, "token_level_scores") else [self.launch_rewards(batch)]
         is_current = self.policy_is_current(batch)
         for reading in score.readings(self.scorings, self.config, is_current):
@@ -200,6 +202,12 @@ class PPOTrainer(SamplingTrainer):
                 calls.append(self.call(reading.role, reading.method, batch, **asked))
 
         return join_results(batch, gather(*calls))
+
+    def rest_engine(self) -> None:
+        """The rollout gives the memory of its devices to those that share them, until `sync`."""
+        device_type = devices_of(self.config.trainer).type
+        if "rollout" in self.groups and engine_rests(self.config, device_type):
+            self.groups["rollout"].sleep()
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Scores to rewards (less the KL, if that is asked for) to advantages; or a teacher's."""

@@ -100,6 +100,37 @@ def test_roles_of_one_pool_are_added_up_and_calls_take_turns(model: Path) -> Non
     assert total == sum(role.kept for role in roles) + max(role.call for role in roles)
 
 
+def test_an_engine_s_share_is_counted_while_it_generates_alone(model: Path) -> None:
+    roles = role_memories(script_config(model, "placement=colocate"), "cuda", CARD)
+    (engine,) = (role for role in roles if role.role == "rollout")
+    others = [role for role in roles if role is not engine]
+    assert engine.kept == 0
+    assert engine.call == pytest.approx(0.4 * CARD)
+    (total,), (without,) = (pool_bytes(some).values() for some in (roles, others))
+    kept = sum(role.kept for role in others)
+    assert total == max(without, kept + engine.call)
+    assert kept == sum(role.weights + role.moments - role.host for role in others)
+
+
+def test_offloaded_weights_are_there_while_an_engine_gets_its_own(model: Path) -> None:
+    offload = "actor_rollout_ref.actor.fsdp_config.param_offload={}"
+    back, here = (
+        {role.role: role for role in role_memories(config, "cuda", CARD)}
+        for config in (script_config(model, offload.format(on)) for on in ("true", "false"))
+    )
+    whole_head = 102400 * 4096 * (4 + 2)
+    assert here["rollout"].sync == whole_head
+    assert back["rollout"].sync == whole_head + back["actor"].weights
+
+
+def test_a_reward_model_computes_beside_the_engine_that_may_draw_more(model: Path) -> None:
+    judge = ("reward_model.enable=true", f"reward_model.model.path={model}")
+    config = script_config(model, "placement=colocate", *judge)
+    (reads,) = (r for r in role_memories(config, "cuda", CARD) if r.role == "reward_model")
+    assert reads.call == 0
+    assert reads.kept > reads.weights + reads.whole
+
+
 def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
     chunks, whole = (
         {

@@ -91,6 +91,7 @@ class VllmEngine(RolloutEngine):
         arrived, not as vLLM holds them."""
         self._found_damaged: list[str] = []
         self._requests: dict[int, _Request] = {}
+        self._cache_sleeps = False
         self._num_rows = 0
         """Of the table of log-probs in vLLM's processes."""
 
@@ -332,10 +333,19 @@ class VllmEngine(RolloutEngine):
     def _free(self) -> None:
         if self.settings.device_type == "cuda":
             self.llm.sleep(level=2)
+            self._cache_sleeps = True
 
     def _allocate(self) -> None:
+        """The weights: while they come, whoever sends them may need the cache's memory."""
         if self.settings.device_type == "cuda":
-            self.llm.wake_up()
+            self.llm.wake_up(tags=["weights"])
+
+    def commit(self, version: int) -> None:
+        """Declare the loaded weights verified; the cache is there again."""
+        super().commit(version)
+        if self._cache_sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._cache_sleeps = False
 
     def _everywhere(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = self.llm.collective_rpc(method, args=args)

@@ -1,0 +1,42 @@
+"""A rollout on GPUs that others share: asleep from a step's samples to its next weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, calls, numbers, overrides
+from trainer import load_config, run
+from trainer.config.devices import Devices
+from trainer.ppo.memory import engine_rests
+
+
+def test_a_run_whose_engine_sleeps_while_others_compute_has_the_same_numbers(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*POLICY_ALONE, "actor_rollout_ref.rollout.name=hf", "trainer.backend=local")
+    awake, asleep = (tmp_path / name for name in ("awake", "asleep"))
+    run(load_config(overrides(tiny_dir, awake, *settings)))
+    monkeypatch.setattr("trainer.ppo.step.devices_of", lambda _: Devices("cuda", 1))
+    run(load_config(overrides(tiny_dir, asleep, *settings)))
+    assert numbers(asleep) == numbers(awake)
+    assert len(calls(asleep, "sleep")) == 3
+    assert not calls(awake, "sleep")
+
+
+def test_it_sleeps_where_others_compute_on_its_gpus_and_nobody_generates_meanwhile(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    def rests(device_type: str, *more: str) -> bool:
+        return engine_rests(load_config(overrides(tiny_dir, tmp_path, *more)), device_type)
+
+    alone = (
+        "resource_pool_spec={a: [1], b: [1]}",
+        "role_mapping={actor: a, ref: a, critic: a, rollout: b}",
+    )
+    server = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.server_urls=[x:1]")
+    assert rests("cuda")
+    assert not rests("cpu")
+    assert not rests("cuda", *alone)
+    assert not rests("cuda", *server)
