@@ -73,6 +73,9 @@ def memory_table(
         f"{pool}: {_gib(total)} GiB{at_most}" + _beside(total, devices.bytes)
         for pool, total in pool_bytes(roles).items()
     ]
+    if not brief:
+        asleep = [role.role for role in roles if role.sleeps]
+        sums += [f"{role}: asleep while others of its pool compute" for role in asleep]
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
         copies = sum(role.copies for role in roles if role.pool == pool)
         sums.append(

@@ -145,22 +145,43 @@ class RoleMemory:
     @property
     def kept(self) -> float:
         """What stays on the device between calls, or is taken beside an engine's."""
-        if self.sleeps:
-            return 0.0
-        kept = self.weights + self.moments + self.kv_cache - self.host
-        return kept + self._call * self.beside_engine
+        return sum(self.kept_parts.values())
 
     @property
     def call(self) -> float:
         """What a call takes on top of it, offloaded parts included."""
-        return self._call * (not self.beside_engine)
+        return sum(self.call_parts.values())
 
     @property
-    def _call(self) -> float:
+    def kept_parts(self) -> dict[str, float]:
+        """`kept` by kind."""
         if self.sleeps:
-            return self.weights + max(self.kv_cache, self.sync)
-        activations = self.activations or 0
-        return self.gradients + self.whole + activations + self.host + self.sync
+            return {}
+        offloaded = max(self.host - self.moments, 0.0)  # of the weights; moments go first
+        kept = {
+            "weights": self.weights - offloaded,
+            "moments": self.moments - (self.host - offloaded),
+            "KV cache": self.kv_cache,
+        }
+        return kept | (self._of_call if self.beside_engine else {})
+
+    @property
+    def call_parts(self) -> dict[str, float]:
+        """`call` by kind."""
+        return {} if self.beside_engine else self._of_call
+
+    @property
+    def _of_call(self) -> dict[str, float]:
+        if self.sleeps:
+            has_cache = self.kv_cache >= self.sync
+            rest = {"KV cache": self.kv_cache} if has_cache else {"whole layers": self.sync}
+            return {"weights": self.weights, **rest}
+        return {
+            "gradients": self.gradients,
+            "whole layers": self.whole + self.sync,
+            "activations": self.activations or 0.0,
+            "back from the host": self.host,
+        }
 
 
 def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:

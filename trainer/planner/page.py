@@ -15,7 +15,7 @@ from workers.memory import GIB, RoleMemory
 
 TEMPLATE = Path(__file__).with_name("template.html")
 KEPT = ("weights", "moments", "KV cache")
-"""Kinds of memory that stay between calls;"""
+"""Kinds of memory that stay between calls, as a rule;"""
 OF_CALL = ("gradients", "whole layers", "activations", "back from the host")
 """those that come with one."""
 COLOUR_OF = dict(zip((*KEPT, *OF_CALL), COLOURS, strict=False))
@@ -71,15 +71,9 @@ def memory_bars(roles: Sequence[RoleMemory], gib: float) -> str:
 
 def parts_of(roles: Sequence[RoleMemory]) -> list[tuple[str, str, float]]:
     """(role, kind, bytes) of what the roles of a pool keep, and of the largest call."""
-    found = []
-    for role in roles:
-        offloaded = max(role.host - role.moments, 0.0)  # of the weights; moments go first
-        moments = role.moments - (role.host - offloaded)
-        kept = (role.weights - offloaded, moments, role.kv_cache)
-        found += [(role.role, kind, size) for kind, size in zip(KEPT, kept, strict=True)]
-    role = max(roles, key=lambda role: role.call)
-    call = (role.gradients, role.whole, role.activations or 0.0, role.host)
-    found += [(role.role, kind, size) for kind, size in zip(OF_CALL, call, strict=True)]
+    found = [(role.role, *part) for role in roles for part in role.kept_parts.items()]
+    largest = max(roles, key=lambda role: role.call)
+    found += [(largest.role, *part) for part in largest.call_parts.items()]
     return [part for part in found if part[2] > 0]
 
 
