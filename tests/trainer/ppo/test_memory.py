@@ -133,14 +133,15 @@ def test_a_reward_model_computes_beside_the_engine_that_may_draw_more(model: Pat
 
 
 def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
+    lengths = ("data.max_prompt_length=64", "data.max_response_length=960")
     chunks, whole = (
         {
             role.role: role.activations or 0
-            for role in role_memories(script_config(model, *setting), "cuda", CARD)
+            for role in role_memories(script_config(model, *lengths, *setting), "cuda", CARD)
         }
         for setting in ((), ("actor_rollout_ref.model.use_fused_kernels=false",))
     )
-    largest = largest_pass(script_config(model), "ref")
+    largest = largest_pass(script_config(model, *lengths), "ref")
     states, logits = 2 * 4096, 2 * 102400
     assert whole["ref"] == logits * largest.reads + states * (largest.tokens + largest.reads)
     assert chunks["ref"] < whole["ref"]
@@ -149,10 +150,13 @@ def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
 
 def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
     check_memory(script_config(model), GPU)
-    more = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    more = (
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    )
     words = r"does not fit: .* which has 80\.0\. actor: .* in a call; rollout: .*checkpointing=true"
     with pytest.raises(ConfigError, match=words):
-        check_memory(script_config(model, more), GPU)
+        check_memory(script_config(model, *more), GPU)
 
 
 NO_ROWS = (
@@ -178,9 +182,9 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
         return max(pool_bytes(role_memories(config, "cuda", gib * GIB)).values())
 
     assert settled(None) is settled(1000) is None
-    tokens = settled(58)
+    tokens = settled(36)
     assert tokens in (2048, 4096, 8192)
-    assert needed(tokens, 58) <= 58 * GIB < needed(2 * tokens, 58)
+    assert needed(tokens, 36) <= 36 * GIB < needed(2 * tokens, 36)
     assert settled(1) == 512 + 512
     assert settled(1, TOKENS.format(9999)) == 9999
 

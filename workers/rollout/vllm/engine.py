@@ -149,6 +149,9 @@ class VllmEngine(RolloutEngine):
     def commit(self, version: int) -> None:
         """From here on tokens are those of `version`, also of requests that are running."""
         super().commit(version)
+        if self._cache_sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._cache_sleeps = False
         self._everywhere("use_version", version)
         if self._requests and not self.limits.keep_kv:
             self.drop_prefixes(of_running=True)
@@ -339,13 +342,6 @@ class VllmEngine(RolloutEngine):
         """The weights: while they come, whoever sends them may need the cache's memory."""
         if self.settings.device_type == "cuda":
             self.llm.wake_up(tags=["weights"])
-
-    def commit(self, version: int) -> None:
-        """Declare the loaded weights verified; the cache is there again."""
-        super().commit(version)
-        if self._cache_sleeps:
-            self.llm.wake_up(tags=["kv_cache"])
-            self._cache_sleeps = False
 
     def _everywhere(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = self.llm.collective_rpc(method, args=args)

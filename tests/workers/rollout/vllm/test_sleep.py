@@ -20,11 +20,15 @@ class Recorded:
     def wake_up(self, tags: list[str]) -> None:
         self.told.append(("wake up", tags))
 
+    def collective_rpc(self, method: str, args: tuple[int, ...]) -> list[None]:
+        assert (method, len(args)) == ("use_version", 1)
+        return [None]
+
 
 def engine_on(device_type: str) -> tuple[VllmEngine, Recorded]:
     engine, llm = VllmEngine.__new__(VllmEngine), Recorded()
-    engine.settings = SimpleNamespace(device_type=device_type)  # type: ignore[assignment]
-    engine.llm, engine._running, engine._cache_sleeps = llm, {}, False
+    engine.settings = SimpleNamespace(device_type=device_type)
+    engine.llm, engine._running, engine._requests, engine._cache_sleeps = llm, {}, {}, False
     return engine, llm
 
 
