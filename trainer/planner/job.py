@@ -48,7 +48,9 @@ class Passes:
     """(stage, method)."""
     rows: Rows
     at_once: int
-    """Samples that a call has before the optimizer steps, over all ranks."""
+    """Samples that a call has before the optimizer steps, over all ranks;"""
+    read_at_once: int = 0
+    """those of the calls of a trained role that only read."""
     width: int
     """Tokens of the longest row."""
     read_share: float
@@ -61,6 +63,17 @@ class Passes:
     """The section of the model."""
     fsdp_key: str
     """The section of how it is sharded."""
+
+    def largest(self, dims: ParallelDims, tokens: int) -> LargestPass:
+        """Of a rank, where passes have at most so many tokens."""
+
+        def of(samples: int) -> LargestPass:
+            on_rank = -(-samples // dims.data_size) * -(-self.width // dims.sp)
+            at_once = min(tokens, on_rank)
+            return LargestPass(at_once, max(round(at_once * self.read_share), 1))
+
+        alone = of(self.read_at_once) if self.read_at_once else None
+        return replace(of(self.at_once), alone=alone)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -273,10 +286,7 @@ class Job(ABC):
                 seconds = self._seconds(role, laid, dims, cards, passes.sizes[size])
                 if sum(seconds) > faster_than:
                     continue
-                on_rank = -(-passes.at_once // dims.data_size) * -(-passes.width // dims.sp)
-                at_once = min(passes.sizes[size], on_rank)
-                reads = max(round(at_once * passes.read_share), 1)
-                largest = LargestPass(at_once, reads)
+                largest = passes.largest(dims, passes.sizes[size])
                 memory = memory_of(laid, role, "pool", cards.num, self.device.type, largest)
             except (ConfigError, NoStages):
                 continue
@@ -353,7 +363,8 @@ class Job(ABC):
                 continue
             shard = shard if shard == now.shard else shard // (tp * sp)  # in one machine
             ranks = tp * sp * pp
-            if cards.num % ranks or tp * sp > cards.per_node or cards.num // ranks > passes.at_once:
+            most = max(passes.at_once, passes.read_at_once)
+            if cards.num % ranks or tp * sp > cards.per_node or cards.num // ranks > most:
                 continue  # of more ranks than samples some would have none
             of_experts = cards.num // pp if shard < 1 else shard * sp * tp
             alone = [ParallelDims(tp=tp), ParallelDims(sp=sp)]

@@ -123,7 +123,8 @@ class PPOJob(Job):
         return Passes(
             calls=calls,
             rows=rows,
-            at_once=rows.samples if scores else rows.samples // rows.mini_batches,
+            at_once=rows.samples // rows.mini_batches if held.trains else rows.samples,
+            read_at_once=rows.samples * (held.trains and scores),
             width=width,
             read_share=1 / width if held.head == "score" else response,
             size_key=f"{role if role == 'critic' else 'actor_rollout_ref.actor'}.{TOKENS}",
