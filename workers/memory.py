@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from verl_like.tensor_ops.logprobs import CHUNK_BYTES
+from verl_like.tensor_ops.logprobs import slice_bytes
 from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
@@ -260,7 +260,7 @@ def _of_rank(
             whole = model_shapes(held.model, held.head, precision.compute)
             copied += whole.num_weights * stored.itemsize
     casts = kept != precision.compute
-    whole, activations = _largest_moment(held, shapes, largest, shards, casts, dims.ep)
+    whole, activations = _largest_moment(held, shapes, largest, shards, casts, dims.ep, device_type)
     names = [held.quantization or name_of(kept), name_of(precision.compute)]
     return RoleMemory(
         role=role,
@@ -286,7 +286,13 @@ def _averages(held: HeldModel, shapes: ModelShapes, kept: torch.dtype) -> int:
 
 
 def _largest_moment(
-    held: HeldModel, shapes: ModelShapes, largest: LargestPass, shards: int, casts: bool, ep: int
+    held: HeldModel,
+    shapes: ModelShapes,
+    largest: LargestPass,
+    shards: int,
+    casts: bool,
+    ep: int,
+    device_type: str,
 ) -> tuple[float, float | None]:
     """Of whole weights, and of activations, when both together take the most."""
     gathers, strategy = shards > 1, held.sharding.strategy
@@ -297,7 +303,7 @@ def _largest_moment(
     found: list[tuple[float, float | None]] = []
     for each, trains in passes:
         whole = _whole(shapes, strategy, ep, trains) if gathers else _copied(shapes, casts)
-        head = _head(held, shapes, each, trains, gathers)
+        head = _head(held, shapes, each, trains, gathers, device_type)
         taken = shapes.reading_pass(each.tokens, head)
         if trains:
             again = held.model.enable_gradient_checkpointing
@@ -337,7 +343,12 @@ def _whole(shapes: ModelShapes, strategy: str, ep: int, trains: bool) -> Moments
 
 
 def _head(
-    held: HeldModel, shapes: ModelShapes, largest: LargestPass, trains: bool, gathers: bool
+    held: HeldModel,
+    shapes: ModelShapes,
+    largest: LargestPass,
+    trains: bool,
+    gathers: bool,
+    device_type: str,
 ) -> int:
     """Bytes of a head at its peak: the states that it reads, logits, and gradients of both.
 
@@ -353,13 +364,14 @@ def _head(
         largest.reads,
         held.model.use_fused_kernels,
         shapes.outputs_per_read,
+        device_type,
     )
     states = largest.reads * shapes.hidden_size * shapes.compute_bytes
     logits = at_once * shapes.outputs_per_read
     # of the log-softmax, in float32: one more for entropies, which trained policies are asked for,
     # one for the gradient, and one where logits are narrower
     num_buffers = 1 + held.trains + trains + (shapes.compute_bytes < 4)
-    softmax = num_buffers * min(CHUNK_BYTES, 4 * logits)
+    softmax = num_buffers * min(slice_bytes(device_type), 4 * logits)
     of_logits = logits * shapes.compute_bytes
     if not trains:
         of_all = largest.tokens * shapes.hidden_size * shapes.compute_bytes

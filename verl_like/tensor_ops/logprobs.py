@@ -109,10 +109,14 @@ def gradient_of_logits(
     return grad_logits
 
 
+def slice_bytes(device_type: str) -> int:
+    """CHUNK_BYTES, or BYTES_ON_CARD there."""
+    return CHUNK_BYTES if device_type == "cpu" else BYTES_ON_CARD
+
+
 def row_chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows whose logits, in fp32, take CHUNK_BYTES at most, or BYTES_ON_CARD there."""
-    num_bytes = CHUNK_BYTES if logits.device.type == "cpu" else BYTES_ON_CARD
-    step = max(1, num_bytes // (4 * max(1, logits.shape[-1])))
+    """Slices of rows whose logits, in fp32, take `slice_bytes` at most."""
+    step = max(1, slice_bytes(logits.device.type) // (4 * max(1, logits.shape[-1])))
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
