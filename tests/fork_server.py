@@ -219,8 +219,10 @@ def exit_status(end: SystemExit) -> int:
 
 
 def run_ray_worker(arguments: list[str]) -> None:
-    (ray,) = importlib.util.find_spec("ray").submodule_search_locations
-    program = Path(ray, "_private", "workers", "default_worker.py")
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None, "a worker of Ray's is started where Ray is"
+    assert ray.origin is not None, "Ray is a package on disk"
+    program = Path(ray.origin).with_name("_private") / "workers" / "default_worker.py"
     sys.path.insert(0, str(program.parent))
     sys.argv = [str(program), *arguments]
     runpy.run_path(str(program), run_name="__main__")
