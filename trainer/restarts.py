@@ -251,5 +251,5 @@ def wait_for_room(
                     "the cluster another, and start the same command again: it goes on from the "
                     "last checkpoint."
                 ) from None
-            clock.warn_if_old(f"a node ({str(error).rstrip('.')})")
+            clock.warn_if_old(partial("a node ({})".format, str(error).rstrip(".")))
         look_again()

@@ -23,7 +23,7 @@ VerlLikeError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class VerlLikeError(Exception):
@@ -105,6 +105,12 @@ class DamagedCheckpointError(CheckpointError):
 def cannot_travel(why: object) -> str:
     """The message for a call whose arguments or result cannot be pickled or unpickled."""
     return f"arguments or result cannot travel between processes: {why}"
+
+
+def few(words: Sequence[str], most: int = 8) -> str:
+    """The first of them, and how many more there are: a message about a thousand stays readable."""
+    more = len(words) - most
+    return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

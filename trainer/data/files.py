@@ -21,7 +21,7 @@ from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, json_rows, parquet_rows
 from trainer.data.hub import hub_files, is_hub_name
 from trainer.data.prompt_tokens import check_messages
-from verl_like.errors import ConfigError, nearest
+from verl_like.errors import ConfigError, few, nearest
 from verl_like.registry import load_from
 from verl_like.signatures import Call, check_call
 from workers.rewards.functions import GIVE_REWARD
@@ -277,10 +277,7 @@ def listing(folder: Path) -> str:
     if not folder.is_dir():
         return "nothing: the folder is not there"
     names = sorted(entry.name for entry in folder.iterdir())
-    return (
-        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        or "nothing"
-    )
+    return few(names) or "nothing"
 
 
 def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:

@@ -21,11 +21,10 @@ from trainer.detached.samplers import Experience
 from trainer.ppo.sample import Draw, Samples, SampleSource, over_draws
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import few
 from workers.columns import count_ones
 
 Metrics = dict[str, float]
-NAMED_UIDS = 8
-"""Uids in a message, at most."""
 END_S = 10.0
 """How long the end of a run waits for it: one that failed shall say so soon."""
 
@@ -122,10 +121,8 @@ class DetachedSource(SampleSource):
         """Which samples the step is on, for the report of an error."""
         if not self._drawn:
             return f"step {self._step} has no samples yet"
-        named = ", ".join(self._drawn[:NAMED_UIDS])
-        more = len(self._drawn) - NAMED_UIDS
-        rest = f" and {more} more" if more > 0 else ""
-        return f"step {self._step} is on the samples of uid {named}{rest}"
+        named = few(self._drawn)
+        return f"step {self._step} is on the samples of uid {named}"
 
     def keep(self, batch: DataProto) -> None:
         """The batch of this step with its scores, for the epochs in which it comes again."""

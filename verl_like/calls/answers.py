@@ -6,17 +6,22 @@ workers' own Python stacks and the likely cause (`verl_like.calls.stacks`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
-from verl_like.calls.stacks import likely_cause
+from verl_like.calls.stacks import likely_cause, ranks_alike, ranks_in_words
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import WaitClock
-from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
+from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError, few
 
-NAMED_LATE = 8
-"""Ranks that a message names as late, at most."""
+StacksOf = Callable[[], dict[int, str]]
+SHOWN_STACKS = 8
+"""Of stacks that differ, those of the fewest ranks."""
+NOTED = 8
+"""Of many failures, those that the notes of the one that is raised tell."""
 STACKS_S = 5.0
 """How long a process has to show its stack before it is asked by signal."""
 AFTER_DEATH_S = 1.0
@@ -33,19 +38,16 @@ class CallAnswers:
         self.headers: dict[int, Header] = {}
         self.failures: dict[int, BaseException] = {}
 
-    def read(self, ready: Iterable[object]) -> None:
-        """Read the headers that are there."""
-        for reference in ready:
-            call = self.open.pop(reference)
-            try:
-                header = self.transport.fetch_header(reference)
-            except WorkerError as error:  # it died, or its answer cannot travel
-                self.failures[call.rank] = type(error)(f"{self.where(call)}: {error}")
-                continue
-            self.headers[call.rank] = header
-            self.transport.finished.append(header)
-            if header.error is not None:
-                self.failures[call.rank] = header.error.rebuild(self.where(call))
+    def note(self, reference: object, header: Header | WorkerError) -> None:
+        """What a rank has answered; an error says that it died, or its answer cannot travel."""
+        call = self.open.pop(reference)
+        if isinstance(header, WorkerError):
+            self.failures[call.rank] = type(header)(f"{self.where(call)}: {header}")
+            return
+        self.headers[call.rank] = header
+        self.transport.finished.append(header)
+        if header.error is not None:
+            self.failures[call.rank] = header.error.rebuild(self.where(call))
 
     def where(self, call: Pending) -> str:
         """The call of one rank, in words."""
@@ -67,67 +69,145 @@ class CallAnswers:
 
     def late(self) -> str:
         """Who has not answered; of many the first ones, and how many more."""
-        late = list(self.open.values())
-        first = [self.transport.describe(call.rank, call.role) for call in late[:NAMED_LATE]]
-        more = len(late) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more else "")
+        return few([self.transport.describe(p.rank, p.role) for p in self.open.values()])
 
 
-def wait_for_calls(
-    calls: CallAnswers,
-    timeout: float | None = None,
-    setting: str = "call_s",
-    since: float | None = None,
-    rows: int = 0,
-    gives_up_soon: bool = False,
-) -> list[Header]:
-    """The headers of a group call, in rank order; raises the first failure once it is certain.
+class CallWait:
+    """The wait for one group call: by when it is to end, and how.
 
-    When one rank fails, the others get a grace period before the error is raised, a short one when
-    it died: they may be stuck in a collective that it left. `setting` names the deadline, unless
-    `timeout` is given; it runs `since` then. A call of so many `rows` may be late before `call_s`.
-    What is known is not waited for again. A call that `gives_up_soon` is one whose ranks wait for
-    each other, or for another pool, only for a moment.
+    When one rank fails, the others get a grace period before the call has failed, a short one when
+    it died: they may be stuck in a collective that it left.
     """
-    transport, name = calls.transport, calls.name
-    limits = transport.deadlines
-    transport.report_abandoned()
-    limit, way_out = _deadline(transport, name, timeout, setting, rows)
-    is_first = setting == "call_s" and not transport.call_times.has(name)
-    what = f"{name}, the first of its calls, which loads or compiles" if is_first else name
-    clock = WaitClock(what, limit, limits.warn_s, since)
-    deadlocks = DeadlockWatch(transport, gives_up_soon=gives_up_soon)
-    failed_at: float | None = None
 
-    while True:
-        calls.read(transport.wait(list(calls.open), clock.remaining()))
-        if not calls.open:
-            break
-        calls.give_up(transport.lost(p.rank for p in calls.open.values()))
-        if not calls.failures:
-            transport.check_companions(name)
+    def __init__(
+        self,
+        calls: CallAnswers,
+        timeout: float | None = None,
+        setting: str = "call_s",
+        since: float | None = None,
+        rows: int = 0,
+        gives_up_soon: bool = False,
+    ) -> None:
+        """`setting` names the deadline, unless `timeout` is given; it runs `since` then.
+
+        A call of so many `rows` may be late before `call_s`. One that `gives_up_soon` is one whose
+        ranks wait for each other, or for another pool, only for a moment.
+        """
+        transport, name = calls.transport, calls.name
+        self.calls, self.gives_up_soon = calls, gives_up_soon
+        self.outcome: list[Header] | BaseException | None = None
+        """Headers in rank order, or the first failure; None while the call is waited for."""
+        limit, self._way_out = _deadline(transport, name, timeout, setting, rows)
+        is_first = setting == "call_s" and not transport.call_times.has(name)
+        what = f"{name}, the first of its calls, which loads or compiles" if is_first else name
+        self.clock = WaitClock(what, limit, transport.deadlines.warn_s, since)
+        self._failed_at: float | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those without an answer."""
+        return [call.rank for call in self.calls.open.values()]
+
+    def end_if_answered(self) -> None:
+        """The outcome, if no rank is waited for."""
+        calls = self.calls
+        if calls.open:
+            return
+        failures = [calls.failures[rank] for rank in sorted(calls.failures)]
+        headers = [calls.headers[call.rank] for call in calls.pending if not failures]
+        self.outcome = _with_others(failures) if failures else headers
+
+    def look(self, watch: DeadlockWatch, stuck: Sequence[int], stacks: StacksOf) -> None:
+        """The outcome, if the call has failed, is late, or has a rank that waits in vain."""
+        calls = self.calls
         if calls.failures:
-            failed_at = clock.age_s if failed_at is None else failed_at
+            if self._failed_at is None:
+                self._failed_at = self.clock.age_s
             grace_s = calls.grace_s()
-            if clock.age_s - failed_at >= grace_s:
-                break
-        elif clock.over():
-            why = f"{calls.late()} did not finish within {limit:.1f} s"
-            raise WaitTimeoutError(_diagnosis(calls, why, way_out))
-        elif deadlocks.stuck([p.rank for p in calls.open.values()]):
+            if self.clock.age_s - self._failed_at >= grace_s:
+                failed = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
+                if calls.open:
+                    late = calls.late()
+                    failed.add_note(f"not finished {grace_s:.0f} s after the failure: {late}")
+                self.outcome = failed
+                return
+        elif self.clock.over():
+            why = f"{calls.late()} did not finish within {self.clock.limit_s:.1f} s"
+            self.outcome = WaitTimeoutError(_diagnosis(calls, why, self._way_out, stacks()))
+            return
+        elif not set(stuck).isdisjoint(self.ranks):
             why = (
-                f"{calls.late()} stood still for {deadlocks.deadlock_s:g} s, "
+                f"{calls.late()} stood still for {watch.deadlock_s:g} s, "
                 "and nobody that could end it moves"
             )
-            raise WaitTimeoutError(_diagnosis(calls, why, "raise watch.deadlock_s"))
-        clock.warn_if_old(calls.late())
+            way_out = "raise watch.deadlock_s"
+            self.outcome = WaitTimeoutError(_diagnosis(calls, why, way_out, stacks()))
+            return
+        self.clock.warn_if_old(calls.late)
 
-    if calls.failures:
-        error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
-        if calls.open:
-            error.add_note(f"not finished {grace_s:.0f} s after the failure: {calls.late()}")
-        raise error
-    return [calls.headers[call.rank] for call in calls.pending]
+
+def wait_for_calls(waits: Sequence[CallWait]) -> Iterator[int]:
+    """Wait for calls on one transport; gives the place of each once it has its outcome.
+
+    However many calls there are, they have one watch: ranks, companions and stacks are looked at
+    once for all of them. What is known is not waited for again.
+    """
+    transport = waits[0].calls.transport
+    transport.report_abandoned()
+    watch = DeadlockWatch(transport, gives_up_soon=all(wait.gives_up_soon for wait in waits))
+    left = dict(enumerate(waits))
+    while left:
+        _read_answers(transport, list(left.values()))
+        for wait in left.values():
+            wait.end_if_answered()
+        open_waits = [wait for wait in left.values() if wait.outcome is None]
+        if open_waits:
+            _look(transport, open_waits, watch)
+        ended = [place for place, wait in left.items() if wait.outcome is not None]
+        for place in ended:
+            del left[place]
+        yield from ended
+
+
+def _read_answers(transport: Transport, waits: Sequence[CallWait]) -> None:
+    """Read the headers that come within the next moment."""
+    call_of = {reference: wait.calls for wait in waits for reference in wait.calls.open}
+    seconds = min(wait.clock.remaining() for wait in waits)
+    ready = transport.wait(list(call_of), seconds)
+    for reference, header in zip(ready, transport.fetch_headers(ready), strict=True):
+        call_of[reference].note(reference, header)
+
+
+def _look(transport: Transport, waits: Sequence[CallWait], watch: DeadlockWatch) -> None:
+    """Look who is gone, and who stands still."""
+    lost = transport.lost(sorted({rank for wait in waits for rank in wait.ranks}))
+    if lost:
+        for wait in waits:
+            wait.calls.give_up(lost)
+    well = [wait for wait in waits if not wait.calls.failures]
+    stuck: Sequence[int] = ()
+    if well:
+        try:
+            transport.check_companions(", ".join(dict.fromkeys(wait.calls.name for wait in well)))
+        except WorkerDiedError as error:
+            for wait in well:
+                wait.outcome = WorkerDiedError(str(error))
+        else:
+            stuck = watch.stuck({rank for wait in well for rank in wait.ranks})
+    stacks = functools.cache(lambda: transport.stacks(STACKS_S))
+    for wait in waits:
+        if wait.outcome is None:
+            wait.look(watch, stuck, stacks)
+
+
+def headers_of(wait: CallWait) -> list[Header]:
+    """Wait for one call; raises its failure."""
+    for _ in wait_for_calls([wait]):
+        pass
+    if isinstance(wait.outcome, BaseException):
+        raise wait.outcome
+    assert wait.outcome is not None, "a call that was waited for has ended"
+    return wait.outcome
 
 
 def _deadline(
@@ -149,7 +229,7 @@ def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Head
     name = transport.facts[0].name
     pending = [Pending(rank, header, header, name) for rank, header in enumerate(headers)]
     calls = CallAnswers(transport, f"start of {name}", pending)
-    return wait_for_calls(calls, setting="start_s")
+    return headers_of(CallWait(calls, setting="start_s"))
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:
@@ -158,25 +238,35 @@ def _with_others(failures: list[BaseException]) -> BaseException:
     The others become its notes, unless they are the same.
     """
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
-    same = 0
-    for other in failures:
-        if other is not first and (type(other), str(other)) != (type(first), str(first)):
-            first.add_note(f"another rank raised {type(other).__name__}: {other}")
-        else:
-            same += 1
-    if same > 1:
+    others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
+    note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
+    if (same := len(failures) - len(others)) > 1:
         first.add_note(f"{same} ranks raised this")
     return first
 
 
-def _diagnosis(calls: CallAnswers, what: str, way_out: str) -> str:
+def note_some(error: BaseException, notes: Sequence[str]) -> None:
+    """Add the first of these notes to an error, and how many more there are."""
+    for note in notes[:NOTED]:
+        error.add_note(note)
+    if more := notes[NOTED:]:
+        error.add_note(f"and {len(more)} more failures")
+
+
+def _diagnosis(calls: CallAnswers, what: str, way_out: str, stacks: dict[int, str]) -> str:
     transport = calls.transport
-    stacks = transport.stacks(STACKS_S)
     lines = [
         f"{calls.name}: {what}.",
         likely_cause(stacks, [p.rank for p in calls.open.values()]),
     ]
-    for rank in range(transport.world_size):
-        lines.append(f"--- stack of {transport.describe(rank)}\n{stacks.get(rank, 'no answer')}")
+    silent = dict.fromkeys(range(transport.world_size), "no answer")
+    shown = {rank: stacks.get(rank, words) for rank, words in silent.items()}
+    alike = ranks_alike(shown)
+    for ranks in alike[:SHOWN_STACKS]:
+        first, *others = ranks
+        same = f", and of {ranks_in_words(others)} the same" if others else ""
+        lines.append(f"--- stack of {transport.describe(first)}{same}\n{shown[first]}")
+    if more := alike[SHOWN_STACKS:]:
+        lines.append(f"--- {len(more)} other stacks, of {ranks_in_words(chain(*more))}")
     lines.append(f"If the work is only slow, {way_out}.")
     return "\n".join(lines)

@@ -16,11 +16,12 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from verl_like.calls.answers import AFTER_DEATH_S, CallAnswers, wait_for_calls
+from verl_like.calls.answers import AFTER_DEATH_S, CallAnswers, CallWait, note_some, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.result import Result
 from verl_like.calls.transport import Transport
@@ -29,6 +30,7 @@ from verl_like.errors import (
     WaitTimeoutError,
     WorkerDiedError,
     WorkerError,
+    few,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ class WorkerFuture:
         """Its ranks wait for each other only for a moment, unless they wait in vain."""
         self._collect = collect
         self._answers: Answers | None = None
+        self._waited: list[Header] | BaseException | None = None
+        """What a watched wait has found: headers whose payloads are not here, or the failure."""
         self.is_late = False
         """Some answer did not come soon, or tells of a failure: `get` watches for all of them."""
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -107,18 +111,18 @@ class WorkerFuture:
         began = time.monotonic()
         if not (self.has_answers or self.is_late):
             read_together([self], SOON_S if timeout is None else min(timeout, SOON_S))
+        if self._answers is None and self._waited is None:
+            for _ in watch_together([self], timeout, since=began):
+                pass
         if self._answers is not None:
             answers, self._answers = self._answers, None
             return answers
-        headers = wait_for_calls(
-            self._calls,
-            timeout,
-            since=began,
-            rows=self.rows,
-            gives_up_soon=self.gives_up_soon,
-        )
-        self._note_end(headers)
-        return headers, [self.fetch_payload(pending) for pending in self.pending]
+        waited, self._waited = self._waited, None
+        assert waited is not None, "a call that was waited for has ended"
+        if isinstance(waited, BaseException):
+            raise waited
+        self._note_end(waited)
+        return waited, [self.fetch_payload(pending) for pending in self.pending]
 
     @property
     def has_answers(self) -> bool:
@@ -132,6 +136,14 @@ class WorkerFuture:
             self.transport.finished.extend(headers)
             self._note_end(headers)
             self._answers = headers, payloads
+
+    def take_payloads(self, payloads: Iterator[Any]) -> None:
+        """Take what all ranks have returned, once a watched wait has found their headers."""
+        own = list(islice(payloads, len(self.pending)))
+        headers, self._waited = self._waited, None
+        if isinstance(headers, list):
+            self._note_end(headers)
+            self._answers = headers, own
 
     def _note_end(self, headers: Sequence[Header]) -> None:
         """How long the call took, its turn in the queue included; clocks of nodes may differ."""
@@ -202,6 +214,54 @@ def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
         future.accept(list(islice(headers, size)), list(islice(payloads, size)))
 
 
+def watch_together(
+    futures: Sequence[WorkerFuture], timeout: float | None = None, since: float | None = None
+) -> Iterator[int]:
+    """Wait for calls on one transport; gives the place of each once its answers are here.
+
+    A failure is given as soon as it is known, and so are the calls that have ended by then. While
+    all goes well, payloads are read at the end, by one request where a backend has that.
+    """
+    waits = [
+        CallWait(
+            future._calls,
+            timeout,
+            since=since,
+            rows=future.rows,
+            gives_up_soon=future.gives_up_soon,
+        )
+        for future in futures
+    ]
+    has_failed, unread = False, []
+    for place in wait_for_calls(waits):
+        futures[place]._waited = outcome = waits[place].outcome
+        if isinstance(outcome, BaseException):
+            has_failed = True
+            yield place
+        else:
+            unread.append(place)
+        if has_failed:
+            _read_payloads([futures[place] for place in unread])
+            yield from unread
+            unread = []
+    _read_payloads([futures[place] for place in unread])
+    yield from unread
+
+
+def _read_payloads(futures: Sequence[WorkerFuture]) -> None:
+    """Bring what these calls on one transport have returned, whose headers are there.
+
+    What does not come is left to the future that it belongs to: it says whose it is.
+    """
+    if not futures:
+        return
+    pending = [each for future in futures for each in future.pending]
+    with suppress(WorkerError):
+        payloads = iter(futures[0].transport.fetch_payloads(pending))
+        for future in futures:
+            future.take_payloads(payloads)
+
+
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`; `get()` gives a `Result` where the method returns metrics, too.
 
@@ -229,8 +289,7 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
         return [value for value, _ in outcomes]
     first, *others = errors
     first.others = others  # type: ignore[attr-defined]
-    for other in others:
-        first.add_note(f"also failed: {type(other).__name__}: {other}")
+    note_some(first, [f"also failed: {type(other).__name__}: {other}" for other in others])
     raise first
 
 
@@ -248,14 +307,31 @@ def _outcomes(
     def watch(position: int) -> None:
         arrived.put((position, _outcome_of(futures[position], timeout)))
 
+    def watch_calls(positions: Sequence[int]) -> None:
+        left = list(positions)
+        try:
+            for place in watch_together([futures[position] for position in positions], timeout):
+                left.remove(positions[place])
+                watch(positions[place])
+        except Exception:  # noqa: BLE001 - `get` raises it for each that is left
+            logger.debug("the watch over %s calls ended", len(positions), exc_info=True)
+        for position in left:
+            watch(position)
+
     if timeout is None:
         _read_soon(futures)
+    work: list[Callable[[], None]] = []
+    by_transport: dict[int, list[int]] = defaultdict(list)
     for position, future in enumerate(futures):
-        is_there = isinstance(future, WorkerFuture) and future.has_answers
-        if is_there or len(futures) == 1:
+        if len(futures) == 1 or (isinstance(future, WorkerFuture) and future.has_answers):
             watch(position)
+        elif isinstance(future, WorkerFuture):
+            by_transport[id(future.transport)].append(position)
         else:
-            threading.Thread(target=watch, args=[position], name="gather", daemon=True).start()
+            work.append(functools.partial(watch, position))
+    work += [functools.partial(watch_calls, positions) for positions in by_transport.values()]
+    for each in work:
+        threading.Thread(target=each, name="gather", daemon=True).start()
 
     outcomes: dict[int, Outcome] = {}
     until: float | None = None
@@ -273,7 +349,7 @@ def _outcomes(
             if grace_s is not None and isinstance(error, WorkerDiedError):
                 grace_s, until = min(grace_s, AFTER_DEATH_S), None
             until = until or (None if grace_s is None else time.monotonic() + grace_s)
-            left = ", ".join(str(future) for n, future in enumerate(futures) if n not in outcomes)
+            left = few([str(future) for n, future in enumerate(futures) if n not in outcomes])
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             said = said.rstrip(".")  # the whole of it is raised
             logger.error("%s failed: %s. Waiting for %s.", futures[position], said, left)

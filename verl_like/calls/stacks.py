@@ -18,11 +18,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 
+from verl_like.errors import few
+
 SIGNAL = signal.SIGUSR1
+NAMED_SPANS = 16
+"""Of ranks that follow each other, in a message."""
 _NAMES = (
     r"all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|reduce|"
     r"gather\w*|scatter\w*|send\w*|recv\w*|monitored_barrier|init_process_group|"
@@ -89,10 +94,9 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
     """One sentence on why ranks do not come back, read off their stacks."""
     silent = [rank for rank in ranks if rank not in stacks]
     if silent:
-        names = ", ".join(map(str, silent))
         return (
-            f"Likely cause: rank {names} does not answer (its process is stopped, swapping, or in "
-            "native code)."
+            f"Likely cause: {ranks_in_words(silent)} does not answer (its process is stopped, "
+            "swapping, or in native code)."
         )
 
     where: dict[int, tuple[str, str]] = {}
@@ -101,9 +105,7 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
         if found:
             where[rank] = found[-1]["name"], _caller_of(stack, found[-1].start())
 
-    places = ", ".join(
-        f"rank {rank} in {name} ({place})" for rank, (name, place) in sorted(where.items())
-    )
+    places = _by_place({rank: f"{name} ({place})" for rank, (name, place) in where.items()})
     absent = [rank for rank in stacks if rank not in where]
 
     if len(set(where.values())) > 1:
@@ -113,23 +115,45 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
         )
     if where and absent:
         return (
-            f"Likely cause: {places} waits in a collective that rank "
-            f"{', '.join(map(str, absent))} never entered."
+            f"Likely cause: {places} waits in a collective that {ranks_in_words(absent)} never "
+            "entered."
         )
     if where:
         missing = "a rank outside this group, or the network, is missing"
         return f"Likely cause: all ranks are in the same collective ({places}): {missing}."
 
-    locks = [f"rank {rank} in {place}" for rank in ranks if (place := _lock_of(stacks[rank]))]
+    locks = _by_place({rank: place for rank in ranks if (place := _lock_of(stacks[rank]))})
     if locks:
         return (
-            f"Likely cause: {', '.join(locks)} waits for a lock, an event or a queue of its own "
+            f"Likely cause: {locks} waits for a lock, an event or a queue of its own "
             "process; see its stack for who should end that."
         )
-    return (
-        f"Likely cause: rank {', '.join(map(str, ranks))} is still computing (or sleeping); see "
-        "its stack."
-    )
+    return f"Likely cause: {ranks_in_words(ranks)} is still computing (or sleeping); see its stack."
+
+
+def ranks_alike(values: Mapping[int, str]) -> list[list[int]]:
+    """The ranks of each value, the rarest value first: of a thousand ranks, the odd one tells."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, value in sorted(values.items()):
+        alike[value].append(rank)
+    return sorted(alike.values(), key=lambda ranks: (len(ranks), ranks))
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, `rank 1, 2`, `rank 0-511, 513-1023`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank {few(words, NAMED_SPANS)}"
+
+
+def _by_place(place_of: Mapping[int, str]) -> str:
+    alike = ranks_alike(place_of)
+    return few([f"{ranks_in_words(ranks)} in {place_of[ranks[0]]}" for ranks in alike])
 
 
 def _lock_of(stack: str) -> str | None:

@@ -83,9 +83,23 @@ class Transport(ABC):
         value = self.fetch(pending.payload)
         return payload_of(value) if pending.is_one_answer else value
 
+    def fetch_payloads(self, pending: Sequence[Pending]) -> list[Any]:
+        """The payloads of calls whose headers are there."""
+        return [self.fetch_payload(each) for each in pending]
+
     def fetch_header(self, reference: Any) -> Header:
         """The header behind a reference that is there."""
         return Header.read(self.fetch(reference))
+
+    def fetch_headers(self, references: Sequence[Any]) -> list[Header | WorkerError]:
+        """The headers behind references that are there, or why one cannot be had."""
+        found: list[Header | WorkerError] = []
+        for reference in references:
+            try:
+                found.append(self.fetch_header(reference))
+            except WorkerError as error:
+                found.append(error)
+        return found
 
     def fetch_all(
         self, pending: Sequence[Pending], seconds: float

@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from verl_like.errors import ConfigError, nearest
@@ -92,13 +92,13 @@ class WaitClock:
         """Whether the deadline has passed."""
         return self.age_s >= self.limit_s
 
-    def warn_if_old(self, waiting_for: str) -> None:
+    def warn_if_old(self, waiting_for: Callable[[], str]) -> None:
         """Log who waits for whom, once per doubling of the age."""
         if self.age_s >= self.next_warning_s:
             logger.warning(
                 "%s: waiting for %s since %.0f s (limit %.0f s)",
                 self.what,
-                waiting_for,
+                waiting_for(),
                 self.age_s,
                 self.limit_s,
             )

@@ -109,6 +109,9 @@ class Store(Transport):
     def __init__(self, headers: dict[str, Header]) -> None:
         super().__init__([ProcessFacts()], Deadlines())
         self.headers, self.requests, self.threads = headers, [], []
+        self.held: dict[str, threading.Event] = {}
+        """Answers that come when their event is set."""
+        self.read: list[list[str]] = []
 
     def fetch_all(self, pending: Sequence[Pending], seconds: float) -> Any:
         self.requests.append([call.header for call in pending])
@@ -118,7 +121,13 @@ class Store(Transport):
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         self.threads.append(threading.current_thread().name)
-        return list(references)
+        for reference in set(references).intersection(self.held):
+            self.held[reference].wait(0.01)
+        return [one for one in references if one not in self.held or self.held[one].is_set()]
+
+    def fetch_payloads(self, pending: Sequence[Pending]) -> list[Any]:
+        self.read.append([call.payload for call in pending])
+        return super().fetch_payloads(pending)
 
     def fetch(self, reference: Any) -> Any:
         return self.headers.get(reference, header()).packed()
@@ -156,8 +165,74 @@ def test_a_call_that_fails_is_raised_after_the_others_have_been_read() -> None:
     assert good.get() == ["first"]
 
 
-def test_calls_that_do_not_come_soon_are_watched_each_by_a_thread() -> None:
+def test_calls_that_do_not_come_soon_are_watched_by_one_thread_of_their_pool() -> None:
     store = Store({"first": header()})
     assert gather(store.call("first"), store.call("late")) == [[None], [None]]
     assert store.requests == [["first", "late"]]
-    assert store.threads == ["gather", "gather"]
+    assert store.threads == ["gather"]
+    assert store.read == [["first", "late"]], "by one request"
+
+
+def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_on_its_way() -> None:
+    store = Store({"bad": header(RemoteError.of(KeyError("of the worker")))})
+    store.held["late"] = logged = threading.Event()
+    handler = Releasing(logged)
+    logging.getLogger("verl_like.calls.future").addHandler(handler)
+    late = store.call("late")
+    try:
+        with pytest.raises(KeyError, match="of the worker"):
+            gather(late, store.call("bad"))
+    finally:
+        logging.getLogger("verl_like.calls.future").removeHandler(handler)
+    assert logged.is_set()
+    assert late.get() == [None]
+
+
+def test_what_cannot_be_fetched_is_the_error_of_its_own_call() -> None:
+    class Lossy(Store):
+        def fetch_payload(self, pending: Pending) -> Any:
+            if pending.payload == "lost":
+                raise WorkerDiedError("the machine that held the answer is gone")
+            return super().fetch_payload(pending)
+
+    store = Lossy({})
+    lost, kept = store.call("lost"), store.call("kept")
+    with pytest.raises(WorkerDiedError, match=r"^lost, role rank 0 .*the machine that held"):
+        gather(kept, lost)
+    assert kept.get() == [None]
+
+
+def test_calls_of_one_pool_that_are_late_have_asked_it_once_what_it_does() -> None:
+    class Hanging(Store):
+        asked = 0
+
+        def stacks(self, seconds: float) -> dict[int, str]:
+            self.asked += 1
+            return {0: "idle: no call is running"}
+
+    store = Hanging({})
+    store.held = {name: threading.Event() for name in "abc"}
+    with pytest.raises(TimeoutError, match=r"^a: role rank 0 of 1 \(nowhere\) did not finish"):
+        gather(*map(store.call, "abc"), timeout=0.05)
+    assert store.asked == 1
+
+
+def test_an_error_of_the_watch_is_that_of_every_call_that_it_had_left() -> None:
+    class Broken(Store):
+        def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
+            raise OSError("no connection")
+
+    store = Broken({})
+    with pytest.raises(OSError, match="no connection") as caught:
+        gather(store.call("a"), store.call("b"))
+    assert [str(other) for other in caught.value.others] == ["no connection"]
+
+
+def test_of_hundreds_of_failures_the_first_ones_are_told_and_the_others_counted() -> None:
+    failing = [Later(KeyError(number)) for number in range(300)]
+    with pytest.raises(KeyError, match="0") as caught:
+        gather(*failing)
+    assert len(caught.value.others) == 299
+    first, *_, eighth, last = caught.value.__notes__
+    assert (first, eighth) == ("also failed: KeyError: 1", "also failed: KeyError: 8")
+    assert last == "and 291 more failures"

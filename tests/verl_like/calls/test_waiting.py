@@ -16,7 +16,6 @@ from tests.verl_like.sample_workers import Adder, Faulty
 from tests.waiting import wait_until_ended
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
 from verl_like.calls import answers
-from verl_like.calls.stacks import likely_cause
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
@@ -136,25 +135,3 @@ def test_a_process_whose_caller_died_does_not_linger(tmp_path: Path) -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     wait_until_ended(*pids)
-
-
-def test_likely_cause_reads_stacks() -> None:
-    frame = 'File "a.py", line 1, in f\n  x\nFile "/torch/distributed_c10d.py", line 2, in {}\n'
-    same = {rank: frame.format("all_reduce") for rank in range(2)}
-    assert "all ranks are in the same collective" in likely_cause(same, [0, 1])
-    assert "rank 1 does not answer" in likely_cause({0: frame.format("barrier")}, [0, 1])
-    assert "still computing" in likely_cause({0: 'File "a.py", line 1, in f\n'}, [0])
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        "    lock.acquire()\n",
-        '    self.answers.get()\nFile "/lib/queue.py", line 171, in get\n    while not size:\n',
-        "    with self._lock:\n",
-    ],
-)
-def test_a_rank_at_a_lock_is_said_to_wait_for_one(inner: str) -> None:
-    stack = f'thread MainThread:\nFile "/code/a.py", line 7, in take\n{inner}'
-    cause = likely_cause({0: stack, 1: "idle: no call is running"}, [0])
-    assert "rank 0 in take, a.py:7 waits for a lock, an event or a queue" in cause

@@ -148,10 +148,10 @@ class RayResourcePool(ResourcePool):
         clock = WaitClock(
             f"placement of pool {self.name}", self.deadlines.placement_s, self.deadlines.warn_s
         )
+        wanted = f"{self.store} processes of {amounts(need)} each"
         waiting = [group.ready() for group in groups]
         while waiting:
             waiting = ray.wait(waiting, num_returns=len(waiting), timeout=clock.remaining())[1]
-            wanted = f"{self.store} processes of {amounts(need)} each"
             if waiting and clock.over():
                 raise WaitTimeoutError(
                     f"{clock.what}: the cluster did not give {wanted} within "
@@ -159,7 +159,7 @@ class RayResourcePool(ResourcePool):
                     "Lower cpus_per_process or the pool's size, or stop what holds them."
                 )
             if waiting:
-                clock.warn_if_old(f"{wanted}; free now: {free_resources()}")
+                clock.warn_if_old(lambda: f"{wanted}; free now: {free_resources()}")
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:

@@ -175,6 +175,30 @@ class RayTransport(ProcessTransport):
             [payload_of(answer) if p.is_one_answer else next(payloads) for p, answer in both],
         )
 
+    def fetch_headers(self, references: Sequence[Any]) -> list[Header | WorkerError]:
+        """One request for all."""
+        values = self._fetch_together(references)
+        if values is None:
+            return super().fetch_headers(references)
+        return [Header.read(value) for value in values]
+
+    def fetch_payloads(self, pending: Sequence[Pending]) -> list[Any]:
+        """One request for all."""
+        values = self._fetch_together([each.payload for each in pending])
+        if values is None:
+            return super().fetch_payloads(pending)
+        both = zip(pending, values, strict=True)
+        return [payload_of(value) if each.is_one_answer else value for each, value in both]
+
+    def _fetch_together(self, references: Sequence[Any]) -> list[Any] | None:
+        """None: some came over a connection, or a failure is among them, which `fetch` explains."""
+        if any(isinstance(reference, Future) for reference in references):
+            return None
+        try:
+            return list(ray.get(list(references)))
+        except RayError:
+            return None
+
     def place(self, rank: int) -> str:
         """The process and its node; before it has started, the actor's name."""
         if not self._nodes:
