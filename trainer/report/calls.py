@@ -113,7 +113,10 @@ def _span(calls: Sequence[Call]) -> tuple[float, float]:
 
 
 def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
-    """(start, end, number of pools at work) of every stretch from the first call to the last."""
+    """(start, end, number of pools at work) of every stretch from the first call to the last.
+
+    A stretch is as long as that number stays: there are few, however many ranks work.
+    """
     starts = [(call.start, 1, call.pool) for call in calls]
     ends = [(call.end, -1, call.pool) for call in calls]
     edges = sorted(starts + ends)
@@ -122,8 +125,11 @@ def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
     for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
         running[pool] += change
         number = sum(count > 0 for count in running.values())
-        if until > time:
-            stretches.append((time, until, number))
+        if until <= time:
+            continue
+        if stretches and stretches[-1][1:] == (time, number):
+            time = stretches.pop()[0]
+        stretches.append((time, until, number))
     return stretches
 
 

@@ -17,6 +17,8 @@ from verl_like.files import parse_json
 STATES = ("busy", "waiting", "syncing")
 ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
 """What became of a maker's samples, as the ledger counts them."""
+MOST_MAKERS = 16
+"""Rows for makers."""
 PREFIX = "detached/"
 Metrics = Sequence[Mapping[str, float]]
 
@@ -57,12 +59,20 @@ def seconds_by_role(metrics: Metrics) -> dict[str, dict[str, float]]:
 
 
 def ledger_table(makers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A heading, a row for each maker, and one for all where there are several."""
-    rows, total = [], Counter[str]()
-    for maker, account in makers.items():
-        counts = {**account, "dropped": sum(account["dropped"].values())}
-        total.update({name: counts[name] for name in ACCOUNT})
-        rows.append([f"maker {maker}", *(str(counts[name]) for name in ACCOUNT)])
+    """A heading, a row for each maker, and one for all where there are several.
+
+    Of very many makers most share a row.
+    """
+    accounts = {
+        f"maker {maker}": Counter({**account, "dropped": sum(account["dropped"].values())})
+        for maker, account in makers.items()
+    }
+    rows, total = dict(accounts), sum(accounts.values(), Counter[str]())
+    if len(rows) > MOST_MAKERS:
+        first = list(accounts)[: MOST_MAKERS - 1]
+        rows = {maker: accounts[maker] for maker in first}
+        rows[f"{len(accounts) - len(first)} others"] = total - sum(rows.values(), Counter[str]())
     if len(rows) > 1:
-        rows.append(["all", *(str(total[name]) for name in ACCOUNT)])
-    return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *rows] if rows else []
+        rows["all"] = total
+    table = [[who, *(str(counts[name]) for name in ACCOUNT)] for who, counts in rows.items()]
+    return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *table] if rows else []

@@ -15,14 +15,17 @@ where they exist and CPU slots otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from verl_like.errors import NoRoomError, PlacementError
 from verl_like.placement.pools import Node, ProcessNeeds, ResourcePool, cpu_share
 from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
 
+NODES_ALONE = 8
+"""Nodes of a pool up to which each has a row of a printed plan."""
 ROUNDING = 1e-9
 """By which a sum of shares may exceed what a node has, and it still fits."""
 
@@ -121,19 +124,42 @@ class Placement:
         return {role: plan.name for plan in self.pools.values() for role in plan.roles}
 
     def __str__(self) -> str:
-        return self.draw()
+        return self.draw(folds=False)
 
-    def draw(self, width: int | None = None, notes: Mapping[str, str] | None = None) -> str:
-        """The plan as a table, no wider than `width` columns; `notes` are put behind roles."""
+    def draw(
+        self,
+        width: int | None = None,
+        notes: Mapping[str, str] | None = None,
+        folds: bool = True,
+    ) -> str:
+        """The plan as a table, no wider than `width` columns; `notes` are put behind roles.
+
+        It `folds` the many nodes of a pool that are alike into one row.
+        """
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
             noted = {role: f"{role} ({note})" for role, note in (notes or {}).items()}
             roles = ", ".join(noted.get(role, role) for role in plan.roles)
-            for count, node in zip(plan.process_on_nodes, plan.nodes, strict=True):
-                devices = _devices_in_words(plan, node, count)
-                cpus = f"{count * plan.cpus_per_process:g}"
-                rows.append((plan.name, node.name, devices, roles, str(count), cpus))
+            for first, last, alike in _runs(plan, folds):
+                count, node = plan.process_on_nodes[first], plan.nodes[first].name
+                if alike > 1:
+                    node = f"{node} to {plan.nodes[last].name}"
+                times = f"{alike} x " if alike > 1 else ""
+                devices = times + _devices_in_words(plan, plan.nodes[first], count)
+                cpus = f"{times}{count * plan.cpus_per_process:g}"
+                rows.append((plan.name, node, devices, roles, f"{times}{count}", cpus))
         return "\n".join(draw_table(rows, width))
+
+
+def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
+    """First entry, last entry, and how many they are: nodes that are one row of a table."""
+    entries = range(len(plan.nodes))
+    if not folds or len(entries) <= NODES_ALONE:
+        yield from ((entry, entry, 1) for entry in entries)
+        return
+    for _, run in groupby(entries, lambda n: (plan.process_on_nodes[n], plan.nodes[n].kind)):
+        alike = list(run)
+        yield alike[0], alike[-1], len(alike)
 
 
 def _devices_in_words(plan: PoolPlan, node: Node, num_processes: int) -> str:

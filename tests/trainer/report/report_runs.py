@@ -48,8 +48,13 @@ def metrics_of(step: int) -> dict[str, float]:
     }
 
 
-def make_run(folder: Path, num_steps: int, samples: int = 20, response: str = "aaaa") -> Path:
-    """A run folder of `num_steps` steps in which actor and critic update side by side."""
+def make_run(
+    folder: Path, num_steps: int, samples: int = 20, response: str = "aaaa", num_ranks: int = 1
+) -> Path:
+    """A run folder of `num_steps` steps in which actor and critic update side by side.
+
+    The more ranks, the more differ their ends, by up to 0.05 s.
+    """
     (folder / "rollouts").mkdir(parents=True)
     lines = [json.dumps(metrics_of(step)) + "\n" for step in range(1, num_steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -58,10 +63,11 @@ def make_run(folder: Path, num_steps: int, samples: int = 20, response: str = "a
     for step in range(1, num_steps + 1):
         timeline.add(
             {
-                "pool": pool, "role": role, "rank": 0, "method": method, "pid": 7, "cpu_s": 0.1,
-                "step": step, "start": step + start, "end": step + end,
+                "pool": pool, "role": role, "rank": rank, "method": method, "pid": 7, "cpu_s": 0.1,
+                "step": step, "start": step + start, "end": step + end - 0.05 * rank / num_ranks,
             }
             for pool, role, method, start, end in CALLS
+            for rank in range(num_ranks)
         )  # fmt: skip
         rows = [
             {

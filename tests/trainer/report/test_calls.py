@@ -10,7 +10,13 @@ import pytest
 
 from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import CALLS, make_run
-from trainer.report.calls import Call, last_steps, read_timeline, without_pauses
+from trainer.report.calls import (
+    Call,
+    last_steps,
+    pools_at_work,
+    read_timeline,
+    without_pauses,
+)
 from trainer.report.page import write_report
 from trainer.report.read import read_run
 from trainer.run_folder.timeline import Timeline
@@ -98,3 +104,29 @@ def test_a_run_whose_first_steps_are_gone_says_which_it_has(tmp_path: Path) -> N
     lines = [{"step": step, "timing_s/step": 1.0} for step in (11, 12)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert '<span class="soft">steps</span><b>2 (11 to 12)</b>' in write_report(folder).read_text()
+
+
+def test_a_thousand_ranks_make_the_page_hardly_longer_than_sixteen(
+    tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
+    pages = {}
+    for num_ranks in (16, 1024):
+        folder = make_run(tmp_path / str(num_ranks), 3, samples=1, num_ranks=num_ranks)
+        rows = "".join(f"pool  n{n}  8 GPUs  actor  8  8\n" for n in range(num_ranks // 8))
+        folder.joinpath("placement.txt").write_text(f"pool  node  devices  roles  n  CPUs\n{rows}")
+        pages[num_ranks] = write_report(folder).read_text()
+    assert "<summary>128 nodes of pools</summary>" in pages[1024]
+    assert "<summary>2 nodes of pools" not in pages[16]
+    assert len(pages[1024]) < 1.5 * len(pages[16])
+    assert pages[1024].count("<title>") < 100
+
+
+def test_however_many_ranks_start_and_end_a_stretch_lasts_until_another_pool_does() -> None:
+    def of(pool: str, start: float, end: float) -> list[Call]:
+        lanes = [f"{pool}-{rank}" for rank in range(8)]
+        ends = [(start + 0.01 * rank, end - 0.01 * rank) for rank in range(8)]
+        return [Call(pool, lane, pool, "m", *at, 1) for lane, at in zip(lanes, ends, strict=True)]
+
+    stretches = pools_at_work([*of("a", 0.0, 2.0), *of("b", 1.0, 3.0)])
+    assert stretches == [(0.0, 1.0, 1), (1.0, 2.0, 2), (2.0, 3.0, 1)]

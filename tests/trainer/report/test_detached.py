@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
+from trainer.report.detached import ledger_table
 from trainer.report.page import write_report
 from trainer.report.read import read_run
 
@@ -105,3 +106,17 @@ def test_ten_thousand_steps_are_drawn_in_seconds(tmp_path: Path) -> None:
     path = write_report(folder)
     assert time.process_time() - began < 5
     assert path.stat().st_size < 1e6
+
+
+def test_of_very_many_makers_most_share_a_row() -> None:
+    account = {"made": 4, "trained": 2, "queued": 1, "dropped": {"x": 1}, "in_flight": 0}
+    table = ledger_table({str(maker): account for maker in range(64)})
+    assert [row[0] for row in table] == [
+        "samples",
+        *(f"maker {maker}" for maker in range(15)),
+        "49 others",
+        "all",
+    ]
+    assert table[-2][1:] == ["196", "98", "49", "49", "0"]
+    assert table[-1][1:] == ["256", "128", "64", "64", "0"]
+    assert len(ledger_table({str(maker): account for maker in range(16)})) == 18

@@ -35,6 +35,17 @@ def test_a_plan_fits_a_narrow_terminal(plan: Placement) -> None:
     assert " ".join(narrow[1:3]).split() == words.split()
 
 
+def test_of_a_pool_on_many_nodes_those_that_are_alike_are_one_row_but_not_in_a_file() -> None:
+    nodes = [Node(f"n{number}", devices=8, cpus=64.0) for number in range(100)]
+    pools = {"main": [8] * 60 + [4] * 20, "rest": [8, 8]}
+    plan = Placement.plan(pools, {"actor": "main", "critic": "rest"}, nodes)
+    assert len(plan.draw().splitlines()) == 5
+    drawn = " ".join(plan.draw().split())
+    assert "main n0 to n59 60 x 8 CPU slots actor 60 x 8 60 x " in drawn
+    assert "main n60 to n79 20 x 4 CPU slots actor 20 x 4 20 x " in drawn
+    assert len(str(plan).splitlines()) == 83
+
+
 def test_a_plan_knows_the_pool_of_every_role(plan: Placement) -> None:
     assert plan.role_mapping == {"actor": "main", "rollout": "main", "critic": "critic_pool"}
 
