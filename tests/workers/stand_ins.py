@@ -124,14 +124,19 @@ class Method:
         return self.remote(*args).get()
 
     def remote(self, *args: Any) -> Results:
-        return Results(
-            [self.group.pool.submit(getattr(w, self.name), *args) for w in self.group.workers]
-        )
+        return self.on(self.group.workers, args)
+
+    def remote_on(self, rank: int, *args: Any) -> Results:
+        return self.on([self.group.workers[rank]], args)
+
+    def on(self, workers: Sequence[Any], args: Sequence[Any]) -> Results:
+        submit = self.group.pool.submit
+        return Results([submit(getattr(worker, self.name), *args) for worker in workers])
 
 
 class InlineMethod(Method):
-    def remote(self, *args: Any) -> Results:
-        results = super().remote(*args)
+    def on(self, workers: Sequence[Any], args: Sequence[Any]) -> Results:
+        results = super().on(workers, args)
         results.get()
         return results
 

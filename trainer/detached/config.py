@@ -138,6 +138,11 @@ class DetachedConfig(PPOConfig):
         return frozenset(pools[maker_role(maker)] for maker in range(self.detached.makers))
 
     @property
+    def num_maker_ranks(self) -> int:
+        """Ranks of all makers."""
+        return sum(sum(self.resource_pool_spec[pool]) for pool in self.child_pools)
+
+    @property
     def generates_beside_training(self) -> bool:
         """Whether a rollout generates while the trainer trains."""
         return True

@@ -47,6 +47,8 @@ from workers.rollout.client import RolloutClient, Submission
 logger = logging.getLogger(__name__)
 SLICE_S = 0.25
 """How long a take lasts: weights and the end of a run wait for it."""
+TAKES_PER_S = 250
+"""Of all ranks of makers together, at most; each is a call of the driver's."""
 MOST_RESTARTS = 3
 """Of one maker by one version of the weights: what dies every time has a reason that a restart does
 not mend.
@@ -85,7 +87,8 @@ class Maker:
         self._running: dict[Submission, Experience] = {}
         detached = trainer.config.detached
         self._max_tokens = trainer.config.rollout_of(number).max_new_tokens_per_call
-        self._take_s = SLICE_S if plays(trainer.config) or not self._max_tokens else None
+        slice_s = max(SLICE_S, trainer.config.num_maker_ranks / TAKES_PER_S)
+        self._take_s = slice_s if plays(trainer.config) or not self._max_tokens else None
         self._takes_weights_within = detached.new_weights == "at_once" or bool(self._max_tokens)
         self._keeps_samples = detached.on_maker_loss != "fail"
         self._client = self._new_client()

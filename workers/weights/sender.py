@@ -131,15 +131,10 @@ class WeightSender:
             deque(tensors, maxlen=0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def open_delivery(
-        self, version: int | None = None, sender: int = 0
-    ) -> tuple[str, int | None] | None:
-        """The sender returns the address of a delivery and its version, which it holds for it.
-
-        Without a version it is the newest.
+    def open_delivery(self, version: int | None = None) -> tuple[str, int | None]:
+        """Asked of a sender alone: the address of a delivery and its version, which it holds for
+        it. Without a version it is the newest.
         """
-        if self.rank != sender:
-            return None
         if "snapshots" not in vars(self):
             raise WeightSyncError(
                 f"actor rank {self.rank} has published no version of its weights, so none can be "
@@ -149,10 +144,8 @@ class WeightSender:
         return address, self.snapshots.hold(version, address).version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def deliver_weights(self, address: str, num_receivers: int, sender: int = 0) -> SyncReport:
-        """Send the version that was held for this address to the ranks that come to it."""
-        if self.rank != sender:
-            return SyncReport()
+    def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
+        """Asked of that sender: send what it holds for this address to those who come to it."""
         snapshot = self.snapshots.held[address]
 
         def send(channel: Channel) -> None:

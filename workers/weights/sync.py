@@ -108,9 +108,9 @@ def deliver_weights(
                 "weights cannot be delivered to a rollout in the actor's own processes: "
                 "sync_weights(actor_group, rollout_group, version) hands it over."
             )
-        address, held = actor_group.open_delivery(version, sender)[sender]
-        what = address, rollout_group.world_size, sender
-        send = partial(actor_group.deliver_weights.remote, *what)
+        address, held = actor_group.open_delivery.remote_on(sender, version).get()[0]
+        what = sender, address, rollout_group.world_size
+        send = partial(actor_group.deliver_weights.remote_on, *what)
         return _figures(_transfer(actor_group, rollout_group, held, address, send), held, start)
 
     return _once_more_if_refused(deliver)

@@ -14,7 +14,7 @@ from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.config import DetachedConfig, DetachedSettings
 from trainer.detached.maker import Maker
 from trainer.detached.samplers import Experience, tokens_by_uid
-from trainer.detached.topology import maker_role
+from trainer.detached.topology import maker_pool, maker_role
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
@@ -48,6 +48,8 @@ def config_of(
     config.data.train_batch_size, config.actor_rollout_ref.rollout.n = batch, samples
     settings = {"prompts_per_piece": piece, "makers": makers, "limit": 1000, **detached}
     config.detached = DetachedSettings(**settings)
+    config.role_mapping = {maker_role(maker): maker_pool(maker) for maker in range(makers)}
+    config.resource_pool_spec = {maker_pool(maker): [1] for maker in range(makers)}
     return config
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.trainer.detached.stand_ins import StandInGroup, asked_of, make_buffer, maker_of
+from tests.waiting import wait_until
 from trainer.detached.buffer import StalledError
 from trainer.detached.maker import Maker
 from verl_like.batch.protocol import DataProto
@@ -115,3 +118,23 @@ def test_a_maker_validates_with_weights_that_came_for_it_and_goes_on_with_the_po
         assert group.generating.wait(WAIT_S)
         assert group.taken == [1, 1, 1]
     end(group, maker)
+
+
+@pytest.mark.parametrize(("makers", "seconds"), [(1, 0.25), (500, 2.0)])
+def test_the_more_makers_the_less_often_each_is_asked_what_is_finished(
+    makers: int, seconds: float
+) -> None:
+    group, asked = Group(restarts=False), []
+    answer = group.take.remote_on
+
+    def take(rank: int, max_tokens: int | None, take_s: float) -> Any:
+        asked.append(take_s)
+        return answer(rank)
+
+    group.take = SimpleNamespace(remote_on=take)
+    maker = maker_of(group.buffer, group, group.deliver, group.losses, number=makers - 1)
+    maker.start()
+    assert group.generating.wait(WAIT_S)
+    wait_until(lambda: asked)
+    end(group, maker)
+    assert set(asked) == {seconds}

@@ -46,7 +46,7 @@ def synced(worker: Any, store: Any, version: int) -> bool:
     """Publish and deliver, or receive and load; whether all went well."""
     if isinstance(worker, Sender):
         worker.publish_weights(version, bucket_mb=2.0)
-        address, _ = worker.open_delivery(version) or ("", None)
+        address, _ = worker.open_delivery(version)
         store.set(f"address {version}", address)
         return worker.deliver_weights(address, 1).error is None
 
