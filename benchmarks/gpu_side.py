@@ -1,22 +1,21 @@
-"""The parts of `gpu.sh`, each in a process of its own, without Ray and vLLM.
+"""An update and a decode of one device, each in a process of its own, without Ray and vLLM.
 
-    python benchmarks/gpu_side.py update|decode|step [--device cuda|cpu] [--tiny]
+    python benchmarks/gpu_side.py update|decode MODEL [--device cuda|cpu] [--tiny] [--out FILE]
 
-update: packed rows through a Qwen2 of 0.5B, computed in bfloat16 from float32 weights.
+update: packed rows through the actor in bfloat16, with recomputation, from float32 weights.
 decode: 64 samples of the native engine, in bfloat16.
-step: two GRPO steps of the whole program on `trainer.backend=local`.
+machine: what the machine is, without a model.
 
-Rates stand beside what an H200 can do: 790 TFLOP/s in bfloat16 products, 4300 GB/s of memory.
+Rates stand beside what the card's data sheet promises (`trainer/planner/devices.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import runpy
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,19 +23,9 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-TFLOPS, GB_PER_S = 790, 4300
-QWEN2_HALF_B = {
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
-TINY = {"vocab_size": 512, "hidden_size": 112, "intermediate_size": 256, "num_hidden_layers": 2}
+FLASH = ("flash_attn", "flash_attn_interface", "flash_attn_3")
+"""Packages of FlashAttention, under any of its versions."""
+Figures = dict[str, float | str]
 
 
 def seconds_of(run: Callable[[], Any], device: str, repeats: int) -> float:
@@ -49,16 +38,6 @@ def seconds_of(run: Callable[[], Any], device: str, repeats: int) -> float:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:])
-
-
-def make_model(folder: Path, tiny: bool) -> Any:
-    """A Qwen2 of random weights; returns its configuration."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(**QWEN2_HALF_B | (TINY if tiny else {}), pad_token_id=0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return config
 
 
 def rows_of(num_rows: int, prompt: int, response: int, vocabulary: int) -> Any:
@@ -82,8 +61,8 @@ def rows_of(num_rows: int, prompt: int, response: int, vocabulary: int) -> Any:
     )
 
 
-def update(device: str, tiny: bool, folder: Path) -> None:
-    """Achieved TFLOP/s of the actor's update, by the operations that its rows need."""
+def update(model: Path, chosen: argparse.Namespace) -> Figures:
+    """The actor's update: operations that its rows need, over those that the card can do."""
     from types import SimpleNamespace
 
     from workers.config import (
@@ -92,111 +71,110 @@ def update(device: str, tiny: bool, folder: Path) -> None:
         RolloutCorrectionConfig,
         WorkersConfig,
     )
+    from workers.models.hf_config import read_hf_config
     from workers.roles.actor import ActorWorker
-    from workers.training.mfu import needed_flops
+    from workers.training.mfu import needed_flops, peak_flops
 
-    vocabulary = make_model(folder, tiny).vocab_size
-    num_rows, prompt, response = (8, 16, 16) if tiny else (64, 256, 768)
-    model = ModelConfig(path=str(folder), compute_dtype="bfloat16")
-    policy = ActorRolloutRefConfig(model=model)
+    if chosen.attention == "torch":
+        sys.modules.update(dict.fromkeys(FLASH))  # not to be imported: torch's own kernel is next
+    num_rows, prompt, response = (8, 16, 16) if chosen.tiny else (32, 256, 768)
+    settings = ModelConfig(
+        path=str(model), compute_dtype="bfloat16", enable_gradient_checkpointing=True
+    )
+    policy = ActorRolloutRefConfig(model=settings)
+    policy.actor.strategy = chosen.strategy
     policy.actor.ppo_mini_batch_size = num_rows
     policy.actor.use_dynamic_bsz = True
-    policy.actor.ppo_max_token_len_per_gpu = 64 if tiny else 16384
+    policy.actor.ppo_max_token_len_per_gpu = 64 if chosen.tiny else 16384
     algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
     worker = ActorWorker(
         WorkersConfig(
             actor_rollout_ref=policy,
             data=None,
-            trainer=SimpleNamespace(device=device),
+            trainer=SimpleNamespace(device=chosen.device),
             algorithm=algorithm,
         )
     )
     worker.init_model(100)
-    data = rows_of(num_rows, prompt, response, vocabulary)
-    seconds = seconds_of(lambda: worker.update_actor(data), device, 1 if tiny else 5)
-    rate = needed_flops(worker.engine, data, True) / seconds / 1e12
+    data = rows_of(num_rows, prompt, response, read_hf_config(str(model)).vocab_size)
+    seconds = seconds_of(lambda: worker.update_actor(data), chosen.device, 1 if chosen.tiny else 5)
     tokens = int(data.batch["attention_mask"].sum())
-    print(
-        f"update: {tokens} tokens in {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s, "
-        f"{rate:.4g} TFLOP/s of {TFLOPS} ({rate / TFLOPS:.2%})"
-    )
+    rate = needed_flops(worker.engine, data, True) / seconds
+    found: Figures = {
+        "seconds": seconds,
+        "tokens a second": tokens / seconds,
+        "TFLOP/s": rate / 1e12,
+    }
+    peak = peak_flops(torch.device(chosen.device))
+    return found | of_the_card("MFU", rate, peak) | memory_of(chosen.device)
 
 
-def decode(device: str, tiny: bool, folder: Path) -> None:
-    """Achieved GB/s of decoding 64 samples: weights and the cache so far, read at every token."""
+def decode(model: Path, chosen: argparse.Namespace) -> Figures:
+    """64 samples: bytes of weights and of the cache so far, which every token reads."""
+    from gpu_models import decoded_bytes
     from transformers import AutoModelForCausalLM
 
+    from trainer.planner.devices import data_sheet
     from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeEngine
     from workers.rollout.sample import Sample
 
-    config = make_model(folder, tiny)
-    prompt, response = (8, 8) if tiny else (128, 512)
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    rows, prompt, response = (64, 8, 8) if chosen.tiny else (64, 128, 512)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    module = module.to(chosen.device).eval()
     engine = NativeEngine(module, EngineLimits(prompt, response), owns_weights=False)
     engine.commit(0)
-    ids = torch.randint(1, config.vocab_size, (64, prompt)).tolist()
+    ids = torch.randint(1, module.config.vocab_size, (rows, prompt)).tolist()
     requests = [Sample(row, key) for key, row in enumerate(ids)]
     sampling = SamplingParams(max_tokens=response, stop_token_ids=())
-    seconds = seconds_of(lambda: engine.generate(requests, sampling), device, 1 if tiny else 3)
-
-    weights = sum(weight.nbytes for weight in module.parameters())
-    head_size = config.hidden_size // config.num_attention_heads
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * 2
-    read = response * (weights + 64 * a_token * (prompt + response / 2))
-    rate = read / seconds / 1e9
-    print(
-        f"decode: 64 x {response} tokens in {seconds:.3f} s, {64 * response / seconds:,.0f} "
-        f"tokens/s, {rate:.4g} GB/s of {GB_PER_S} ({rate / GB_PER_S:.2%})"
+    seconds = seconds_of(
+        lambda: engine.generate(requests, sampling), chosen.device, 1 if chosen.tiny else 3
     )
+    rate = decoded_bytes(model, rows, prompt, response) / seconds
+    found: Figures = {
+        "seconds": seconds,
+        "tokens a second": rows * response / seconds,
+        "GB/s": rate / 1e9,
+    }
+    card = data_sheet(torch.cuda.get_device_name()) if chosen.device == "cuda" else None
+    return found | of_the_card("of bandwidth", rate, card and card.memory)
 
 
-def step(device: str, tiny: bool, folder: Path) -> None:
-    """The whole program: two GRPO steps in this process, on the toy task."""
-    from trainer import load_config, run
+def machine(model: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are of."""
+    from trainer.cli.job_record import commit_of, machine_facts, versions
 
-    runpy.run_path(str(ROOT / "examples/tiny/make.py"))["make"](folder)
-    size = 8 if tiny else 64
-    began = time.perf_counter()
-    run(
-        load_config(
-            [
-                f"data.train_files={folder}/train.parquet",
-                f"actor_rollout_ref.model.path={folder}/model",
-                f"data.train_batch_size={size}",
-                f"actor_rollout_ref.actor.ppo_mini_batch_size={size}",
-                "data.max_prompt_length=48",
-                "data.max_response_length=16",
-                "algorithm.adv_estimator=grpo",
-                "actor_rollout_ref.rollout.n=4",
-                "trainer.backend=local",
-                f"trainer.device={device}",
-                "trainer.n_gpus_per_node=1",
-                "trainer.total_training_steps=2",
-                "trainer.logger=[console]",
-                f"trainer.default_local_dir={folder}/run",
-            ]
-        )
-    )
-    seconds = time.perf_counter() - began
-    heavy = [name for name in ("ray", "vllm") if sys.modules.get(name) is not None]
-    print(f"step: two GRPO steps in {seconds:.1f} s; imported of Ray and vLLM: {heavy}")
+    return machine_facts() | {"versions": versions(), "commit": commit_of("verl-like")}
+
+
+def of_the_card(name: str, rate: float, peak: float | None) -> Figures:
+    """The share of what is promised; nothing where nobody has promised anything."""
+    return {name: rate / peak} if peak and math.isfinite(peak) else {}
+
+
+def memory_of(device: str) -> Figures:
+    """The most that was allocated."""
+    return {"peak GiB": torch.cuda.max_memory_allocated() / 2**30} if device == "cuda" else {}
 
 
 def main() -> None:
-    """One part, in a folder that is gone afterwards."""
+    """One part; its figures go into a file, too."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("update", "decode", "step"))
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--attention", choices=("auto", "torch"), default="auto")
+    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    if chosen.device == "cuda":
-        print(f"on {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
-    with tempfile.TemporaryDirectory() as folder:
-        {"update": update, "decode": decode, "step": step}[chosen.part](
-            chosen.device, chosen.tiny, Path(folder)
-        )
+    found = PARTS[chosen.part](chosen.model, chosen)
+    if chosen.out:
+        chosen.out.write_text(json.dumps(found), encoding="utf-8")
+    print(json.dumps(found))
 
+
+PARTS = {"update": update, "decode": decode, "machine": machine}
 
 if __name__ == "__main__":
     main()

@@ -1,76 +1,232 @@
-"""`benchmarks/gpu.sh` on the CPU: its parts, and each of them on a machine without Ray and vLLM."""
+"""`benchmarks/gpu.sh` and `gpu_node.sh`: what they run is right before there is a card."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests import ROOT
 from tests.conftest import load
 from tests.forked import run_program
+from trainer.dry_run import ALL_FOUND
+from trainer.planner.devices import DEVICES
 
 INTERPRETER = f"""#!/usr/bin/env bash
 [ "$1" != -c ] || exec "{sys.executable}" "$@"
-echo "$@" >> "$COMMANDS"
-[ "$2" != "$FAILING" ]
+echo "$@"
 """
-"""Answers what the script asks of its interpreter, and notes what it would have it run."""
-LAST_WORDS = {
-    "update": r"^update: \d+ tokens .* TFLOP/s of 790 ",
-    "decode": r"^decode: 64 x 8 tokens .* GB/s of 4300 ",
-    "step": r"^step: two GRPO steps .* Ray and vLLM: \[\]$",
+"""Answers what the scripts ask of their interpreter, and says what they would have it run."""
+HOUR_S = 20 * 60
+
+
+@pytest.fixture(scope="module")
+def hour() -> ModuleType:
+    return load("benchmarks/gpu_hour.py")
+
+
+@pytest.fixture(scope="module")
+def configs(hour: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of the real sizes without weights, and prompts."""
+    folder = tmp_path_factory.mktemp("gpu")
+    hour.write_configs(folder / "models", tiny=False)
+    return folder
+
+
+def parts_of(hour: ModuleType, num_cards: int, folder: Path, **more: object) -> list[object]:
+    return list(hour.parts(hour.Machine(num_cards, **more), folder))
+
+
+RUNS = {
+    num_cards: [
+        part.name
+        for part in parts_of(load("benchmarks/gpu_hour.py"), num_cards, Path())
+        if part.run
+    ]
+    for num_cards in (1, 8)
 }
-"""Part -> what it says at its end."""
 
 
-def run_script(folder: Path, failing: str = "") -> subprocess.CompletedProcess[str]:
-    """The script small on the CPU, with the commands of its parts noted instead of run."""
-    interpreter = folder / "python"
+@pytest.mark.parametrize("script", ["gpu.sh", "gpu_node.sh"])
+def test_both_scripts_start_one_runner(script: str, tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
     interpreter.write_text(INTERPRETER, encoding="utf-8")
     interpreter.chmod(0o755)
-    own = {"PYTHON": str(interpreter), "COMMANDS": str(folder / "commands"), "FAILING": failing}
-    return subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu.sh"), "--device", "cpu", "--tiny"],
-        env=os.environ | own,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / script), "--device", "cpu"],
+        env=os.environ | {"PYTHON": str(interpreter)},
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    cards = "--cards 8 " if script == "gpu_node.sh" else ""
+    assert done.stdout == f"benchmarks/gpu_hour.py {cards}--device cpu\n"
+
+
+@pytest.mark.parametrize("num_cards", [1, 8])
+def test_all_parts_end_within_twenty_minutes(hour: ModuleType, num_cards: int) -> None:
+    listed = parts_of(hour, num_cards, Path())
+    assert sum(part.limit_s + hour.GRACE_S for part in listed) <= HOUR_S
+    assert len({part.name for part in listed}) == len(listed) > 9
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+@pytest.mark.parametrize(
+    ("num_cards", "name"), [(number, name) for number, names in RUNS.items() for name in names]
+)
+def test_every_run_passes_the_checks_of_a_run_on_pretended_cards(
+    hour: ModuleType, configs: Path, num_cards: int, name: str, engine: str
+) -> None:
+    backend = "ray" if num_cards > 1 else "local"
+    machine = hour.Machine(num_cards, backend=backend, engine=engine)
+    (part,) = [part for part in hour.parts(machine, configs) if part.name == name]
+    said = hour.dry_run(part, machine, "H100")
+    assert said.splitlines()[-1] == ALL_FOUND
+    assert f"devices: {num_cards} of kind H100" in said
+
+
+def part_that(hour: ModuleType, code: str, limit_s: int = 30, **more: object) -> object:
+    return hour.Part(
+        "a part",
+        limit_s,
+        ("-c", code),
+        **{"keep": load("benchmarks/gpu_figures.py").written, **more},
     )
 
 
-def test_a_trial_on_the_cpu_runs_every_part_and_says_that_no_gpu_was_used(tmp_path: Path) -> None:
-    done = run_script(tmp_path)
+WRITES = "from pathlib import Path; Path(r'{part}/figures.json').write_text('{\"MFU\": 0.5}')"
+
+
+def test_a_part_leaves_its_figures_and_its_log(hour: ModuleType, tmp_path: Path) -> None:
+    found = hour.run_part(part_that(hour, f"print('hello'); {WRITES}"), tmp_path / "it", None)
+    assert (found.result, found.figures) == ("ok", {"MFU": 0.5})
+    assert (tmp_path / "it" / "log.txt").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "why"),
+    [
+        ("raise SystemExit(3)", "FAILED", "exit code 3"),
+        ("pass", "FAILED", "its figures cannot be read"),
+        ("import time; time.sleep(60)", "LATE", "not done in 1 s"),
+    ],
+)
+def test_a_part_that_fails_says_why(
+    hour: ModuleType, code: str, result: str, why: str, tmp_path: Path
+) -> None:
+    found = hour.run_part(
+        part_that(hour, code, 1 if result == "LATE" else 30), tmp_path / "it", None
+    )
+    assert found.result == result
+    assert found.why.startswith(why)
+    assert found.is_bad
+
+
+def test_what_a_late_part_has_started_ends_with_it(hour: ModuleType, tmp_path: Path) -> None:
+    child = "import time\nwhile True:\n    open(r'{part}/beat', 'a').write('.'); time.sleep(0.05)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '''{child}'''])"
+    hour.run_part(part_that(hour, code, 2), tmp_path / "it", None)
+    beat = tmp_path / "it" / "beat"
+    size = beat.stat().st_size
+    time.sleep(0.3)
+    assert 0 < size == beat.stat().st_size
+
+
+def test_a_part_without_its_library_or_a_card_is_skipped_with_the_reason(
+    hour: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hour, "is_installed", lambda module: module != "vllm")
+    on_cpu = hour.Machine(1, "cpu")
+    needs_vllm = part_that(hour, "", needs=("vllm",))
+    assert hour.why_skipped(needs_vllm, on_cpu, []).startswith("vllm is not installed: pip install")
+    assert "card" in hour.why_skipped(part_that(hour, "", on_cards_alone=True), on_cpu, [])
+    assert hour.why_skipped(part_that(hour, "", needs=("ray",)), on_cpu, []) == ""
+
+
+def test_without_models_what_reads_them_is_skipped(hour: ModuleType, tmp_path: Path) -> None:
+    no_models = [hour.Outcome("models", "FAILED")]
+    machine = hour.Machine(1)
+    skipped = [
+        part.name
+        for part in hour.parts(machine, tmp_path)
+        if hour.why_skipped(part, hour.Machine(1), no_models) == "there are no models"
+    ]
+    assert "decode 0.5B" in skipped
+    assert "gpu tests" not in skipped
+
+
+def run_of(hour: ModuleType, name: str, configs: Path) -> object:
+    (part,) = [part for part in parts_of(hour, 8, configs) if part.name == name]
+    return part
+
+
+def test_a_runs_figures_are_those_of_its_later_steps_beside_the_cards_data_sheet(
+    hour: ModuleType, configs: Path, tmp_path: Path
+) -> None:
+    part = run_of(hour, "GRPO 7B, rollout apart: NCCL sync", configs)
+    steps = [
+        {"timing_s/step": seconds, "timing_s/gen": 10.0, "perf/mfu/actor": 0.4,
+         "timing_s/update_weights": 0.1, "perf/weight_sync_mb": 14000.0}
+        for seconds in (90.0, 20.0, 30.0)
+    ]  # fmt: skip
+    (tmp_path / "run").mkdir()
+    lines = "\n".join(map(json.dumps, steps))
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    found = part.keep(tmp_path, DEVICES["H100"])
+    assert found["s a step"] == 25
+    assert found["MFU"] == 0.4
+    assert found["sync over link"] == pytest.approx(0.1 * 450e9 / (14000 * 2**20))
+    # 512 tokens, each of which reads 7.07e9 weights of 16 bits, and 128 rows of 640 tokens' keys
+    weights = 2 * 7.07e9
+    keys = 128 * 2 * 2 * 28 * 4 * 128 * 640
+    assert found["of bandwidth"] == pytest.approx(512 * (weights + keys) / 10 / 3350e9, rel=0.01)
+
+
+def test_a_run_of_one_step_has_no_figures(hour: ModuleType, configs: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"timing_s/step": 1}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="no step after its first"):
+        run_of(hour, "GRPO 7B, FSDP2 over all", configs).keep(tmp_path, None)
+
+
+def test_the_table_can_be_pasted(hour: ModuleType) -> None:
+    outcomes = [
+        hour.Outcome("decode", "ok", 12.3, figures={"GB/s": 2345.6, "of bandwidth": 0.70012}),
+        hour.Outcome("tp 2", "skipped", why="vllm is not installed"),
+    ]
+    assert hour.report({"commit": "abc", "on": "8 x H100"}, outcomes).splitlines() == [
+        "commit abc, on 8 x H100",
+        "",
+        "| part | result | s | figures |",
+        "| --- | --- | --: | --- |",
+        "| decode | ok | 12 | GB/s 2,346, of bandwidth 0.7 |",
+        "| tp 2 | skipped | 0 | vllm is not installed |",
+    ]
+
+
+@pytest.fixture(scope="module")
+def tiny_models(hour: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    models = load("benchmarks/gpu_models.py")
+    models.write_configs(folder, tiny=True)
+    models.write_weights(folder, "0.5b", "cpu")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("part", "rate"), [("update", "TFLOP/s"), ("decode", "GB/s"), ("machine", "cores")]
+)
+def test_a_part_runs_small_on_a_cpu_without_ray_and_vllm(
+    part: str, rate: str, tiny_models: Path, tmp_path: Path
+) -> None:
+    words = [part, str(tiny_models / "0.5b"), "--device", "cpu", "--tiny"]
+    done = run_program(main_without_ray_and_vllm, *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^-- (\w+): ok", done.stdout, re.M) == list(LAST_WORDS)
-    assert "gpu tests\n-- not run: they need a CUDA device" in done.stdout
-    assert "no GPU was used" in done.stdout
-    commands = (tmp_path / "commands").read_text(encoding="utf-8").splitlines()
-    assert commands == [f"benchmarks/gpu_side.py {' '.join(of_part(part))}" for part in LAST_WORDS]
-
-
-def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    done = run_script(tmp_path, failing="decode")
-    assert done.returncode == 1
-    assert re.findall(r"^-- (\w+): ok", done.stdout, re.M) == ["update", "step"]
-    assert done.stdout.endswith("FAILED: decode\n")
-
-
-def of_part(part: str) -> list[str]:
-    """The arguments of a part's command."""
-    return [part, "--device", "cpu", "--tiny"]
-
-
-@pytest.mark.parametrize("part", LAST_WORDS)
-def test_a_part_runs_small_on_a_cpu_without_ray_and_vllm(part: str, tmp_path: Path) -> None:
-    done = run_program(main_without_ray_and_vllm, *of_part(part), folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(LAST_WORDS[part], done.stdout, re.M)
+    assert json.loads(done.stdout.splitlines()[-1])[rate] > 0
 
 
 def main_without_ray_and_vllm() -> None:
@@ -85,3 +241,24 @@ class Absent:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] in ("ray", "vllm"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "more"), [("gpu.sh", []), ("gpu_node.sh", ["--cards", "2"])])
+def test_every_command_of_a_trial_on_the_cpu_works(
+    script: str, more: list[str], tmp_path: Path
+) -> None:
+    command = ["bash", str(ROOT / "benchmarks" / script), "--device", "cpu", "--tiny", *more]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        env=os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HOUR_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    record = json.loads((tmp_path / "out" / "gpu.json").read_text(encoding="utf-8"))
+    results = {part["name"]: part["result"] for part in record["parts"]}
+    assert set(results.values()) <= {"ok", "skipped"}
+    runs = [part for part in record["parts"] if "s a step" in part["figures"]]
+    assert len(runs) >= 4
+    assert (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8") in done.stdout
+    assert not (tmp_path / "out" / "models").exists()

@@ -22,7 +22,7 @@ import torch
 
 from trainer.cli.job_record import device_name, machine_facts
 from trainer.cli.make_tiny import make
-from trainer.planner.devices import DEVICES, Device, Rates
+from trainer.planner.devices import DEVICES, Device, Rates, data_sheet
 from trainer.planner.layouts import PPOJob
 from trainer.planner.measured import MeasuredRun, fitted, own_seconds
 from verl_like.errors import ConfigError
@@ -120,13 +120,12 @@ def nominal() -> Device:
         rates = Rates(layer=0.0, decode_layer=0.0, memory=1.0, hides=False)
         return Device(CPU, gib, 1e11, _copy_rate("cpu"), 1e9, 1e9, rates, type=CPU)
     name = device_name("cuda", machine_facts())
-    known = [each for each in DEVICES if each in name.replace(" ", "")]
-    if not known:
+    device = data_sheet(name)
+    if device is None:
         raise ConfigError(
             f"{name} is no card that is known here ({', '.join(DEVICES)}): give its numbers to "
             "`verl-like plan` by key."
         )
-    device = DEVICES[max(known, key=len)]
     return replace(device, memory=_copy_rate("cuda"), rates=replace(device.rates, memory=1.0))
 
 

@@ -92,16 +92,21 @@ def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any)
         "hardware id": hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:8],
         "commit": commit_of(package),
     }
-    versions = {name: _version(name) for name in PACKAGES if _version(name)}
     return {
         "columns": columns,
         "job": asdict(job),
         "warm_up_steps": WARM_UP,
         "steps": [asdict(step) for step in steps],
         "hardware": machine,
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions(),
         **details,
     }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide how fast a job is, where they are installed."""
+    found = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in found.items() if v}}
 
 
 def check_steps(steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,6 +100,12 @@ DEVICES = {
 }
 NUMBERS = ("gib", "flops", "memory", "link", "network")
 """What a card of one's own is described by, as `plan.<name>`."""
+
+
+def data_sheet(name: str) -> Device | None:
+    """The card that a driver calls by this name ("NVIDIA H100 80GB HBM3"), if it is known here."""
+    words = re.split(r"[\s-]+", name)
+    return next((DEVICES[word] for word in words if word in DEVICES), None)
 
 
 def device_of(name: str, own: dict[str, Any]) -> Device:

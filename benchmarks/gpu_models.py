@@ -1,0 +1,149 @@
+"""Models of random weights, and prompts, for the parts of `gpu.sh`; nothing is downloaded.
+
+    python benchmarks/gpu_models.py FOLDER [--tiny] [--device cuda|cpu]
+
+A model's folder has what one of the hub has: config.json, a tokenizer, safetensors in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+QWEN2 = {
+    "0.5b": (896, 4864, 24, 14, 2, True),
+    "1.5b": (1536, 8960, 28, 12, 2, True),
+    "7b": (3584, 18944, 28, 28, 4, False),
+}
+"""Qwen2.5's: width, width of the MLP, layers, heads, heads of keys, whether the head is tied."""
+TINY = (128, 256, 2, 4, 2, True)
+VOCABULARY = {False: 151936, True: 512}
+"""By whether the model is a tiny one."""
+MOST_WORDS = 8192
+"""That the tokenizer knows: of the tokens that a random model draws it writes one in twenty."""
+NUM_PROMPTS = 256
+
+
+def config_of(size: str, tiny: bool) -> Any:
+    """The configuration of a Qwen2."""
+    from transformers import Qwen2Config
+
+    width, mlp, layers, heads, key_heads, tied = TINY if tiny else QWEN2[size]
+    return Qwen2Config(
+        vocab_size=VOCABULARY[tiny],
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+    )
+
+
+def write_configs(folder: Path, tiny: bool) -> None:
+    """Every model without its weights, and prompts of up to 16 and of up to 512 tokens."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from trainer.cli.make_tiny import CHARACTERS, SPECIAL, make_tokenizer
+
+    more = min(VOCABULARY[tiny], MOST_WORDS) - len(SPECIAL) - len(CHARACTERS)
+    tokenizer = make_tokenizer((*CHARACTERS, *(f" w{number}" for number in range(more))))
+    for size in QWEN2:
+        config = config_of(size, tiny)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+        config.save_pretrained(folder / size)
+        tokenizer.save_pretrained(folder / size)
+    for longest in (16, 512):
+        rows = pa.Table.from_pylist(prompts(longest))
+        pq.write_table(rows, folder / f"prompts_{longest}.parquet")
+
+
+def prompts(longest: int) -> list[dict[str, Any]]:
+    """Rows in verl's schema; a character is a token, and the template adds three."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(NUM_PROMPTS):
+        text = "".join(rng.choices("abcdefgh ", k=rng.randint(longest // 2, longest - 4)))
+        rows.append(
+            {
+                "data_source": "gpu",
+                "prompt": [{"role": "user", "content": text}],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+            }
+        )
+    return rows
+
+
+def write_weights(folder: Path, size: str, device: str) -> None:
+    """The weights of a folder, drawn on the device, in a file for each layer and one for all else.
+
+    Matrices are normal with transformers' standard deviation, norms are one, biases zero.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder / size)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    files: dict[str, dict[str, Any]] = {}
+    for name, weight in model.named_parameters():
+        number = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "rest"
+        files.setdefault(f"model-{number}.safetensors", {})[name] = weight.shape
+
+    index = {}
+    for number, (file, shapes) in enumerate(files.items()):
+        draw = torch.Generator(device).manual_seed(number)
+        tensors = {}
+        for name, shape in shapes.items():
+            value = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            if len(shape) > 1:
+                value.normal_(0, config.initializer_range, generator=draw)
+            elif name.endswith("norm.weight"):
+                value.fill_(1)
+            tensors[name] = value.cpu()
+        save_file(tensors, folder / size / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(shapes, file)
+    written = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / size / "model.safetensors.index.json").write_text(written, encoding="utf-8")
+
+
+def decoded_bytes(folder: Path, rows: int, prompt: int, response: int) -> float:
+    """What rows of 16 bits read until they are drawn: at every token the weights, and their keys.
+
+    Of embeddings that are not the head, too, a token reads one row.
+    """
+    from transformers import AutoConfig
+
+    from trainer.cli.job_record import num_parameters
+
+    config = AutoConfig.from_pretrained(folder)
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    weights = 2 * (num_parameters(str(folder)) - looked_up)
+    heads = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    a_token = 2 * 2 * config.num_hidden_layers * heads
+    return response * (weights + rows * a_token * (prompt + response / 2))
+
+
+def main() -> None:
+    """Every model, whole."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    chosen = parser.parse_args()
+    write_configs(chosen.folder, chosen.tiny)
+    for size in QWEN2:
+        write_weights(chosen.folder, size, chosen.device)
+        print(f"{chosen.folder / size}: written")
+
+
+if __name__ == "__main__":
+    main()
