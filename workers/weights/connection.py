@@ -273,7 +273,7 @@ def form_groups(
     with explained("the group of sender and receivers did not form"):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
-        options._devices = [_gloo_device(store.host)]
+        options._devices = _gloo_devices(store.host)
         own_store = dist.PrefixStore("weights", store)
         group = unless_given_up(
             partial(dist.ProcessGroupGloo, own_store, rank, size, options), store
@@ -286,15 +286,17 @@ def form_groups(
         return connection
 
 
-def _gloo_device(host: str) -> Any:
-    """On loopback where the store is, elsewhere what GLOO_SOCKET_IFNAME or the host's name say.
+def _gloo_devices(host: str) -> list[Any]:
+    """The interfaces of GLOO_SOCKET_IFNAME, else the one by which the store's host is reached.
 
-    That a run is on one machine does not say so of the server that gets its weights.
+    That a run is on one machine does not say so of the server that gets its weights. Torch's
+    default device is what the host's name resolves to, often loopback, and no variable counts.
     """
     gloo = dist.ProcessGroupGloo
-    if host == LOOPBACK or os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
-        return gloo.create_device(hostname=_own_host(host))
-    return gloo.create_default_device()
+    names = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
+    if host == LOOPBACK or names == "lo":
+        return [gloo.create_device(hostname=_own_host(host))]
+    return [gloo.create_device(interface=name) for name in names.split(",")]
 
 
 def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from verl_like.errors import WeightSyncError
+from workers.weights import connection
 from workers.weights.connection import join_weight_store, open_weight_store
 
 
@@ -56,3 +57,20 @@ def test_a_sender_that_is_killed_is_not_waited_for(num_answered: int) -> None:
         join_weight_store(place)
     assert time.monotonic() - began < 10, "torch waits for 20 s and more"
     sender.join()
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "wanted"),
+    [
+        ("eth0,ib0", "192.0.2.1", [{"interface": "eth0"}, {"interface": "ib0"}]),
+        ("", "127.0.0.2", [{"hostname": "127.0.0.1"}]),
+        ("lo", "127.0.0.2", [{"hostname": "127.0.0.1"}]),
+        ("eth0", "127.0.0.1", [{"hostname": "127.0.0.1"}]),
+    ],
+)
+def test_gloo_takes_the_interfaces_that_it_is_told_else_the_one_that_reaches_the_store(
+    names: str, host: str, wanted: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    monkeypatch.setattr(connection.dist.ProcessGroupGloo, "create_device", lambda **how: how)
+    assert connection._gloo_devices(host) == wanted
