@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.cli import network
 from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
 from verl_like.terminal import fit, print_or_end, terminal_width
 
@@ -73,6 +74,7 @@ def findings() -> Iterator[Finding]:
         yield check_python()
         yield from check_packages()
         yield from check_machine()
+        yield from check_network()
         for future in slow:
             yield future.result()
 
@@ -159,6 +161,19 @@ def check_machine() -> Iterator[Finding]:
         if path.is_dir():
             free = shutil.disk_usage(path).free / GB
             yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else mend)
+
+
+def check_network() -> Iterator[Finding]:
+    """By what this machine's processes reach others, and what NCCL and gloo are told of it."""
+    networks, hcas, given = network.interfaces(), network.adapters(), network.settings()
+    shown = [f"{name} {address}" for name, address in networks.items() if address]
+    shown += [f"{name} ({state})" for name, state in hcas.items()]
+    shown += [f"{name}={value}" for name, value in given.items()]
+    yield Finding("network", ", ".join(shown) or "none")
+    for what, mend in network.wrong_settings(given, networks, hcas):
+        yield Finding("network", what, mend)
+    if nowhere := network.name_that_leads_nowhere(given, networks):
+        yield Finding("network", *nowhere, is_optional=True)
 
 
 def _cards() -> list[str]:

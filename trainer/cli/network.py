@@ -1,0 +1,142 @@
+"""What a machine's processes reach others by, and what NCCL and gloo are told of it.
+
+A name that is none of the machine's makes them fail, or hang, only once they meet: it is found
+here, in the words of the variable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+INFINIBAND, IPV6 = Path("/sys/class/infiniband"), Path("/proc/net/if_inet6")
+SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's IPv4 address."""
+DEBUG_LEVELS = ("VERSION", "WARN", "INFO", "ABORT", "TRACE")
+LOOPBACK = "lo"
+Wrong = tuple[str, str]
+"""What is wrong, and the command that mends it."""
+
+
+def interfaces() -> dict[str, str]:
+    """Network interface -> its address, of IPv4 before IPv6; empty where it has none."""
+    wide = _ipv6_addresses()
+    return {name: _ipv4_address(name) or wide.get(name, "") for _, name in socket.if_nameindex()}
+
+
+def _ipv4_address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    """Those of global scope, as Linux lists them."""
+    lines = IPV6.read_text(encoding="utf-8").splitlines() if IPV6.is_file() else []
+    rows = [line.split() for line in lines]
+    return {
+        name: socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+        for address, _, _, scope, _, name in rows
+        if scope == "00"
+    }
+
+
+def adapters(folder: Path = INFINIBAND) -> dict[str, str]:
+    """InfiniBand adapter -> the state of its first port, as ACTIVE."""
+    found = {}
+    for adapter in sorted(folder.iterdir()) if folder.is_dir() else []:
+        state = adapter / "ports" / "1" / "state"
+        said = state.read_text(encoding="utf-8") if state.is_file() else ""
+        found[adapter.name] = said.rpartition(":")[2].strip() or "unknown"
+    return found
+
+
+def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of NCCL and gloo that are set."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith("NCCL_") or name == "GLOO_SOCKET_IFNAME"
+    }
+
+
+def wrong_settings(
+    given: Mapping[str, str], networks: Mapping[str, str], hcas: Collection[str]
+) -> Iterator[Wrong]:
+    """What of them names nothing of this machine, or has no meaning."""
+    usable = [name for name, address in networks.items() if address and name != LOOPBACK]
+    there = ", ".join(usable or networks)
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = given.get(variable)
+        if not value:
+            continue
+        is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL beginnings of names
+        chosen = _matching(value, list(networks), is_exact)
+        mend = f"export {variable}={usable[0]}" if usable else f"unset {variable}"
+        unknown = [name for name, found in chosen.items() if not found]
+        if unknown:
+            yield (
+                f"{variable}={value}: {', '.join(unknown)} is no interface of this machine, which "
+                f"has {there}",
+                mend,
+            )
+        elif not any(networks[name] for found in chosen.values() for name in found):
+            yield f"{variable}={value}: without an address; those that have one: {there}", mend
+
+    value = given.get("NCCL_IB_HCA")
+    if value and given.get("NCCL_IB_DISABLE", "0") == "0":
+        unknown = [name for name, found in _matching(value, hcas).items() if not found]
+        if unknown:
+            has = f"which has {', '.join(hcas)}" if hcas else "which has none"
+            what = f"NCCL_IB_HCA={value}: {', '.join(unknown)} is no adapter of this machine, {has}"
+            yield what, f"export NCCL_IB_HCA={next(iter(hcas))}" if hcas else "unset NCCL_IB_HCA"
+
+    value = given.get("NCCL_DEBUG")
+    if value and value.upper() not in DEBUG_LEVELS:
+        known = ", ".join(DEBUG_LEVELS)
+        yield f"NCCL_DEBUG={value} is no level of {known}", "export NCCL_DEBUG=WARN"
+
+
+def name_that_leads_nowhere(given: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
+    """The host's name, where gloo would listen by it, and it is loopback's or unknown."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = ""
+    usable = [each for each, at in networks.items() if at and each != LOOPBACK]
+    if given.get("GLOO_SOCKET_IFNAME") or not usable or (address and address[:4] != "127."):
+        return None
+    return (
+        f"this machine's name, {name}, resolves to {address or 'nothing'}: on several machines "
+        "gloo would listen there, where no other reaches it",
+        f"export GLOO_SOCKET_IFNAME={usable[0]}",
+    )
+
+
+def _matching(value: str, names: Collection[str], is_exact: bool = False) -> dict[str, list[str]]:
+    """Word of a list -> the names that it takes; a list of what to leave out takes the others.
+
+    NCCL's own form: `eth,ib` are beginnings, `=eth0` whole names, `^docker` what is left out;
+    `mlx5_0:1` is a port of an adapter.
+    """
+    leaves_out = not is_exact and value.startswith("^")
+    rest = value.removeprefix("^") if leaves_out else value
+    is_exact = is_exact or rest.startswith("=")
+    words = [word.partition(":")[0].strip() for word in rest.removeprefix("=").split(",")]
+
+    def fits(name: str, word: str) -> bool:
+        return name == word if is_exact else name.startswith(word)
+
+    if leaves_out:
+        left = [name for name in names if not any(fits(name, word) for word in words if word)]
+        return {value: left}
+    return {word: [name for name in names if fits(name, word)] for word in words if word}
