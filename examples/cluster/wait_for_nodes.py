@@ -1,0 +1,34 @@
+"""Waits until a Ray cluster has all its nodes: `wait_for_nodes.py ADDRESS NUMBER SECONDS`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import ray
+
+
+def num_nodes(address: str) -> int:
+    """Nodes that have come so far; 0 while the head does not answer."""
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True)
+    except ConnectionError:
+        return 0
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def wait(address: str, number: int, seconds: float) -> None:
+    """End when they are there; with a word when time is up."""
+    until = time.monotonic() + seconds
+    while (found := num_nodes(address)) < number:
+        if time.monotonic() > until:
+            sys.exit(
+                f"{found} of {number} nodes have joined Ray at {address} within {seconds:g} s: "
+                "look at what their `ray start` says above, and whether they reach that address. "
+                "WAIT_S=<seconds> waits longer."
+            )
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    wait(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
