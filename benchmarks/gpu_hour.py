@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def show_parts(machine: Machine, folder: Path, card: str) -> None:
         print(f"{part.name}: at most {part.limit_s} s. {checked}", flush=True)
 
 
-def run_parts(machine: Machine, folder: Path, only: list[str]) -> list[Outcome]:
+def run_parts(machine: Machine, folder: Path, only: list[str], patience: float) -> list[Outcome]:
     """All of them; what is known is written after each."""
     facts = describe(machine)
     card = data_sheet(facts["device"]) if machine.device == "cuda" else None
@@ -149,6 +150,7 @@ def run_parts(machine: Machine, folder: Path, only: list[str]) -> list[Outcome]:
         for part in parts(machine, folder):
             if only and part.name not in (*only, MODELS):
                 continue
+            part = replace(part, limit_s=round(part.limit_s * patience))
             why = why_skipped(part, machine, outcomes)
             print(f"== {part.name}: {'' if why else f'at most {part.limit_s} s'}", flush=True)
             own = folder / "parts" / re.sub(r"\W+", "_", part.name)
@@ -175,6 +177,7 @@ def main() -> None:
     add("--tiny", action="store_true", help="sizes of a trial")
     add("--backend", choices=("ray", "local"), help="ray for several cards where it is installed")
     add("--only", action="append", default=[], metavar="PART", help="a part, by its name")
+    add("--patience", type=float, default=1, help="deadlines times this, on a machine that is busy")
     add("--dry-run", metavar="CARD", help="check every run as on cards of this name, and stop")
     add("--out", type=Path, help="a new folder; runs/gpu/<time> by default")
     chosen = parser.parse_args()
@@ -186,7 +189,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as empty:
             show_parts(machine, Path(empty), chosen.dry_run)
         return
-    outcomes = run_parts(machine, folder, chosen.only)
+    outcomes = run_parts(machine, folder, chosen.only, chosen.patience)
     print(
         "",
         (folder / "gpu.md").read_text("utf-8"),

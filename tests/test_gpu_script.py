@@ -250,7 +250,7 @@ def test_every_command_of_a_trial_on_the_cpu_works(
 ) -> None:
     command = ["bash", str(ROOT / "benchmarks" / script), "--device", "cpu", "--tiny", *more]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")],
+        [*command, "--out", str(tmp_path / "out"), "--patience", "5"],
         env=os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=HOUR_S, check=False,
     )  # fmt: skip
