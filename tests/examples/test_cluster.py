@@ -75,7 +75,7 @@ def submit(
     return subprocess.run(
         [*ahead, "bash", str(SLURM), *words],
         env=environment | own | variables,
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
 
 
