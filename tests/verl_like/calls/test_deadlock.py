@@ -11,6 +11,7 @@ import pytest
 
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Faulty
+from tests.waiting import wait_until
 from verl_like.calls import deadlock
 from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.progress import AT_LOCK, ELSEWHERE, IDLE, IN_COLLECTIVE, Progress
@@ -87,6 +88,18 @@ def test_what_may_be_a_wait_for_another_pool_is_a_deadlock_only_where_nobody_mov
     own: Any, other: Any, stuck: list[int]
 ) -> None:
     assert judged(pool(*own), pool(*other)) == stuck
+
+
+@pytest.mark.parametrize(("num_ranks", "first_look"), [(2, 5.0), (512, 20.48)])
+def test_the_more_ranks_a_run_has_the_rarer_are_looks(num_ranks: int, first_look: float) -> None:
+    own, now, looks = pool(*[WORKS] * num_ranks), [0.0], []
+    own.other_pools = [pool(*[WORKS] * num_ranks)]
+    watch = DeadlockWatch(own, clock=lambda: now[0])
+    own.progress = lambda seconds: looks.append(now[0]) or {}
+    for now[0] in (4.9, first_look - 0.1, first_look):
+        watch.stuck([0])
+    wait_until(lambda: looks)
+    assert looks == [first_look]
 
 
 def test_a_rank_whose_call_has_yet_to_begin_may_still_come() -> None:

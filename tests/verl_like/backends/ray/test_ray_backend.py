@@ -122,6 +122,17 @@ def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
     pool.release()
 
 
+def test_a_pool_has_one_placement_group_a_node() -> None:
+    pool = RayResourcePool([2, 3], use_gpu=False, cpus_per_process=0.1, name_prefix="nodes")
+    try:
+        groups = pool.get_placement_groups()
+        assert [len(group.bundle_specs) for group in groups] == [2, 3]
+        places = [(groups.index(bundle.group), bundle.index) for bundle in pool.bundles()]
+        assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    finally:
+        pool.release()
+
+
 def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
