@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from verl_like.batch.columns import Array
 from verl_like.batch.ragged import Column, Ragged
+from verl_like.tensor_ops.masked import INTEGERS
 
 SMALL_BYTES = 4096
 """Up to this size a column lies in the pickle and is copied: a view of a buffer takes longer."""
@@ -69,11 +70,13 @@ def _pack(column: torch.Tensor, protocol: int) -> Packed:
 def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
     if not column.numel():
         return b""
-    # one dim first: a view of another dtype wants the last stride to be 1
-    flat: Any = column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if protocol < 5 or flat.nbytes <= SMALL_BYTES:
-        return flat.tobytes()
-    return pickle.PickleBuffer(flat)
+    bits = column.detach().cpu()
+    if column.element_size() in INTEGERS:  # numpy does not have every dtype
+        bits = bits.view(INTEGERS[column.element_size()])
+    array = bits.numpy()
+    if protocol < 5 or array.nbytes <= SMALL_BYTES:
+        return array.tobytes()
+    return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
