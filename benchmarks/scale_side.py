@@ -1,6 +1,6 @@
-"""One side of `bench_scale.py`: PPO steps over simulated ranks.
+"""One side of `bench_scale.py`: steps over simulated ranks.
 
-python scale_side.py RANKS TP STEPS FOLDER PROFILE      # prints JSON
+python scale_side.py RECIPE RANKS TP STEPS FOLDER PROFILE      # prints JSON
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import cProfile
 import io
 import json
 import os
-import pickle
 import pstats
 import resource
 import statistics
@@ -17,8 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,137 +24,26 @@ from unittest import mock
 
 import torch
 from bench_detection import make_judge
-from simulated import Answer, FarEnds, Simulated, batch_answer, filled, packed_bytes
+from simulated import FarEnds
+from simulated_roles import PROMPT, RESPONSE, Workers
 
-from trainer import load_config
+from trainer.config.compose import load_config
+from trainer.detached.recipe import DETACHED
+from trainer.detached.step import DetachedTrainer
 from trainer.groups import worker_groups
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import show_plan
+from trainer.loop import Trainer
+from trainer.ppo.recipe import PPO
 from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
-from verl_like import DataProto, WorkerGroup
-from verl_like.batch.ragged import Ragged
-from verl_like.calls import result as form
-from verl_like.calls.messages import Call, Pending
+from verl_like import WorkerGroup
 from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.placement.plan import PoolPlan
 from verl_like.placement.pools import Node, ResourcePool
-from workers.roles.rollout import oldest_versions
-from workers.rollout.batches import sample_columns, samples_of
-from workers.rollout.draws import draw_hashes
-from workers.rollout.sample import Sample
-from workers.weights.channel import SyncReport
 
 ON_NODE = 8
 SAMPLES_A_RANK, SAMPLES_A_PROMPT = 4, 4
-PROMPT, RESPONSE = 512, 512
-SECONDS = {"generate_sequences": 4.0, "update_actor": 2.5, "update_critic": 2.0}
-"""Of calls that compute: longer than what is read at once, so that the driver watches over them."""
-PASS_S = 1.5
-SPREAD = 0.25
-"""Of these seconds: by so much a call's last rank is later than its first."""
-SCORED = {
-    "compute_log_prob": ("old_log_probs", "entropys"),
-    "compute_ref_log_prob": ("ref_log_prob",),
-    "compute_values": ("values",),
-    "compute_rm_score": ("rm_scores",),
-}
-METRICS = {
-    "update_actor": {
-        **dict.fromkeys(("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"), 0.1),
-        **dict.fromkeys(("actor/entropy", "actor/grad_norm", "actor/lr"), 0.1),
-        "perf/mfu/actor": 0.4,
-    },
-    "update_critic": dict.fromkeys(("critic/vf_loss", "critic/grad_norm", "critic/lr"), 0.1),
-}
-
-
-class Workers(Simulated):
-    """Ranks of all roles of a PPO run."""
-
-    cpu_s: ClassVar[float] = 0.0
-    """Of all of them: no work of the driver's."""
-    bytes_out: ClassVar[int] = 0
-    bytes_in: ClassVar[int] = 0
-    version = 0
-    """Of the weights."""
-
-    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """The driver pickles what it sends."""
-        Workers.bytes_out += sum(map(packed_bytes, ((call.args, call.kwargs), *parts)))
-        return super().submit(rank, call, parts)
-
-    def fetch_payload(self, pending: Pending) -> Any:
-        """A worker pickles what it gives, and the driver reads it."""
-        if pending.payload.value is None:
-            return None
-        began = time.thread_time()
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(pending.payload.value, 5, buffer_callback=buffers.append)
-        Workers.bytes_in += len(head) + sum(buffer.raw().nbytes for buffer in buffers)
-        Workers.cpu_s += time.thread_time() - began
-        return pickle.loads(head, buffers=buffers)
-
-    def answer(self, rank: int, call: Call, parts: Sequence[Any]) -> Answer:
-        began = time.thread_time()
-        try:
-            return self._answer(rank, call, filled(call, parts))
-        finally:
-            Workers.cpu_s += time.thread_time() - began
-
-    def _answer(self, rank: int, call: Call, arguments: Sequence[Any]) -> Answer:
-        if call.method in SCORED:
-            return scored(arguments[0], SCORED[call.method])
-        if call.method == "generate_sequences":
-            return sampled(arguments[0], self.version)
-        if call.method in METRICS:
-            return None, {"metrics": METRICS[call.method], "returned": form.METRICS}
-        if call.method == "update_weights":
-            self.version = arguments[0]
-            return SyncReport(num_bytes=2**20), {}
-        if call.method == "start_checkpoint":
-            folder = Path(arguments[0])
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{rank}.json").write_bytes(bytes(4096))
-        if call.method == "export_model" and rank == 0:
-            Path(arguments[0]).mkdir(parents=True)
-        return (False if call.method == "start_checkpoint" else None), {}
-
-    def seconds_of(self, rank: int, call: Call) -> float:
-        seconds = SECONDS.get(call.method, PASS_S if call.method in SCORED else 0.0)
-        return seconds * (1 + SPREAD * rank / self.world_size)
-
-
-def scored(data: DataProto, names: Sequence[str]) -> Answer:
-    """A number for every token of the responses."""
-    mask = data.column("response_mask")
-    assert isinstance(mask, Ragged)
-    numbers = torch.linspace(-1.0, -0.1, len(mask.values))
-    payload = DataProto.from_dict({name: mask.with_values(numbers) for name in names})
-    about = {"metrics": {"perf/mfu/actor_infer": 0.4}} if len(names) > 1 else {}
-    return batch_answer(payload, data, form.BOTH if about else form.BATCH, **about)
-
-
-def sampled(data: DataProto, version: int) -> Answer:
-    """Responses of 64 to 512 tokens, by what the sample is called."""
-
-    def drawn(sample: Sample) -> Sample:
-        length = 64 + sample.key % (RESPONSE - 63)
-        tokens = torch.full((length,), 5)
-        versions = torch.full((length,), version, dtype=torch.int32)
-        return sample.with_response(tokens, torch.full((length, 1), -0.5), versions, "stop")
-
-    of_name = lambda uid, index: zlib.crc32(f"{uid}/{index}".encode())  # noqa: E731
-    samples = [drawn(sample) for sample in samples_of(data, PROMPT, of_name)]
-    pad = int(data.meta_info["pad_token_id"])
-    columns = {
-        **sample_columns(data, samples, RESPONSE, pad),
-        "policy_version": oldest_versions(samples, len(data), version),
-        "draw_hash": draw_hashes(samples, len(data)),
-    }
-    reasons = ["stop"] * len(samples) + ["pad"] * (len(data) - len(samples))
-    made = DataProto.from_dict(columns, {"finish_reason": reasons})
-    return batch_answer(made, data, form.BATCH)
 
 
 class SimulatedPools(worker_groups.PoolStarter):
@@ -185,11 +72,14 @@ class Gauge:
         self.steps: list[dict[str, float]] = []
         self._far_ends, self._ended = far_ends, threading.Event()
         self._most = {"files": 0, "threads": 0}
-        self._before = self._now()
+        self._cpu_s = 0.0
+        """Of the looking."""
+        self._before = self.now()
         threading.Thread(target=self._look, name="gauge", daemon=True).start()
 
-    def _now(self) -> dict[str, float]:
-        own = time.process_time() - Workers.cpu_s - self._far_ends.cpu_s
+    def now(self) -> dict[str, float]:
+        """What the driver has spent and sent so far."""
+        own = time.process_time() - Workers.cpu_s - self._far_ends.cpu_s - self._cpu_s
         return {"driver s": own, "MB out": Workers.bytes_out / 1e6, "MB in": Workers.bytes_in / 1e6}
 
     def _look(self) -> None:
@@ -199,14 +89,15 @@ class Gauge:
                 "threads": threading.active_count() - 2,
             }
             self._most = {name: max(most, open_now[name]) for name, most in self._most.items()}
+            self._cpu_s = time.thread_time()
 
     def on_step_begin(self, trainer: Any) -> None:
         """The step's counters begin."""
-        self._before = self._now()
+        self._before = self.now()
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """The step's numbers are there."""
-        now = self._now()
+        now = self.now()
         self.steps.append({name: now[name] - before for name, before in self._before.items()})
 
     def end(self) -> dict[str, float]:
@@ -216,19 +107,34 @@ class Gauge:
         return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | self._most
 
 
-class Measured(PPOTrainer):
-    """Notes the driver's CPU seconds of stages."""
+class Measured(Trainer):
+    """Notes the driver's CPU seconds of stages, and of the end of a checkpoint."""
 
     gauge: ClassVar[Gauge]
     cpu_of: ClassVar[dict[str, list[float]]] = {}
 
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:
-        before = self.gauge._now()["driver s"]
+        before = self.gauge.now()["driver s"]
         with super().clock(stage):
             yield
-        own = self.gauge._now()["driver s"] - before
+        own = self.gauge.now()["driver s"] - before
         self.cpu_of.setdefault(stage, []).append(own)
+
+    def _commit(self) -> None:
+        is_written = self.checkpoints._written is not None
+        before = self.gauge.now()["driver s"]
+        super()._commit()
+        if is_written:
+            self.cpu_of["commit"] = [self.gauge.now()["driver s"] - before]
+
+
+class MeasuredPPO(Measured, PPOTrainer):
+    """A run of PPO."""
+
+
+class MeasuredDetached(Measured, DetachedTrainer):
+    """A run with makers."""
 
 
 def make_inputs(folder: Path, num_prompts: int) -> Path:
@@ -250,15 +156,39 @@ def make_inputs(folder: Path, num_prompts: int) -> Path:
     return tiny
 
 
+def on_two_pools(nodes: int) -> list[str]:
+    """Two pools, each on half of the nodes."""
+    half = str([ON_NODE] * (nodes // 2))
+    return [
+        f"resource_pool_spec={{policy: {half}, value: {half}}}",
+        "role_mapping={actor_rollout: policy, ref: policy, critic: value, reward_model: value}",
+    ]
+
+
+def with_makers(nodes: int) -> list[str]:
+    """Half of the nodes are a maker each, the others train."""
+    makers = nodes // 2
+    pools = {f"maker_{maker}_pool": [ON_NODE] for maker in range(makers)}
+    pools["trainer_pool"] = [ON_NODE] * makers
+    spec = ", ".join(f"{name}: {sizes}" for name, sizes in pools.items())
+    return [
+        *(f"detached.makers={makers}", f"detached.trainers={makers * ON_NODE}"),
+        f"resource_pool_spec={{{spec}}}",
+    ]
+
+
+RECIPES = {
+    "ppo": (PPO, MeasuredPPO, on_two_pools),
+    "detached": (DETACHED, MeasuredDetached, with_makers),
+}
+
+
 def settings(folder: Path, tiny: Path, num_ranks: int, steps: int) -> list[str]:
-    """Keys of the run: two pools, each on half of the nodes."""
+    """Keys of the run, but for its pools."""
     num_prompts = num_ranks * SAMPLES_A_RANK // SAMPLES_A_PROMPT
-    half = "[" + ",".join([str(ON_NODE)] * (num_ranks // 2 // ON_NODE)) + "]"
     policy = "actor_rollout_ref"
     return [
         *("trainer.backend=ray", "ray.address=simulated", "trainer.device=cpu"),
-        f"resource_pool_spec={{policy: {half}, value: {half}}}",
-        "role_mapping={actor_rollout: policy, ref: policy, critic: value, reward_model: value}",
         *(f"{policy}.model.path={tiny}/model", f"data.train_files={tiny}/train.parquet"),
         *(f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}"),
         *(f"data.train_batch_size={num_prompts}", f"{policy}.rollout.n={SAMPLES_A_PROMPT}"),
@@ -271,9 +201,13 @@ def settings(folder: Path, tiny: Path, num_ranks: int, steps: int) -> list[str]:
     ]
 
 
-def run(num_ranks: int, tp: int, steps: int, folder: Path, tiny: Path) -> dict[str, float]:
+def run(
+    name: str, num_ranks: int, tp: int, steps: int, folder: Path, tiny: Path
+) -> dict[str, float]:
     """A run's steps; the numbers of a step, and of the run."""
-    config = load_config(settings(folder, tiny, num_ranks, steps))
+    recipe, cls, pools = RECIPES[name]
+    keys = settings(folder, tiny, num_ranks, steps)
+    config = load_config([*keys, *pools(num_ranks // ON_NODE)], recipe)
     SimulatedPools.tp, SimulatedPools.far_ends = tp, FarEnds()
     nodes = [Node(f"node-{n}", ON_NODE, 64.0, key=f"{n}") for n in range(num_ranks // ON_NODE)]
     pretended = {
@@ -284,14 +218,14 @@ def run(num_ranks: int, tp: int, steps: int, folder: Path, tiny: Path) -> dict[s
     with ExitStack() as at_end:
         at_end.enter_context(mock.patch.multiple(worker_groups, **pretended))
         lock = at_end.enter_context(FolderLock(folder))
-        inputs = Measured.prepare(config, at_end)
+        inputs = cls.prepare(config, at_end)
         open_run_folder(config, lock)
         note_start(folder)
         before_mib = rss_mib()
         groups = at_end.enter_context(WorkerGroups(config))
         groups.note_placement()
-        show_plan(groups.placement, config, Measured)
-        trainer = Measured(config, groups, *inputs)
+        show_plan(groups.placement, config, cls)
+        trainer = cls(config, groups, *inputs)
         Measured.gauge = gauge = Gauge(SimulatedPools.far_ends)
         trainer.callbacks = [gauge]
         trainer.fit()
@@ -301,7 +235,7 @@ def run(num_ranks: int, tp: int, steps: int, folder: Path, tiny: Path) -> dict[s
         for stage, own in Measured.cpu_of.items()
         if own[1:]
     }
-    saved = Measured.cpu_of["save_checkpoint"][-1]
+    saved = Measured.cpu_of["save_checkpoint"][-1] + Measured.cpu_of["commit"][-1]
     return found | stages | {"checkpoint s": saved, "MiB": rss_mib() - before_mib}
 
 
@@ -312,15 +246,17 @@ def rss_mib() -> float:
 
 def main() -> None:
     """Print the numbers as JSON, the last line."""
-    num_ranks, tp, steps = map(int, sys.argv[1:4])
-    folder, profiles = sys.argv[4], sys.argv[5] == "True"
+    recipe, (num_ranks, tp, steps) = sys.argv[1], map(int, sys.argv[2:5])
+    folder, profiles = sys.argv[5], sys.argv[6] == "True"
     torch.set_num_threads(1)
     profile = cProfile.Profile(time.process_time)
     with tempfile.TemporaryDirectory() as own:
         tiny = make_inputs(Path(own), 2 * num_ranks)
         if profiles:
             profile.enable()
-        found: dict[str, Any] = run(num_ranks, tp, steps, Path(folder or f"{own}/run"), tiny)
+        found: dict[str, Any] = run(
+            recipe, num_ranks, tp, steps, Path(folder or f"{own}/run"), tiny
+        )
     if profiles:
         profile.disable()
         text = io.StringIO()

@@ -1,0 +1,200 @@
+"""The roles of a PPO run, as ranks that are not there would answer: see `simulated.py`."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from simulated import Answer, Meshes, Simulated, batch_answer, filled, packed_bytes
+
+from verl_like import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.calls import result as form
+from verl_like.calls.messages import Call, Pending
+from verl_like.process.facts import ProcessFacts
+from workers.roles.rollout import oldest_versions
+from workers.rollout.batches import REQUEST, sample_columns, samples_of
+from workers.rollout.draws import draw_hashes
+from workers.rollout.sample import Sample
+from workers.weights.channel import SyncReport
+from workers.weights.sender import PublishReport
+
+PROMPT, RESPONSE = 512, 512
+SENT_BYTES = 2**20
+"""Of weights, in the driver's metrics alone: workers send them to workers."""
+GENERATE = "generate_sequences"
+SECONDS = {GENERATE: 4.0, "update_actor": 2.5, "update_critic": 2.0}
+"""Of calls that compute: longer than what is read at once, so that the driver watches over them."""
+PASS_S = 1.5
+SPREAD = 0.25
+"""Of these seconds: by so much a call's last rank is later than its first."""
+SCORED = {
+    "compute_log_prob": ("old_log_probs", "entropys"),
+    "compute_ref_log_prob": ("ref_log_prob",),
+    "compute_values": ("values",),
+    "compute_rm_score": ("rm_scores",),
+}
+METRICS = {
+    "update_actor": {
+        **dict.fromkeys(("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"), 0.1),
+        **dict.fromkeys(("actor/entropy", "actor/grad_norm", "actor/lr"), 0.1),
+        "perf/mfu/actor": 0.4,
+    },
+    "update_critic": dict.fromkeys(("critic/vf_loss", "critic/grad_norm", "critic/lr"), 0.1),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A value in a store."""
+
+    value: Any
+
+
+class Workers(Simulated):
+    """Ranks of all roles of a PPO run."""
+
+    cpu_s: ClassVar[float] = 0.0
+    """Of all of them: no work of the driver's."""
+    bytes_out: ClassVar[int] = 0
+    bytes_in: ClassVar[int] = 0
+    published: ClassVar[int] = 0
+    """The newest version of the weights."""
+    _counting: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, facts: Sequence[ProcessFacts], meshes: Sequence[Meshes]) -> None:
+        super().__init__(facts, meshes)
+        self.version = 0
+        """Of the weights."""
+        self._making: dict[int, tuple[float, DataProto]] = {}
+        """Rank -> when the samples of what it was given are there."""
+        self._take_s = 0.0
+
+    def share(self, value: Any) -> tuple[Any, Any]:
+        """What several ranks get is pickled once."""
+        self._send(value)
+        return Shared(value), None
+
+    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
+        """The driver pickles what it sends."""
+        self._send((call.args, call.kwargs))
+        values = [part.value if isinstance(part, Shared) else part for part in parts]
+        return super().submit(rank, call, values)
+
+    def _send(self, value: Any) -> None:
+        num_bytes = packed_bytes(value)
+        with self._counting:
+            Workers.bytes_out += num_bytes
+
+    def fetch_payload(self, pending: Pending) -> Any:
+        """A worker pickles what it gives, and the driver reads it."""
+        if pending.payload.value is None:
+            return None
+        with self._computing():
+            buffers: list[pickle.PickleBuffer] = []
+            head = pickle.dumps(pending.payload.value, 5, buffer_callback=buffers.append)
+            num_bytes = len(head) + sum(buffer.raw().nbytes for buffer in buffers)
+        with self._counting:
+            Workers.bytes_in += num_bytes
+        return pickle.loads(head, buffers=buffers)
+
+    def answer(self, rank: int, call: Call, parts: Sequence[Any]) -> Answer:
+        with self._computing():
+            return self._answer(rank, call, filled(call, parts))
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        with self._counting:
+            Workers.cpu_s += time.thread_time() - began
+
+    def _answer(self, rank: int, call: Call, arguments: Sequence[Any]) -> Answer:
+        if call.method in SCORED:
+            return scored(arguments[0], SCORED[call.method])
+        if call.method == GENERATE:
+            return sampled(arguments[0], self.version)
+        if call.method == "submit":
+            self._making[rank] = time.monotonic() + self._seconds(rank, GENERATE), arguments[0]
+            return None, {}
+        if call.method == "take":
+            return self._taken(rank, arguments[1]), {}
+        if call.method in METRICS:
+            return None, {"metrics": METRICS[call.method], "returned": form.METRICS}
+        if call.method == "update_weights":
+            self.version = arguments[0]
+            return SyncReport(num_bytes=SENT_BYTES), {}
+        if call.method == "publish_weights":
+            Workers.published = arguments[0]
+            return PublishReport(SENT_BYTES), {}
+        if call.method == "open_delivery":
+            return (f"rank {rank}", Workers.published), {}
+        if call.method in ("deliver_weights", "receive_weights"):
+            self.version = Workers.published
+            return SyncReport(num_bytes=SENT_BYTES), {}
+        if call.method == "start_checkpoint":
+            folder = Path(arguments[0])
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{rank}.json").write_bytes(bytes(4096))
+        if call.method == "export_model" and rank == 0:
+            Path(arguments[0]).mkdir(parents=True)
+        return (False if call.method == "start_checkpoint" else None), {}
+
+    def _taken(self, rank: int, seconds: float) -> DataProto | None:
+        """What is there after so long, as a maker's rank gives it."""
+        at, data = self._making[rank]
+        self._take_s = min(max(0.0, at - time.monotonic()), seconds)
+        if at > time.monotonic() + seconds:
+            return None
+        del self._making[rank]
+        payload, _ = sampled(data, self.version)
+        return payload.union(DataProto.from_dict({REQUEST: data.padded(REQUEST)}))
+
+    def seconds_of(self, rank: int, call: Call) -> float:
+        if call.method == "take":
+            return self._take_s
+        return self._seconds(rank, call.method)
+
+    def _seconds(self, rank: int, method: str) -> float:
+        seconds = SECONDS.get(method, PASS_S if method in SCORED else 0.0)
+        return seconds * (1 + SPREAD * rank / self.world_size)
+
+
+def scored(data: DataProto, names: Sequence[str]) -> Answer:
+    """A number for every token of the responses."""
+    mask = data.column("response_mask")
+    assert isinstance(mask, Ragged)
+    numbers = torch.linspace(-1.0, -0.1, len(mask.values))
+    payload = DataProto.from_dict({name: mask.with_values(numbers) for name in names})
+    about = {"metrics": {"perf/mfu/actor_infer": 0.4}} if len(names) > 1 else {}
+    return batch_answer(payload, data, form.BOTH if about else form.BATCH, **about)
+
+
+def sampled(data: DataProto, version: int) -> Answer:
+    """Responses of 64 to 512 tokens, by what the sample is called."""
+
+    def drawn(sample: Sample) -> Sample:
+        length = 64 + sample.key % (RESPONSE - 63)
+        tokens = torch.full((length,), 5)
+        versions = torch.full((length,), version, dtype=torch.int32)
+        return sample.with_response(tokens, torch.full((length, 1), -0.5), versions, "stop")
+
+    of_name = lambda uid, index: zlib.crc32(f"{uid}/{index}".encode())  # noqa: E731
+    samples = [drawn(sample) for sample in samples_of(data, PROMPT, of_name)]
+    pad = int(data.meta_info["pad_token_id"])
+    columns = {
+        **sample_columns(data, samples, RESPONSE, pad),
+        "policy_version": oldest_versions(samples, len(data), version),
+        "draw_hash": draw_hashes(samples, len(data)),
+    }
+    reasons = ["stop"] * len(samples) + ["pad"] * (len(data) - len(samples))
+    made = DataProto.from_dict(columns, {"finish_reason": reasons})
+    return batch_answer(made, data, form.BATCH)
