@@ -76,7 +76,8 @@ def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
     array = bits.numpy()
     if protocol < 5 or array.nbytes <= SMALL_BYTES:
         return array.tobytes()
-    return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return pickle.PickleBuffer(flat)
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
