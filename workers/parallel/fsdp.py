@@ -1,13 +1,11 @@
-"""How a role's module lies over its ranks: FSDP2, offloading, weights as one.
+"""How a role's module lies over its ranks: FSDP2, weights as one.
 
 The strategies are in `workers.parallel.sharding`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,7 @@ from workers.parallel.placements import (
     local_part,
     whole_tensor,
 )
-from workers.parallel.sharding import Sharding, is_one_unit
+from workers.parallel.sharding import is_one_unit
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -152,49 +150,3 @@ def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor |
         return whole if is_first else None
     # other replicas do nothing
     return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None
-
-
-@contextmanager
-def resident(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    sharding: Sharding,
-    device: torch.device,
-) -> Iterator[None]:
-    """Within, what the config offloads is on the device; after, it is in host memory.
-
-    On the CPU that is one place.
-    """
-    if device.type == "cpu":
-        yield
-        return
-
-    if sharding.param_offload:
-        module.to(device)
-    if sharding.optimizer_offload:
-        move_states(optimizer, device)
-    try:
-        yield
-    finally:
-        if sharding.param_offload:
-            module._apply(pinned)  # as `module.to` does, which knows no pinned memory
-        if sharding.optimizer_offload:
-            move_states(optimizer, torch.device("cpu"))
-        torch.cuda.empty_cache()
-
-
-def move_states(optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
-    """The optimizer's state tensors to `device`; its step counts stay where AdamW wants them."""
-    for state in (optimizer.state if optimizer is not None else {}).values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and math.prod(value.shape) > 1:
-                state[name] = pinned(value) if device.type == "cpu" else value.to(device)
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    """A copy in page-locked host memory: from there a GPU fetches it at the bus's full speed."""
-    host = tensor.to("cpu")
-    if not isinstance(host, DTensor):
-        return host.pin_memory()
-    host._local_tensor = host._local_tensor.pin_memory()
-    return host

@@ -28,6 +28,7 @@ from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
+from workers.parallel.offload import give_back_after_calls
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.vllm.setup import check_options
@@ -112,7 +113,9 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 
     if rollout.name == "vllm":
         devices = _devices_of(worker, ranks)
+        torch.cuda.empty_cache()  # what training left: vLLM allocates beside torch
         if worker.rank % ranks:
+            give_back_after_calls()
             return StandbyEngine(limits)
         return _vllm_engine(config, worker, limits, decode, devices)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from workers.models.attention import attending_by, has_sinks, soft_cap
+from workers.parallel.page_lock import to_device
 from workers.parallel.sequence import SequenceRanks
 
 PACKED = "row_layout_sdpa"
@@ -83,7 +84,7 @@ class RowLayout:
     def cu_seqlens(self) -> Tensor:
         """[rows + 1]: where each row begins, and the last ends."""
         ends = torch.tensor([0, *self.lengths]).cumsum(dim=0, dtype=torch.int32)
-        return ends.to(self.device, non_blocking=True)
+        return to_device(ends, self.device)
 
     @property
     def max_len(self) -> int:
@@ -116,7 +117,8 @@ def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
     gather = torch.zeros(real.shape, dtype=torch.long)
     gather.masked_scatter_(real, torch.arange(num_tokens))
     scatter = real.flatten().nonzero().squeeze(1)
-    return Rectangle(num_tokens, len(own), width, gather.flatten().to(device), scatter.to(device))
+    places = (to_device(one, device) for one in (gather.flatten(), scatter))
+    return Rectangle(num_tokens, len(own), width, *places)
 
 
 @dataclass(frozen=True)

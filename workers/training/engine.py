@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -54,11 +54,12 @@ from workers.parallel.fsdp import (
     begin_pass,
     full_tensor,
     reshard,
-    resident,
     shard,
     tensor_on_first,
 )
 from workers.parallel.groups import Groups
+from workers.parallel.offload import HostBlocks, resident
+from workers.parallel.page_lock import to_device
 from workers.parallel.pipeline import Action, Pipeline, exchanged_sum, num_chunks, stage_by_stage
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import dims_of, settle
@@ -132,6 +133,7 @@ class TrainEngine:
         self.head: Head = head
         self.grad_clip = grad_clip
         self.optimizer: torch.optim.Optimizer | None = None
+        self.host_blocks = HostBlocks()
         self.row_passes = RowPasses()
         self.replays_routing = replays_routing
         self.routers: Routers | None = None
@@ -471,7 +473,7 @@ class TrainEngine:
             found = token_columns(
                 self.module,
                 feed,
-                feed.own(columns["responses"].values[inside]).to(self.device),
+                to_device(feed.own(columns["responses"].values[inside]), self.device),
                 wanted,
                 may_chunk=self.model_config.use_fused_kernels,
                 words=None if self.cut is None else self.cut.words,
@@ -480,7 +482,7 @@ class TrainEngine:
             found = {"values": read(self.module, feed)[:, 0].float()}
         found = feed.gathered(found)
 
-        inside = inside.to(self.device)
+        inside = to_device(inside, self.device)
         zeros = next(iter(found.values())).new_zeros(len(inside))
         return {
             name: mask.with_values(zeros.masked_scatter(inside, column))
@@ -488,7 +490,7 @@ class TrainEngine:
         }
 
     def _for_loss(self, column: Column) -> Tensor:
-        values = rectangle_of(column.to(self.device, non_blocking=True))
+        values = to_device(rectangle_of(column), self.device)
         # what is infinite is NaN to every formula, also to one that clamps it: the step is skipped
         if values.is_floating_point():
             values = values.masked_fill(values.isinf(), torch.nan)
@@ -532,7 +534,7 @@ class TrainEngine:
         passes left whole of a sharded module is a shard again in the end.
         """
         with ExitStack() as stack:
-            stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
+            stack.enter_context(self._resident(optimizer))
             if self.is_sharded:
                 stack.callback(reshard, self.module)
             if self.device.type == "cpu":
@@ -542,6 +544,11 @@ class TrainEngine:
             if self.routers is not None:
                 stack.enter_context(self.routers.replaying())
             yield
+
+    def _resident(
+        self, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        return resident(self.module, optimizer, self.sharding, self.device, self.host_blocks)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them: this rank's shards of what is trained."""
@@ -583,7 +590,7 @@ class TrainEngine:
         """`made` of these weights when they are whole, and of those of other stages."""
         copies, is_first = self.copies, self.groups.is_first_of_stage
         own = [(name, weight) for name, weight in named if name not in copies]
-        with resident(self.module, None, self.sharding, self.device):
+        with self._resident():
             each = (
                 (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first))
                 for n, w in own

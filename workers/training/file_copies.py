@@ -37,6 +37,7 @@ from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
 from verl_like.process.worker import Worker
 from workers.models.tensor_files import FileWriter, bytes_of
+from workers.parallel.page_lock import lock_pages
 from workers.training import write_copy
 
 LEAST_BYTES = 16 * 2**20
@@ -264,14 +265,7 @@ class _FileCopy:
             self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
         if not pinned or self._unpin is not None:
             return
-        cudart, address = torch.cuda.cudart(), self.bytes.data_ptr()
-        if error := int(cudart.cudaHostRegister(address, len(self.bytes), 0)):
-            size = len(self.bytes) / 2**30
-            logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
-            return
-        unpin = weakref.finalize(self, cudart.cudaHostUnregister, address)
-        unpin.atexit = False  # CUDA may be gone by then
-        self._unpin = unpin
+        self._unpin = lock_pages(self, self.bytes)
 
 
 def _anonymous_file() -> int:

@@ -25,6 +25,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.routing import COLUMN as ROUTED
+from workers.parallel.page_lock import to_device
 from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, RowColumns
@@ -148,11 +149,11 @@ def packed_feed(
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
     if ranks is None:
-        inputs = {name: tokens[name][None].to(device) for name in ("input_ids", "position_ids")}
+        inputs = _given(tokens, device)
         layout = RowLayout(rows, device)
         return Feed(
             {**inputs, "row_layout": layout},
-            tokens["reads"].nonzero().squeeze(1).to(device),
+            to_device(tokens["reads"].nonzero().squeeze(1), device),
             routed=_choices(tokens.get(ROUTED), device),
         )
 
@@ -161,15 +162,19 @@ def packed_feed(
     tokens = {name: _lengthened(values, padding) for name, values in tokens.items()}
     split = ranks.split(tokens["reads"])
     own = {name: values[split.places] for name, values in tokens.items()}
-    inputs = {name: own[name][None].to(device) for name in ("input_ids", "position_ids")}
+    inputs = _given(own, device)
     layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
     return Feed(
         {**inputs, "row_layout": layout},
-        split.reads.to(device),
+        to_device(split.reads, device),
         split=split,
-        is_real=(split.places < num_real).to(device),
+        is_real=to_device(split.places < num_real, device),
         routed=_choices(own.get(ROUTED), device),
     )
+
+
+def _given(tokens: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+    return {name: to_device(tokens[name][None], device) for name in ("input_ids", "position_ids")}
 
 
 def _lengthened(values: Tensor, padding: int) -> Tensor:
@@ -178,7 +183,7 @@ def _lengthened(values: Tensor, padding: int) -> Tensor:
 
 def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
     """Experts that count from 1 in `_needed`, from 0 as models count."""
-    return None if counted is None else counted.to(device) - 1
+    return None if counted is None else to_device(counted, device) - 1
 
 
 def padded_feed(
@@ -189,14 +194,14 @@ def padded_feed(
     width = int(lengths.max())
     padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
     mask, routed = padded.pop("reads"), padded.pop(ROUTED, None)
-    inputs = {name: column.to(device) for name, column in padded.items()}
-    inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long().to(device)
+    padded["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+    inputs = {name: to_device(column, device) for name, column in padded.items()}
 
     read_columns = mask.any(dim=0).nonzero()
     first = int(read_columns[0]) if len(read_columns) else width - 1
     return Feed(
         inputs,
-        mask.to(device),
+        to_device(mask, device),
         first,
         packed=False,
         is_real=inputs["attention_mask"].flatten() != 0,

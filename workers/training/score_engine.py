@@ -18,6 +18,7 @@ from torch import Tensor
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
+from workers.parallel.page_lock import to_device
 from workers.training.engine import TOKENS, TrainEngine
 from workers.training.microbatch import Budget, RowColumns
 from workers.training.packing import last_token_reads, read
@@ -69,6 +70,6 @@ class ScoreEngine(TrainEngine):
         reads = self.reads(columns)
         feed = self.row_passes.feed(columns, reads, self.device)
         numbers = feed.gathered({"": read(self.module, feed)[:, 0].float()})[""]
-        rows = reads.row_of_values()[reads.values].to(self.device)
+        rows = to_device(reads.row_of_values()[reads.values], self.device)
         sums = torch.zeros(len(reads), device=self.device).index_add(0, rows, numbers)
-        return {"scores": sums / reads.sums().clamp(min=1).to(self.device)}
+        return {"scores": sums / to_device(reads.sums().clamp(min=1), self.device)}

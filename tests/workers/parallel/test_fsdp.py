@@ -18,7 +18,7 @@ from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model
 from workers.parallel.dims import ParallelDims
-from workers.parallel.fsdp import full_tensor, move_states, pinned
+from workers.parallel.fsdp import full_tensor
 from workers.parallel.groups import Groups
 from workers.parallel.sharding import Sharding, dims_of, settle
 from workers.roles.actor import ActorWorker
@@ -217,22 +217,3 @@ def test_any_optimizer_of_torch_steps_sharded_weights(one_layer_dir: Path) -> No
     ):
         for name, weight in alone.items():
             assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), (optimizer, name)
-
-
-def test_what_is_offloaded_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor)
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    move_states(optimizer, torch.device("cpu"))
-    assert len(seen) == 4  # both moments of weight and bias, and no step count
-    optimizer.zero_grad(set_to_none=True)
-    layer._apply(pinned)
-    assert [tensor.shape for tensor in seen[4:]] == [layer.weight.shape, layer.bias.shape]

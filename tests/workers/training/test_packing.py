@@ -18,7 +18,13 @@ from workers.training import attention
 from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, Rows
-from workers.training.packing import last_token_reads, needed_lengths, response_reads
+from workers.training.packing import (
+    last_token_reads,
+    needed_lengths,
+    packed_feed,
+    padded_feed,
+    response_reads,
+)
 from workers.training.row_proof import prove_rows
 
 CPU = torch.device("cpu")
@@ -205,3 +211,29 @@ def test_an_empty_model_has_buffers_and_no_weights(one_layer_dir: Path) -> None:
     module = empty_model(tiny_config(one_layer_dir).actor_rollout_ref.model, "token", CPU)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert not any(buffer.is_meta for buffer in module.buffers())
+
+
+def test_what_a_card_is_fed_comes_from_locked_memory_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = Rows.take(odd_batch(), INPUTS).columns
+    card, locked, sent = torch.device("cuda"), set(), []
+
+    def lock(tensor: torch.Tensor) -> torch.Tensor:
+        locked.add(id(tensor))
+        return tensor
+
+    def to(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
+        if card in args:
+            sent.append((id(tensor) in locked, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for feed in (packed_feed, padded_feed):
+        layout = feed(columns, response_reads(columns), card).inputs.get("row_layout")
+        if layout is not None:
+            assert len(layout.rectangles) > 1
+            assert len(layout.cu_seqlens) == len(layout.lengths) + 1
+    assert len(sent) > 8
+    assert set(sent) == {(True, True)}

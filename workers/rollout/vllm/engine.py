@@ -150,6 +150,7 @@ class VllmEngine(RolloutEngine):
         """From here on tokens are those of `version`, also of requests that are running."""
         super().commit(version)
         if self._cache_sleeps:
+            torch.cuda.empty_cache()  # what the sync left
             self.llm.wake_up(tags=["kv_cache"])
             self._cache_sleeps = False
         self._everywhere("use_version", version)
@@ -341,6 +342,7 @@ class VllmEngine(RolloutEngine):
     def _allocate(self) -> None:
         """The weights: while they come, whoever sends them may need the cache's memory."""
         if self.settings.device_type == "cuda":
+            torch.cuda.empty_cache()  # what training left: vLLM allocates beside torch
             self.llm.wake_up(tags=["weights"])
 
     def _everywhere(self, method: str, *args: Any) -> list[Any]:

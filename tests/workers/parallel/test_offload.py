@@ -1,0 +1,184 @@
+"""Offloading to a card that is recorded: what is locked, how it is copied, who waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers.kept_ranks import run_kept
+from workers.parallel.dims import ParallelDims
+from workers.parallel.fsdp import full_tensor, shard
+from workers.parallel.groups import Groups
+from workers.parallel.offload import HostBlocks, resident
+from workers.parallel.page_lock import to_device
+from workers.parallel.placements import local_part
+from workers.parallel.sharding import Sharding
+
+CARD = torch.device("cuda")
+OFFLOADS = Sharding("fsdp", 1, param_offload=True, optimizer_offload=True)
+
+
+class Card:
+    """Stands for one: notes what is locked and fetched, with which waits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.locked: list[tuple[int, int]] = []
+        self.there: list[Tensor] = []
+        self.log: list[str] = []
+        """fetch, fetch and wait, copy, copy and wait, wait, give back."""
+        to, copy = torch.Tensor.to, torch.Tensor.copy_
+
+        def fetched(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Any:
+            if CARD not in args:
+                return to(tensor, *args, non_blocking=non_blocking, **kwargs)
+            own = local_part(tensor).data_ptr()
+            if not any(local_part(one).data_ptr() == own for one in self.there):
+                self.log.append("fetch" if non_blocking else "fetch and wait")
+                tensor = tensor.clone()
+                self.there.append(tensor)
+            return tensor
+
+        def copied(place: Tensor, tensor: Tensor, non_blocking: bool = False) -> Tensor:
+            self.log.append("copy" if non_blocking else "copy and wait")
+            return copy(place, tensor)
+
+        cudart = SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
+        stream = SimpleNamespace(synchronize=lambda: self.log.append("wait"))
+        patch.setattr(torch.cuda, "cudart", lambda: cudart)
+        patch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        patch.setattr(torch.cuda, "empty_cache", lambda: self.log.append("give back"))
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: self.is_pinned(tensor))
+        patch.setattr(torch.Tensor, "to", fetched)
+        patch.setattr(torch.Tensor, "copy_", copied)
+
+    def _lock(self, address: int, size: int, flags: int) -> int:
+        self.locked.append((address, size))
+        return 0
+
+    def _unlock(self, address: int) -> None:
+        self.locked = [one for one in self.locked if one[0] != address]
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        start = tensor.data_ptr()
+        return any(first <= start < first + size for first, size in self.locked)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+@contextmanager
+def training() -> Iterator[tuple[nn.Module, Any]]:
+    """A module with a tied weight, a buffer and an optimizer that has taken a step."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    module[2].weight = module[0].weight
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    yield module, optimizer
+
+
+def test_weights_and_moments_rest_in_one_locked_block_each_however_often_they_come_and_go(
+    card: Card,
+) -> None:
+    blocks = HostBlocks()
+    with training() as (module, optimizer):
+        before = {name: one.clone() for name, one in module.state_dict().items()}
+        parameters = [*module.parameters()]
+        for _ in range(3):
+            with resident(module, optimizer, OFFLOADS, CARD, blocks):
+                assert not any(card.is_pinned(one) for one in module.parameters())
+            assert all(card.is_pinned(one) for one in module.state_dict().values())
+    assert [size % 256 for _, size in card.locked] == [0, 0]
+    num_weights, num_moments = 5 + 3, 2 * 5
+    assert [size for _, size in card.locked] == [num_weights * 256, num_moments * 256]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert [card.is_pinned(one) for one in states if one.numel() > 1] == [True] * num_moments
+    assert not any(card.is_pinned(one) for one in states if one.numel() == 1)
+    assert all(torch.equal(module.state_dict()[name], one) for name, one in before.items())
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    assert module[2].weight is module[0].weight
+
+
+def test_copies_do_not_wait_where_memory_is_locked_and_the_host_reads_none_before_they_are_there(
+    card: Card,
+) -> None:
+    blocks, logs = HostBlocks(), []
+    with training() as (module, optimizer):
+        for _ in range(2):
+            card.log.clear()
+            with resident(module, optimizer, OFFLOADS, CARD, blocks):
+                card.log.append("call")
+            logs.append([*card.log])
+    num_tensors = 18
+    after = ["call", *["copy"] * num_tensors, "wait"]
+    assert logs == [["fetch and wait"] * num_tensors + after, ["fetch"] * num_tensors + after]
+
+
+def test_what_rests_on_the_card_is_not_touched_and_its_free_memory_is_kept(card: Card) -> None:
+    stays = Sharding("fsdp", 1, param_offload=False, optimizer_offload=False)
+    with training() as (module, optimizer):
+        card.log.clear()
+        blocks = HostBlocks()
+        for how, own in ((stays, optimizer), (OFFLOADS, None)):
+            with resident(module, own, how, CARD, blocks):
+                pass
+    assert "give back" not in card.log
+    assert len(card.locked) == 1
+
+
+def sharded_steps(offloads: bool) -> dict[str, Any]:
+    """Two steps of sharded weights, of which one has rows that two ranks cannot halve."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore("127.0.0.1", port)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
+    module._no_split_modules = []
+    shard(module, Groups(ParallelDims(shard=2), torch.device("cpu")).fsdp_mesh, None)
+    optimizer, blocks = torch.optim.AdamW(module.parameters(), lr=0.1), HostBlocks()
+    with pytest.MonkeyPatch.context() as patch:
+        card = Card(patch)
+        for step in range(2):
+            device = CARD if offloads else torch.device("cpu")
+            with resident(module, optimizer, OFFLOADS, device, blocks):
+                module(torch.full((3, 4), step + rank + 1.0)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                module.reshard()
+        pinned = [card.is_pinned(local_part(one.detach())) for one in module.parameters()]
+    weights = [full_tensor(one).tolist() for one in module.parameters()]
+    return {"weights": weights, "pinned": pinned, "blocks": len(card.locked)}
+
+
+def test_sharded_weights_that_come_and_go_train_as_those_that_stay() -> None:
+    offloaded, stayed = run_kept(2, sharded_steps, True), run_kept(2, sharded_steps, False)
+    for ours, theirs in zip(offloaded, stayed, strict=True):
+        assert ours["weights"] == theirs["weights"]
+        assert ours["pinned"][:2] == [True, True]  # FSDP pads the others, in memory of its own
+        assert (ours["blocks"], theirs["blocks"]) == (2, 0)
+
+
+def test_what_goes_to_a_card_goes_from_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, log = torch.arange(3), []
+
+    def pinned(one: Tensor) -> Tensor:
+        log.append("lock")
+        return one
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(torch.Tensor, "to", lambda *args, **kwargs: log.append((args[1:], kwargs)))
+    to_device(tensor, CARD)
+    assert log == ["lock", ((CARD,), {"non_blocking": True})]
+    to_device(tensor, torch.device("cpu"))
+    assert log[2:] == [((torch.device("cpu"),), {})]
