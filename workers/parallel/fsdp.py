@@ -5,6 +5,7 @@ The strategies are in `workers.parallel.sharding`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,8 @@ def shard(
     """FSDP2 with one unit per decoder layer and one for the rest, or one for all.
 
     Under shard_grad_op layers stay whole from one pass to the next, as the rest does. The experts
-    of a layer that are spread over ranks are a unit of their own on their `efsdp_mesh`.
+    of a layer that are spread over ranks are a unit of their own on their `efsdp_mesh`. Before a
+    layer computes, the next one's weights are asked for.
 
     Returns whether it is one for all: so in a small model, where a collective's latency is what it
     costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
@@ -73,6 +75,8 @@ def shard(
             fully_shard(
                 child, mesh=mesh, reshard_after_forward=strategy == "fsdp", mp_policy=policy
             )
+    if layers:
+        _prefetch_layers(module)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -81,6 +85,18 @@ def shard(
             if hasattr(child, "set_reduce_scatter_unused_params"):  # not yet in torch 2.11
                 child.set_reduce_scatter_unused_params(True, recurse=False)
     return one_unit
+
+
+def _prefetch_layers(module: Any) -> None:
+    """Each decoder layer asks for the next one's weights, of a list that a pass runs to its end.
+
+    What is asked for and not run would be given, older than the weights, to a later pass.
+    """
+    for several in module.modules():
+        units = [child for child in several.children() if isinstance(child, FSDPModule)]
+        is_all = len(units) == module.config.get_text_config().num_hidden_layers
+        for unit, following in itertools.pairwise(units if is_all else []):
+            unit.set_modules_to_forward_prefetch([following])
 
 
 def begin_pass(

@@ -141,3 +141,28 @@ def test_offload_is_a_word_behind_a_strategy() -> None:
     assert settle("shard_grad_op+offload", config) == Sharding("shard_grad_op", -1, True, True)
     assert settle("fsdp+offload", config) == settle("fsdp_offload", config)
     assert settle("shard_grad_op", config) == Sharding("shard_grad_op", -1, False, False)
+
+
+def order_of_gathers(tiny_dir: Path) -> list[str]:
+    """What is gathered before which layer computes, in one pass; in a rank's process."""
+    sharding.SMALL_ELEMENTS = 0
+    actor = started(ActorWorker, tiny_config(tiny_dir, strategy="fsdp"), 10)
+    log: list[str] = []
+
+    class Noted(Collectives):
+        def __torch_dispatch__(self, func: Any, *rest: Any) -> Any:
+            if func.namespace == "c10d" and func.overloadpacket.__name__ == "_allgather_base_":
+                log.append("gather")
+            return super().__torch_dispatch__(func, *rest)
+
+    for number, layer in enumerate(actor.engine.module.model.layers):
+        layer.input_layernorm.register_forward_pre_hook(lambda *_, n=number: log.append(f"{n}"))
+    with Noted():
+        actor.compute_log_prob(own_piece(make_batch(2), actor.rank, actor.world_size))
+    return log
+
+
+def test_the_next_layer_s_weights_are_asked_for_before_a_layer_computes(tiny_dir: Path) -> None:
+    rest, layer = "gather", "gather"
+    for log in run_kept(2, order_of_gathers, tiny_dir):
+        assert log == [rest, layer, layer, "0", "1"]

@@ -233,7 +233,7 @@ def test_what_a_card_is_fed_comes_from_locked_memory_and_nobody_waits_for_it(
     for feed in (packed_feed, padded_feed):
         layout = feed(columns, response_reads(columns), card).inputs.get("row_layout")
         if layout is not None:
-            assert len(layout.rectangles) > 1
+            assert layout.rectangles[0].gather is not None
             assert len(layout.cu_seqlens) == len(layout.lengths) + 1
     assert len(sent) > 8
     assert set(sent) == {(True, True)}
