@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from workers.models.rotary import factor_border
 from workers.models.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import row_proof
+from workers.training.attention import RowLayout
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.lm_head import Wanted
 from workers.training.microbatch import Budget, Rows, mini_batch
@@ -330,3 +332,39 @@ def test_a_stand_in_keeps_each_kind_of_layer_and_is_past_every_limit() -> None:
     assert factor_border(phi) == 4096
     assert factor_border(stand_in(phi, "sdpa").config) == 16
     assert prove_class(phi, "sdpa", ("packed",)) == ("packed", {})
+
+
+def test_a_deep_model_in_16_bits_packs_its_rows_and_one_whose_rows_see_each_other_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**SMALL, "num_hidden_layers": 64, "hidden_size": 128}, initializer_range=0.12
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = model.to(torch.bfloat16).eval()
+    cpu = torch.device("cpu")
+    assert row_proof.prove_rows(model, cpu, may_pack=True).kind == "packed"
+
+    own = row_proof.packed_feed
+
+    def without_bounds(*args: Any, **kwargs: Any) -> Any:
+        feed = own(*args, **kwargs)
+        feed.inputs["row_layout"] = RowLayout([12], cpu)
+        return feed
+
+    monkeypatch.setattr(row_proof, "packed_feed", without_bounds)  # its class is proven already
+    with caplog.at_level(logging.WARNING):
+        assert row_proof.prove_rows(model, cpu, may_pack=True).kind == "padded"
+    assert "over a limit of 2e-01" in caplog.text
+
+
+def test_what_rounding_may_do_grows_with_the_root_of_the_depth_in_16_bits_alone() -> None:
+    models = []
+    for num_layers in (4, 64, 1000):
+        config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": num_layers})
+        models.append(SimpleNamespace(config=config, parameters=list, modules=list))
+    limits = [row_proof.rounding(model, torch.bfloat16) for model in models]
+    assert limits[1] == 4 * limits[0]
+    assert limits[2] == 0.3
+    assert row_proof.rounding(models[1], torch.float32) == 1e-4
