@@ -41,6 +41,7 @@ ATTENTIONS = (
     "sdpa",
     "eager",
 )
+COMPILES = ("auto", "on", "off")
 QUANTIZATIONS = ("int8",)
 PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 """How a role that is not trained may hold its linear weights."""
@@ -199,6 +200,8 @@ class ModelConfig:
     """Type of weights and optimizer state; bfloat16 loses small updates."""
     compute_dtype: str | None = key(None, choices=DTYPES)
     """Type of forward and backward passes; null: bfloat16 on CUDA, else `dtype`."""
+    compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)
+    """Compile layers by torch.compile; auto: on CUDA, where a compiler is there."""
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from workers.models.attention import attending_by, has_sinks, soft_cap
 from workers.parallel.page_lock import to_device
 from workers.parallel.sequence import SequenceRanks
+from workers.training.compiled import outside_of_graphs
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
@@ -385,15 +386,23 @@ def _beyond_sdpa(module: Any) -> str:
     return "sinks" if has_sinks(module) else ""
 
 
-def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> AbstractContextManager[None]:
+def packed_rows(
+    module: Any, kernel: VarlenKernel | None = None, compiled: bool = False
+) -> AbstractContextManager[None]:
     """Within, a module that `takes_layout` attends by `packed_attention`, with this kernel.
 
-    A backward pass belongs inside, too.
+    A backward pass belongs inside, too. Of `compiled` layers it is no part.
     """
     if not takes_layout(module):
         return nullcontext()
+    return attending_by(module, PACKED, _attention_by(kernel, compiled), _local_mask)
+
+
+@cache
+def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., Any]:
+    """One function for each kernel: compiled layers would be compiled again for another."""
     attention = partial(packed_attention, kernel=kernel)
-    return attending_by(module, PACKED, attention, _local_mask)
+    return outside_of_graphs(attention) if compiled else attention
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_like.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.models.causal_lm import body_of
 from workers.models.proof import attention_of
 from workers.parallel import tensor
 from workers.parallel.dims import ParallelDims
 from workers.parallel.experts import check_experts
+from workers.training.compiled import why_not_over
 from workers.training.row_proof import NOT_ASKED, refuse_split
 from workers.training.stage_proof import check_stages
 
@@ -24,6 +26,8 @@ def check_axes(
     attention = config.attn_implementation
     if attention == "auto":
         attention = body_of(module).config.get_text_config()._attn_implementation
+    if config.compile == "on" and (reason := why_not_over(dims)):
+        raise ConfigError(f"model.compile=on: {section}.{reason}; set model.compile=auto.")
     if dims.sp > 1:
         why_not = "" if config.use_remove_padding else NOT_ASKED
         refuse_split(module.config, attention_of(attention), dims.sp, why_not, section)

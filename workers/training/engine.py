@@ -36,12 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
-from workers.models.attention import head_size, say_once
+from verl_like.errors import ConfigError
+from workers.models.attention import head_size, say_once, warn_once
 from workers.models.causal_lm import Head, body_of, empty_model, to_training
 from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
 from workers.models.memory_shapes import meta_model
 from workers.models.precision import computing_in, frozen, precision_of
+from workers.models.proof import relative_error
 from workers.models.quantize import quantize_linears
 from workers.models.routing import COLUMN as ROUTED
 from workers.models.routing import Routers
@@ -65,6 +67,7 @@ from workers.parallel.placements import local_part
 from workers.parallel.sharding import dims_of, settle
 from workers.parallel.stages import Stages
 from workers.training.attention import describe, packed_rows
+from workers.training.compiled import CompiledLayers, why_not_over
 from workers.training.lm_head import DEFAULT, Wanted, token_columns
 from workers.training.microbatch import (
     Budget,
@@ -82,7 +85,7 @@ from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
 from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import Feed, check_rows, model_inputs, read, response_reads
-from workers.training.row_proof import RowPasses, prove_rows
+from workers.training.row_proof import RowPasses, prove_rows, rounding, short_pass
 from workers.training.shuffle import order_columns, passes_over, steps_over
 from workers.training.stage_proof import check_stages
 from workers.training.varlen import find_kernel
@@ -134,6 +137,7 @@ class TrainEngine:
         self.grad_clip = grad_clip
         self.optimizer: torch.optim.Optimizer | None = None
         self.host_blocks = HostBlocks()
+        self.compiled: CompiledLayers | None = None
         self.row_passes = RowPasses()
         self.replays_routing = replays_routing
         self.routers: Routers | None = None
@@ -176,6 +180,7 @@ class TrainEngine:
             spread_experts(self.module, self.groups.ep_mesh)
         if self.replays_routing:
             self.routers = Routers(self.module)  # of all stages: rows say it of every layer
+        layers = CompiledLayers(self.module, self.device)
         self.whole_module: Any = self.module
         """All layers, without memory where other ranks have some of them."""
         self.pipeline = Pipeline()
@@ -207,6 +212,9 @@ class TrainEngine:
         with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
+        wanted = self.model_config.compile
+        if wanted == "on" or (wanted == "auto" and self.device.type == "cuda"):
+            self._compile(layers)
 
     def _make_stages(self, ranges: Sequence[range], dtype: torch.dtype) -> Pipeline:
         """Leave this rank's layers in the module; collective over all ranks."""
@@ -218,6 +226,32 @@ class TrainEngine:
             self.cut.partial[:] = [pair for pair in self.cut.partial if id(pair[0]) in here]
         links = self.groups.links(2 * num_chunks(kind))
         return Pipeline(stages, self.groups.pp, kind, links, dtype, self.device)
+
+    def _compile(self, layers: CompiledLayers) -> None:
+        """Have passes go through compiled layers, if that is right; collective over all ranks."""
+        reason = why_not_over(self.dims) or self._why_not_compiled(layers)
+        failed = torch.tensor(float(bool(reason)), device=self.device)
+        if all_reduce(failed, self.groups.world, torch.distributed.ReduceOp.MAX):
+            self.compiled = None
+            reason = reason or "they do not run so on another rank"
+            if self.model_config.compile == "on":
+                raise ConfigError(f"model.compile=on: {reason}; set model.compile=off.")
+            warn_once(f"layers of {self.module.config.model_type} are not compiled: {reason}.")
+
+    def _why_not_compiled(self, layers: CompiledLayers) -> str:
+        if self.routers is not None:
+            return "replayed routing changes layers from pass to pass"
+        if reason := layers.why_not():
+            return reason
+        found = []
+        for self.compiled in (None, layers):
+            try:
+                with self.running(), computing_in(self.module, self.cast):
+                    found.append(short_pass(self.module, self.row_passes, self.device))
+            except Exception as error:  # noqa: BLE001 - compilers raise types of their own
+                return " ".join(str(error).split())[:200]
+        off, limit = relative_error(found[1], found[0]), rounding(self.module, found[0].dtype)
+        return "" if off <= limit else f"a pass is off by {off:.0e}, over {limit:.0e}"
 
     @property
     def is_whole(self) -> bool:
@@ -537,10 +571,13 @@ class TrainEngine:
             stack.enter_context(self._resident(optimizer))
             if self.is_sharded:
                 stack.callback(reshard, self.module)
-            if self.device.type == "cpu":
+            if self.compiled is not None:
+                stack.enter_context(self.compiled.computing())
+            elif self.device.type == "cpu":
                 stack.enter_context(cpu_kernels(self.module))
             if self.packs:
-                stack.enter_context(packed_rows(self.module, self.kernel))
+                is_compiled = self.compiled is not None
+                stack.enter_context(packed_rows(self.module, self.kernel, is_compiled))
             if self.routers is not None:
                 stack.enter_context(self.routers.replaying())
             yield

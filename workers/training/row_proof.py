@@ -350,11 +350,7 @@ def _why_not_packed(
 ) -> str:
     """What is wrong with two short packed rows on the model's own weights."""
     compute = compute or (lambda _, alone: alone())
-    vocabulary = body_of(module).get_input_embeddings().num_embeddings
-    positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
-    tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
-    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
-    reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
+    columns, reads = _short_rows(module)
     found: list[Tensor | None] = []
     refusal = ""
     ways = (packed_feed, packed_rows(module, kernel)), (padded_feed, nullcontext())
@@ -389,6 +385,20 @@ def rounding(module: Any, dtype: torch.dtype) -> float:
         return 1e-4
     num_layers = getattr(module.config.get_text_config(), "num_hidden_layers", 1)
     return min(3 * torch.finfo(torch.bfloat16).eps * math.sqrt(num_layers), 0.3)
+
+
+def _short_rows(module: Any) -> tuple[RowColumns, Ragged]:
+    vocabulary = body_of(module).get_input_embeddings().num_embeddings
+    positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
+    tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
+    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
+    return columns, positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
+
+
+def short_pass(module: Any, row_passes: RowPasses, device: torch.device) -> Tensor:
+    """What the module says of two short rows, by which ways to compute it are compared."""
+    columns, reads = _short_rows(module)
+    return _before_scalar_head(module, row_passes.feed(columns, reads, device))
 
 
 @torch.no_grad()

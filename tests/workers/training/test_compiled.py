@@ -1,0 +1,128 @@
+"""Layers by torch.compile beside the same layers without, on the CPU.
+
+All but one test have graphs that torch runs as they are: g++ takes minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.errors import ConfigError
+from workers.models import attention
+from workers.parallel.dims import ParallelDims
+from workers.roles.actor import ActorWorker
+from workers.training import compiled
+from workers.training.axes import check_axes
+from workers.training.compiled import why_not_over
+from workers.training.microbatch import Budget
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are traced, not written as programs."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def actor(tiny_dir: Path, wanted: str, **model: Any) -> ActorWorker:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    for name, value in {"compile": wanted, **model}.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    return started(ActorWorker, config, 10)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_dir: Path) -> dict[str, Any]:
+    return numbers(actor(tiny_dir, "off"))
+
+
+def numbers(own: ActorWorker) -> dict[str, Any]:
+    log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
+    return {"log_probs": log_probs, **gradients(own, make_batch(8), ACTOR_COLUMNS, Budget(rows=3))}
+
+
+def test_layers_as_graphs_give_the_numbers_of_others(tiny_dir: Path, alone: dict[str, Any]) -> None:
+    own = actor(tiny_dir, "on", enable_gradient_checkpointing=True)
+    for name, number in numbers(own).items():
+        assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_give_the_numbers_of_others_but_for_rounding(
+    tiny_dir: Path, alone: dict[str, Any], checkpointing: bool
+) -> None:
+    own = actor(tiny_dir, "on", enable_gradient_checkpointing=checkpointing)
+    assert own.engine.compiled is not None
+    for name, number in numbers(own).items():
+        assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
+    own.update_actor(make_batch(8))
+    assert not any("forward" in vars(layer) for layer in own.engine.compiled.layers)
+
+
+def test_rows_of_other_lengths_make_no_new_graphs(tiny_dir: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    own = actor(tiny_dir, "on")
+    for rows in (8, 5):
+        own.engine.forward_rows(make_batch(rows), Budget(rows=rows))
+    before = counters["stats"]["unique_graphs"]
+    for rows in (7, 3, 6):
+        own.engine.forward_rows(make_batch(rows), Budget(rows=rows))
+    assert before > 0
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_auto_compiles_on_cards_alone(tiny_dir: Path) -> None:
+    assert actor(tiny_dir, "auto").engine.compiled is None
+
+
+def test_without_a_compiler_auto_runs_on_with_a_word_and_on_is_refused(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compiled, "_doubled", fails)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    with pytest.raises(ConfigError, match="compile=on: No working C.. compiler found; set"):
+        actor(tiny_dir, "on")
+    own = actor(tiny_dir, "auto")
+    attention.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        own.engine._compile(compiled.CompiledLayers(own.engine.module, own.device))
+    assert "are not compiled: No working C++ compiler found" in caplog.text
+    assert own.engine.compiled is None
+    own.update_actor(make_batch(8))
+
+
+def test_compiled_layers_that_give_other_numbers_are_not_used(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(function: Any) -> Any:
+        return lambda *args, **kwargs: function(*args, **kwargs) * 1.1
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    with pytest.raises(ConfigError, match="compile=on: a pass is off by .*; set model.compile=off"):
+        actor(tiny_dir, "on")
+
+
+def test_layers_with_collectives_inside_are_not_compiled(tiny_dir: Path) -> None:
+    own = actor(tiny_dir, "off").engine
+    own.model_config.compile = "on"
+    section = "actor_rollout_ref.actor.parallel"
+    with pytest.raises(ConfigError, match=r"parallel.tp=2 has collectives inside layers; set"):
+        check_axes(own.module, own.model_config, ParallelDims(tp=2), section)
+    assert why_not_over(ParallelDims(shard=4, sp=2)) == ""
+    assert why_not_over(ParallelDims(pp=2)).startswith("pp=2")
