@@ -33,7 +33,8 @@ class Card:
         self.there: list[Tensor] = []
         self.log: list[str] = []
         """fetch, fetch and wait, copy, copy and wait, wait, give back."""
-        to, copy = torch.Tensor.to, torch.Tensor.copy_
+        to: Any = torch.Tensor.to
+        copy: Any = torch.Tensor.copy_
 
         def fetched(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Any:
             if CARD not in args:
@@ -143,7 +144,7 @@ def sharded_steps(offloads: bool) -> dict[str, Any]:
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
+    module: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
     module._no_split_modules = []
     shard(module, Groups(ParallelDims(shard=2), torch.device("cpu")).fsdp_mesh, None)
     optimizer, blocks = torch.optim.AdamW(module.parameters(), lr=0.1), HostBlocks()
@@ -170,7 +171,8 @@ def test_sharded_weights_that_come_and_go_train_as_those_that_stay() -> None:
 
 
 def test_what_goes_to_a_card_goes_from_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, log = torch.arange(3), []
+    tensor = torch.arange(3)
+    log: list[Any] = []
 
     def pinned(one: Tensor) -> Tensor:
         log.append("lock")
