@@ -54,18 +54,26 @@ def of_doctor(folder: Path, card: Device | None) -> Figures:
 
 
 METRICS = {
-    "s a step": ["timing_s/step"],
-    "generation s": ["timing_s/gen"],
-    "update s": ["timing_s/update_actor"],
-    "critic's update s": ["timing_s/update_critic"],
-    "sync s": ["timing_s/update_weights", "timing_s/weight_sync"],
-    "sync MB": ["perf/weight_sync_mb"],
-    "tokens/s a card": ["perf/throughput"],
-    "MFU": ["perf/mfu/actor"],
-    "critic's MFU": ["perf/mfu/critic"],
-    "peak GiB": ["perf/max_memory_allocated_gb"],
+    "s a step": "timing_s/step",
+    "update s": "timing_s/update_actor",
+    "critic's update s": "timing_s/update_critic",
+    "tokens/s a card": "perf/throughput",
+    "MFU": "perf/mfu/actor",
+    "critic's MFU": "perf/mfu/critic",
+    "peak GiB": "perf/max_memory_allocated_gb",
 }
-"""Figure -> its metric, or the next one where a run has no such metric."""
+"""Figure -> its metric."""
+IN_TURNS = {
+    "generation s": "timing_s/gen",
+    "sync s": "timing_s/update_weights",
+    "sync MB": "perf/weight_sync_mb",
+}
+BESIDE = {
+    "wait for samples s": "timing_s/gen",
+    "sync s": "timing_s/deliver_weights",
+    "sync MB": "perf/published_mb",
+}
+"""Those that makers beside the trainers have in their place."""
 
 
 def of_run(run: Run, folder: Path, card: Device | None) -> Figures:
@@ -77,10 +85,9 @@ def of_run(run: Run, folder: Path, card: Device | None) -> Figures:
     text = (folder / "run" / "metrics.jsonl").read_text("utf-8")
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()][1:]
     found: dict[str, float | str] = {}
-    for name, metrics in METRICS.items():
-        rows = [[line[metric] for line in lines if metric in line] for metric in metrics]
-        values: list[float] = next(filter(None, rows), [])
-        if values:
+    more = BESIDE if run.recipe == "detached" else IN_TURNS
+    for name, metric in (METRICS | more).items():
+        if values := [line[metric] for line in lines if metric in line]:
             found[name] = statistics.median(values)
     if not lines:
         raise ValueError("the run has no step after its first one")

@@ -186,6 +186,17 @@ def test_a_runs_figures_are_those_of_its_later_steps_beside_the_cards_data_sheet
     assert found["of bandwidth"] == pytest.approx(512 * (weights + keys) / 10 / 3350e9, rel=0.01)
 
 
+def test_makers_that_generate_beside_the_training_have_no_seconds_of_generation(
+    hour: ModuleType, configs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    step = {"timing_s/step": 9.0, "timing_s/gen": 0.5, "perf/published_mb": 7.0}
+    lines = "\n".join([json.dumps(step)] * 2)
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    found = run_of(hour, "detached 7B, 4 + 4", configs).keep(tmp_path, DEVICES["H100"])
+    assert found == {"s a step": 9.0, "wait for samples s": 0.5, "sync MB": 7.0}
+
+
 def test_a_run_of_one_step_has_no_figures(hour: ModuleType, configs: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"timing_s/step": 1}\n', encoding="utf-8")
