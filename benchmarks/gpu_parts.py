@@ -22,9 +22,11 @@ import gpu_figures as keep
 HERE = Path(__file__).resolve().parent
 GRACE_S = 5
 """From the deadline of a part to the end of its processes."""
+FLASH = "flash_attn or flash_attn_interface"
+"""FlashAttention 2 and 4, or 3."""
 INSTALL = {
     "vllm": "pip install 'verl-like[vllm]'",
-    "flash_attn": "pip install --no-build-isolation 'verl-like[flash-attn]'",
+    FLASH: "pip install --no-build-isolation 'verl-like[flash-attn]'",
     "peft": "pip install 'verl-like[lora]'",
     "ray": "pip install ray",
 }
@@ -39,8 +41,8 @@ PPO = ("algorithm=ppo", "critic.model.enable_gradient_checkpointing=true")
 
 
 def is_installed(module: str) -> bool:
-    """Whether this interpreter has it."""
-    return find_spec(module) is not None
+    """Whether this interpreter has it, or one of several: a or b."""
+    return any(find_spec(each) for each in module.split(" or "))
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def of_one_card(makes: Makes) -> Iterator[Part]:
     """Kernels, engines, whole steps of 0.5B, and of 7B with adapters."""
     offload = ("--strategy", "fsdp+offload")
     yield makes.side("update 1.5B, torch's varlen", 50, "update", "1.5b", "--attention", "torch")
-    yield makes.side("update 1.5B, flash-attn", 50, "update", "1.5b", needs=("flash_attn",))
+    yield makes.side("update 1.5B, flash-attn", 50, "update", "1.5b", needs=(FLASH,))
     yield makes.side("update 1.5B, offloaded", 60, "update", "1.5b", *offload, on_cards_alone=True)
     yield makes.side("decode 0.5B", 50, "decode", "0.5b")
     yield makes.run("GRPO 0.5B, native", 80, "0.5b", GRPO, engine="native", samples=4)

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-FLASH = ("flash_attn", "flash_attn_interface", "flash_attn_3")
-"""Packages of FlashAttention, under any of its versions."""
+FLASH = ("flash_attn", "flash_attn_interface")
+"""Packages of FlashAttention: 2 and 4, and 3."""
 Figures = dict[str, float | str]
 
 
@@ -100,7 +100,9 @@ def update(model: Path, chosen: argparse.Namespace) -> Figures:
     seconds = seconds_of(lambda: worker.update_actor(data), chosen.device, 1 if chosen.tiny else 5)
     tokens = int(data.batch["attention_mask"].sum())
     rate = needed_flops(worker.engine, data, True) / seconds
+    kernel = worker.engine.kernel
     found: Figures = {
+        "attention": kernel.name if kernel else "no varlen kernel",
         "seconds": seconds,
         "tokens a second": tokens / seconds,
         "TFLOP/s": rate / 1e12,

@@ -1,0 +1,24 @@
+"""A card is found by what its driver calls it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.planner.devices import data_sheet
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_drivers_name_leads_to_the_data_sheet(name: str, card: str | None) -> None:
+    found = data_sheet(name)
+    assert (found and found.name) == card
