@@ -12,8 +12,9 @@ token and head, never the square of the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -157,33 +158,92 @@ def model_shapes(
     Or of a rank's part of it, of `tp` that matrices are cut over, or of its layers.
     """
     config = replace(config, enable_gradient_checkpointing=False)  # which shapes do not depend on
-    known = (repr(config), described_by(config), head, compute, tp, stage)
+    model = repr(config), described_by(config), head
+    known = (*model, compute, tp, stage)
     if known not in _known:
+        if model not in _weights:
+            _weights[model] = Weights(meta_model(config, head))
+        weights = _weights[model]
         if stage is None:
-            _known[known] = _counted(config, meta_model(config, head), head, compute, tp)
+            _known[known] = _whole(config, weights, head, compute, tp)
         else:
-            for own, shapes in _of_stages(config, head, compute, tp, stage):
+            whole = model_shapes(config, head, compute, tp)
+            for own, shapes in _of_stages(whole, weights, tp, stage):
                 _known[(*known[:-1], own)] = shapes
     return _known[known]
 
 
+class Weights:
+    """A module's weights, by their ids, and what is asked of each."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        own_head = module.get_output_embeddings()
+        embeddings = body_of(module).get_input_embeddings().weight
+        self.numels = {id(weight): weight.numel() for weight in module.parameters()}
+        self.trained = _ids(weight for weight in module.parameters() if weight.requires_grad)
+        self.embeddings = {id(embeddings)}
+        self.is_tied = own_head is not None and own_head.weight is embeddings
+        self.trains_head = own_head is not None and own_head.weight.requires_grad
+        self.linears = [layer.weight for _, layer in quantizable(module)]
+
+        layers = set(module._no_split_modules or ())
+        in_layers = (child for child in module.modules() if type(child).__name__ in layers)
+        self.in_layers = _ids(weight for layer in in_layers for weight in layer.parameters())
+        experts = (each for _, each in experts_of(module))
+        self.in_experts = _ids(weight for each in experts for weight in each.parameters())
+
+    @cached_property
+    def cut(self) -> set[int]:
+        """Those of which ranks of tp have a part each."""
+        from workers.parallel import tensor  # with torch's DTensor
+
+        return tensor.cut_weights(self.module)
+
+    def count(self, which: Set[int], own: Set[int] | None, tp: int) -> int:
+        """Numbers of these, of those alone that a rank has."""
+        here = which if own is None else which & own
+        if tp == 1:
+            return sum(self.numels[each] for each in here)
+        return sum(-(-self.numels[n] // tp) if n in self.cut else self.numels[n] for n in here)
+
+    def counts(self, own: Set[int] | None, tp: int) -> dict[str, int]:
+        """What `ModelShapes` says of weights, all of them or a rank's `own`."""
+        num_weights = self.count(self.numels.keys(), own, tp)
+        return {
+            "num_weights": num_weights,
+            "num_trained": self.count(self.trained, own, tp),
+            "num_outside_layers": num_weights - self.count(self.in_layers, own, tp),
+            "num_embeddings": 0 if self.is_tied else self.count(self.embeddings, own, tp),
+            "num_in_experts": self.count(self.in_experts, own, 1),
+        }
+
+
+_weights: dict[tuple[str, str, str], Weights] = {}
+"""Settings, what config.json says and head -> the model's weights."""
+
+
+def _ids(weights: Iterable[Tensor]) -> set[int]:
+    return {id(weight) for weight in weights}
+
+
 def _of_stages(
-    config: ModelConfig, head: Head, compute: torch.dtype, tp: int, asked: StageOf
+    whole: ModelShapes, weights: Weights, tp: int, asked: StageOf
 ) -> Iterator[tuple[StageOf, ModelShapes]]:
     """Of every rank that shares the layers with the one asked for."""
-    whole = model_shapes(config, head, compute, tp)
-    module = meta_model(config, head)
     num_stages = asked.num_ranks * num_chunks(asked.schedule)
-    ranges = stage_ranges(module, num_stages, asked.ep)
-    stages = Stages(module, ranges)
+    ranges = stage_ranges(weights.module, num_stages, asked.ep)
+    stages = Stages(weights.module, ranges)
     for rank in range(asked.num_ranks):
         own = range(rank, num_stages, asked.num_ranks)
         num_layers = sum(len(ranges[number]) for number in own)
         is_last = rank == asked.num_ranks - 1
+        of_rank: Any = weights.counts(stages.weights(own), tp)
         yield (
             replace(asked, rank=rank),
             replace(
-                _counted(config, module, head, compute, tp, stages.weights(own)),
+                whole,
+                **of_rank,
                 num_layers=num_layers,
                 outputs_per_read=whole.outputs_per_read if is_last else 0,
                 body=whole.body
@@ -193,58 +253,26 @@ def _of_stages(
         )
 
 
-def _counted(
-    config: ModelConfig,
-    module: Any,
-    head: Head,
-    compute: torch.dtype,
-    tp: int,
-    own: set[int] | None = None,
+def _whole(
+    config: ModelConfig, weights: Weights, head: Head, compute: torch.dtype, tp: int
 ) -> ModelShapes:
-    """`own` are the ids of those weights that a rank has, of all layers."""
-    trained = [weight for weight in module.parameters() if weight.requires_grad]
-    body, text = body_of(module), module.config.get_text_config()
-    layers = set(module._no_split_modules or ())
-    inside: dict[int, Tensor] = {}
-    for child in module.modules():
-        if type(child).__name__ in layers:
-            inside |= {id(weight): weight for weight in child.parameters()}
-
-    cut: set[int] = set()
+    body, text = body_of(weights.module), weights.module.config.get_text_config()
     if tp > 1:
         from workers.parallel import tensor  # with torch's DTensor
 
-        tensor.check(module, tp, "parallel.tp")
-        cut = tensor.cut_weights(module)
-
-    def numel(weights: Iterable[Tensor]) -> int:
-        here = (w for w in weights if own is None or id(w) in own)
-        return sum(-(-w.numel() // tp) if id(w) in cut else w.numel() for w in here)
-
-    own_head, embeddings = module.get_output_embeddings(), body.get_input_embeddings().weight
-    is_tied = own_head is not None and own_head.weight is embeddings
-    num_weights = numel(module.parameters())
-    linears = [layer.weight for _, layer in quantizable(module)]
+        tensor.check(weights.module, tp, "parallel.tp")
+    of_weights: Any = weights.counts(None, tp)
     return ModelShapes(
-        num_weights=num_weights,
-        num_trained=numel(trained),
-        num_int8=sum(weight.numel() for weight in linears),
-        num_scales=sum(len(weight) for weight in linears),
+        **of_weights,
+        num_int8=sum(weight.numel() for weight in weights.linears),
+        num_scales=sum(len(weight) for weight in weights.linears),
         num_layers=text.num_hidden_layers,
-        num_outside_layers=num_weights - numel(inside.values()),
-        num_embeddings=0 if is_tied else numel([embeddings]),
-        num_in_experts=sum(
-            weight.numel()
-            for _, each in experts_of(module)
-            for weight in each.parameters()
-            if own is None or id(weight) in own
-        ),
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
-        trains_head=own_head is not None and own_head.weight.requires_grad,
+        trains_head=weights.trains_head,
         compute_bytes=compute.itemsize,
-        body=pass_shapes(config, body, compute, tp) if own is None else None,
+        body=pass_shapes(config, body, compute, tp),
     )
 
 
