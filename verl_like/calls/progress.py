@@ -3,7 +3,8 @@
 A thread that waits for a lock or for other ranks sleeps in a futex of the kernel: it has the same
 stack, the same system call and the same count of wake-ups whenever somebody looks. A thread that
 computes, sleeps for a while, reads a file or talks to a server does not look so.
-`verl_like.calls.deadlock` compares what processes say in a row.
+`verl_like.calls.deadlock` compares what processes say in a row. A GPU waits for other ranks
+whatever its process does: that is read from torch's record of NCCL's collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-from verl_like.calls.stacks import is_inside, waits_for_a_thread
+from verl_like.calls.stacks import gpu_collective, is_inside, waits_for_a_thread
 from verl_like.process.machine import children, cpu_s_of
 
 PIPE = "pipe"
@@ -51,9 +52,9 @@ class Progress:
     """Where its call is: `IDLE` without one, `IN_COLLECTIVE`, `AT_LOCK`, or `ELSEWHERE`: it may be
     working, or waiting for somebody outside of the run."""
     stack: str = ""
-    """Files and lines of the call, the same on any rank that is there."""
+    """Files and lines of the call, or the collective of its GPU: the same on any rank there."""
     wakeups: str = ""
-    """Of all threads that the call may be waiting for."""
+    """Of all threads that the call may be waiting for; with a collective of its GPU, the stack."""
     cpu_s: float = 0.0
     """Of the process and its children."""
 
@@ -74,6 +75,9 @@ def progress_of_call(
     cpu_s = time.process_time() + sum(map(cpu_s_of, children(os.getpid())))
     if len(calling) > 1 or (loop is not None and asyncio.all_tasks(loop)):
         return Progress(num_calls, ELSEWHERE, stack, cpu_s=cpu_s)
+    if collective := gpu_collective():
+        # a thread that waits for a GPU may spin: what it uses of a core is no sign of work
+        return Progress(num_calls, IN_COLLECTIVE, collective, wakeups=stack)
 
     threads = {thread.ident: thread for thread in threading.enumerate()}
     waits, wakeups = _where(frames[calling[0]]), []

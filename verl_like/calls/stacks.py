@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ _NAMES = (
     r"open_process_group"
 )
 _COLLECTIVE = re.compile(rf'File "[^"]+", line \d+,? in (?P<name>{_NAMES})$', re.MULTILINE)
+_OF_GPU = re.compile(r"^NCCL: (?P<name>\w+), (?P<place>.+)$", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _LOCKS = re.compile(r"/(threading|queue)\.py$")
 _LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
@@ -55,7 +57,28 @@ def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType
         text_of_task = io.StringIO()
         task.print_stack(file=text_of_task)
         parts.append(f"coroutine:\n{text_of_task.getvalue()}")
+    if collective := gpu_collective():
+        parts.append(collective)
     return "\n".join(parts) or "idle: no call is running"
+
+
+def gpu_collective() -> str:
+    """The oldest collective that this process's GPU has not ended, in words; none is an empty text.
+
+    NCCL runs beside Python, which may be anywhere: torch's flight recorder knows. Of sends and
+    receives it is not known which belong together, so they are left out.
+    """
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
+    if dump is None:
+        return ""
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+    waiting = [one for one in entries if one["state"] != "completed" and not one.get("is_p2p")]
+    if not waiting:
+        return ""
+    oldest = waiting[0]
+    name = oldest["profiling_name"].rpartition(":")[2]
+    group = " ".join(oldest["process_group"])
+    return f"NCCL: {name}, number {oldest['collective_seq_id']} of group {group}"
 
 
 def is_inside(frame: FrameType | None, code: CodeType) -> bool:
@@ -102,7 +125,9 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
     where: dict[int, tuple[str, str]] = {}
     for rank, stack in stacks.items():
         found = list(_COLLECTIVE.finditer(stack))
-        if found:
+        if on_gpu := _OF_GPU.search(stack):
+            where[rank] = on_gpu["name"], on_gpu["place"]
+        elif found:
             where[rank] = found[-1]["name"], _caller_of(stack, found[-1].start())
 
     places = _by_place({rank: f"{name} ({place})" for rank, (name, place) in where.items()})

@@ -36,7 +36,9 @@ class Deadlines:
     rendezvous_s: float = 300.0
     """Until all ranks have met to open a process group."""
     call_s: float = 7200.0
-    """A call on a group, at most; also a collective inside one."""
+    """A call on a group, at most; on CPUs also a collective inside one."""
+    collective_s: float = 1800.0
+    """A collective of GPUs, from when the first rank is there: then NCCL ends the process."""
     late_s: float = 60.0
     """A call of a method that has been made before is late at ten times its median, not before
     this."""

@@ -26,6 +26,7 @@ class ProcessFacts:
     log_dir: str | None = None
     rendezvous_s: float = 300.0
     call_s: float = 7200.0
+    collective_s: float = 1800.0
     one_node: bool = True
     """All that the process may talk to, other pools included, is on its node."""
     secret: str = field(default="", repr=False)

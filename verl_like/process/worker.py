@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.errors import DispatchError, WorkerError, nearest
@@ -63,18 +63,27 @@ def _facts_from_environment() -> ProcessFacts:
     )
 
 
+def _device_of(facts: ProcessFacts) -> torch.device:
+    """Asked once: which devices a process sees may change while an engine starts."""
+    if facts.device_kind == "cuda":
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else facts.local_rank)
+    return torch.device("cpu")
+
+
 class Worker:
     """One role in one process."""
 
     _facts: ProcessFacts
     _siblings: dict[str, Worker]
     _mesh_facts: dict[str, tuple[int, bool]]
+    _device: torch.device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         """Attach the process's facts before any `__init__` runs: no subclass can forget to."""
         self = super().__new__(cls)
         self._facts, self._siblings = _construction.get() or (_facts_from_environment(), {})
         self._mesh_facts = {}
+        self._device = _device_of(self._facts)
         return self
 
     def __init__(self) -> None:
@@ -108,9 +117,7 @@ class Worker:
     @property
     def device(self) -> torch.device:
         """Where this worker's tensors live."""
-        if self._facts.device_kind == "cuda":
-            return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
-        return torch.device("cpu")
+        return self._device
 
     def sibling(self, role: str) -> Worker | None:
         """The worker of another role in this same process, or None.
@@ -141,6 +148,10 @@ class Worker:
 
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
         limit = timedelta(seconds=self._facts.call_s)
+        if self.device.type == "cuda":
+            limit = timedelta(seconds=self._facts.collective_s)
+            # what torch gives to groups that are made later, those of a mesh among them
+            distributed_c10d.default_pg_timeout = limit
         if self.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
             return

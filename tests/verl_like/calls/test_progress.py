@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from tests.verl_like.calls.threads_of_others import leave_out
-from verl_like.calls.progress import AT_LOCK, ELSEWHERE, IDLE, Progress, progress_of_call
+from verl_like.calls.progress import (
+    AT_LOCK,
+    ELSEWHERE,
+    IDLE,
+    IN_COLLECTIVE,
+    Progress,
+    progress_of_call,
+)
 
 
 def make_call(work: Callable[[], object]) -> None:
@@ -94,3 +103,53 @@ def test_whoever_works_or_may_be_waiting_for_somebody_outside_is_elsewhere(
     leave_out(monkeypatch, "MainThread")
     with calling(work, end):
         assert progress_of_call(3, make_call.__code__, None).waits == ELSEWHERE
+
+
+def record(*entries: tuple[str, int, str]) -> bytes:
+    """What torch's flight recorder says of the collectives that have not ended, oldest first."""
+    told = [
+        {
+            "profiling_name": f"nccl:{name}",
+            "collective_seq_id": number,
+            "process_group": ["0", "default_pg"],
+            "state": state,
+            "is_p2p": name == "send 0->1",
+        }
+        for name, number, state in entries
+    ]
+    return json.dumps({"entries": told}).encode()
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, int, str]) -> None:
+    monkeypatch.setattr(
+        torch._C._distributed_c10d,
+        "_dump_nccl_trace_json",
+        lambda includeCollectives, onlyActive: record(*entries),
+        raising=False,
+    )
+
+
+def test_a_call_whose_gpu_is_in_a_collective_waits_there_though_its_thread_spins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = threading.Event()
+
+    def spins() -> None:
+        while not end.is_set():
+            pass
+
+    recorded(monkeypatch, ("send 0->1", 3, "started"), ("all_reduce", 7, "scheduled"))
+    with calling(spins, end):
+        first, second = found(monkeypatch), found(monkeypatch)
+    assert first == second
+    assert first.waits == IN_COLLECTIVE
+    assert first.stack == "NCCL: all_reduce, number 7 of group 0 default_pg"
+
+
+def test_a_gpu_that_has_ended_its_collectives_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = threading.Event()
+    recorded(monkeypatch, ("all_reduce", 7, "completed"))
+    with calling(end.wait, end):
+        assert found(monkeypatch).waits == AT_LOCK

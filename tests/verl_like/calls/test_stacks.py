@@ -14,6 +14,13 @@ def test_likely_cause_reads_stacks() -> None:
     assert "all ranks are in the same collective" in likely_cause(same, [0, 1])
     assert "rank 1 does not answer" in likely_cause({0: FRAME.format("f", "barrier")}, [0, 1])
     assert "still computing" in likely_cause({0: 'File "a.py", line 1, in f\n'}, [0])
+    gpu = (
+        "thread main:\n"
+        + FRAME.format("f", "update")
+        + "\nNCCL: all_gather, number {} of group 0 pg"
+    )
+    cause = likely_cause({0: gpu.format(7), 1: gpu.format(8)}, [0, 1])
+    assert "rank 0 in all_gather (number 7 of group 0 pg), rank 1 in all_gather (number 8" in cause
 
 
 @pytest.mark.parametrize(

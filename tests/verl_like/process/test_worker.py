@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
@@ -94,3 +96,33 @@ def test_an_address_that_a_stranger_has_written_over_is_refused_in_words() -> No
 def test_groups_can_be_made_as_long_as_the_process_lives() -> None:
     with start("child", {"meeting": (Meeting, ())}, [2]) as group:
         assert group.sum_in_a_group_that_is_made_later() == [3.0, 3.0]
+
+
+def on_gpus(**facts: Any) -> Worker:
+    """A worker that is told that it has a GPU; nothing is computed on it."""
+    with construction(ProcessFacts(device_kind="cuda", **facts), {}):
+        return Worker()
+
+
+def test_on_gpus_a_collective_ends_by_its_own_limit_in_groups_that_are_made_later_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[timedelta] = []
+    monkeypatch.setattr(distributed_c10d, "default_pg_timeout", timedelta(minutes=7))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, timeout, **__: limits.append(timeout)
+    )
+    on_gpus(call_s=7200.0, collective_s=90.0).open_process_group()
+    assert limits == [timedelta(seconds=90)]
+    assert distributed_c10d._get_default_timeout("cpu:gloo,cuda:nccl") == timedelta(seconds=90)
+
+
+def test_a_workers_device_stays_what_it_was_when_the_process_is_told_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    worker = on_gpus(local_rank=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert worker.device == torch.device("cuda", 0)
+    assert on_gpus(local_rank=1).device == torch.device("cuda", 1)

@@ -71,6 +71,7 @@ class LocalWorkerGroup(WorkerGroup):
             log_dir=log_dir,
             rendezvous_s=limits.rendezvous_s,
             call_s=limits.call_s,
+            collective_s=limits.collective_s,
             secret=new_secret(),
         )
 

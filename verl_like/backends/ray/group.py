@@ -103,6 +103,7 @@ class RayWorkerGroup(WorkerGroup):
             log_dir=log_dir,
             rendezvous_s=limits.rendezvous_s,
             call_s=limits.call_s,
+            collective_s=limits.collective_s,
             one_node=has_one_node(),
             secret=new_secret(),
         )
