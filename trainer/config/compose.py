@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.devices import settle_pretended
+from trainer.config.devices import devices_of, settle_pretended
 from trainer.config.flat import refuse_many_aliases
 from trainer.config.keys import keys_by_name, read
 from trainer.config.placement import settle
@@ -54,6 +54,7 @@ from trainer.config.unused_keys import check_unused, keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.masking import show_by_name
 from verl_like.process.environment import is_under_torchrun
+from workers.config.rollout import RolloutConfig
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -101,7 +102,7 @@ def load_config(
     config = _as_object(tree, recipe)
     check_fields(config)
     settle_pretended(config.trainer, keys)
-    notices = settle(recipe, config, keys)
+    notices = [*_settle_engine(config), *settle(recipe, config, keys)]
     check_run(config)
     for check in recipe.checks:
         check(config)
@@ -110,6 +111,17 @@ def load_config(
     for notice in notices:
         logging.getLogger(__name__).warning(notice)
     return config
+
+
+def _settle_engine(config: RunConfig) -> list[str]:
+    """The engine of a recipe that generates: by device, where the user has not said."""
+    policy = getattr(config, "actor_rollout_ref", None)
+    rollout = getattr(policy, "rollout", None)
+    if not isinstance(rollout, RolloutConfig):
+        return []
+    from workers.rollout.build import settle_engine
+
+    return settle_engine(rollout, devices_of(config.trainer).type)
 
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:

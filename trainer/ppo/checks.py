@@ -21,7 +21,7 @@ from trainer.ppo.compute_advantage import (
 )
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.contradictions import log_warnings
-from trainer.ppo.roles import models_of, quantizations_of
+from trainer.ppo.roles import models_of, rollouts_of
 from trainer.ppo.sample import METRIC_KEY
 from trainer.ppo.update import longest_row
 from trainer.rollouts.reward_checks import check_rewards
@@ -36,6 +36,7 @@ from workers.losses.correction import RolloutCorrection
 from workers.losses.correction_bounds import SECTION
 from workers.losses.registry import facts_of, get_policy_loss
 from workers.models.quantize import check_device
+from workers.rollout.build import check_quantization
 from workers.rollout.sampling_settings import check_sampling
 from workers.training.schedules import check_optim
 
@@ -357,9 +358,12 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
 
 
 def check_quantized_device(config: Any) -> None:
-    """Refuse int8 on devices that cannot, of PPO or of best-of-n."""
-    if any(quantizations_of(config).values()):
-        check_device(devices_of(config.trainer).type)
+    """Refuse int8 and fp8 on devices that cannot, of PPO or of best-of-n."""
+    device = devices_of(config.trainer).type
+    if any(model.quantization for model in models_of(config, without_users=True).values()):
+        check_device(device)
+    for rollout in rollouts_of(config):
+        check_quantization(rollout, device)
 
 
 def _of_reference(config: PPOConfig) -> Iterator[str]:

@@ -160,7 +160,7 @@ def needs_correction(config: PPOConfig) -> str:
     """Why the rollout draws from another policy than the trainer's; nothing is an empty text."""
     rollout = config.actor_rollout_ref.rollout
     key, quantization = "quantization", rollout.quantization
-    if rollout.name == "vllm":
+    if not quantization and rollout.name == "vllm":
         key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
     if quantization:
         return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -21,6 +21,9 @@ from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
 from workers.columns import columns_of
 from workers.memory import HeldModel
+
+if TYPE_CHECKING:
+    from workers.config import RolloutConfig
 
 
 @functools.cache
@@ -55,14 +58,12 @@ def models_of(config: Any, without_users: bool = False) -> dict[str, HeldModel]:
     return models
 
 
-def quantizations_of(config: Any) -> dict[str, str | None]:
-    """Role -> how it holds its linear weights; None is as floats."""
-    models = models_of(config, without_users=True)
-    found = {role: model.quantization for role, model in models.items()}
-    for role in expand_roles(config.role_mapping):
-        if config.kind_of(role) == "rollout":
-            found[role] = config.of_role(role).actor_rollout_ref.rollout.quantization
-    return found
+def rollouts_of(config: Any) -> list[RolloutConfig]:
+    """What the roles that generate are told; they may differ."""
+    roles = [
+        role for role in expand_roles(config.role_mapping) if config.kind_of(role) == "rollout"
+    ]
+    return [config.of_role(role).actor_rollout_ref.rollout for role in roles]
 
 
 @dataclass(frozen=True)

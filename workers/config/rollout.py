@@ -13,8 +13,10 @@ from workers.config.model import DTYPES, QUANTIZATIONS
 
 ENGINES: Registry[Any] = Registry("rollout engine")
 """What `rollout.name` may be: the built-in ones, and a class by its dotted path."""
-for _built_in in ("native", "hf", "vllm"):
+AUTO = "auto"
+for _built_in in (AUTO, "native", "hf", "vllm"):
     ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
+FP8 = "fp8"
 SYNCS = ("full", "changed")
 """What a weight sync sends."""
 
@@ -51,8 +53,10 @@ CACHE_IS_OURS = When(
     "{section}name is hf, or vLLM is a server, whose own command decides that",
 )
 ENGINE_IS_NOT_HF = unless("name", "hf")
-ENGINE_IS_NOT_VLLM = unless(
-    "name", "vllm", "rollout.name=vllm quantises by rollout.engine_kwargs.quantization"
+WEIGHTS_ARE_OURS = When(
+    "vLLM is no server",
+    lambda section, _: not section.server_urls,
+    "vLLM is a server, whose own command decides that",
 )
 
 
@@ -76,12 +80,12 @@ class ValidationSamplingConfig:
 class RolloutConfig:
     """How samples are generated: engine, sampling, memory and weight sync."""
 
-    name: str = key("native", registry="rollout engine")
-    """Engine."""
+    name: str = key(AUTO, registry="rollout engine")
+    """Engine; auto: vllm on GPUs where it is installed, else native."""
     dtype: str | None = key(None, choices=DTYPES)
     """Type of the engine's weights; null: the trainer's compute type."""
-    quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=ENGINE_IS_NOT_VLLM)
-    """int8 quantises linear weights at each sync."""
+    quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
+    """Linear weights, rounded at each sync: int8 (native, hf; CPUs) or fp8 (vllm; GPUs)."""
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)

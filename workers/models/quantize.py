@@ -234,7 +234,7 @@ def check_device(device_type: str) -> None:
         raise ConfigError(
             f"quantization=int8 multiplies integers on CPUs alone, and this role's device is "
             f"{device_type}: leave quantization out and set rollout.dtype or model.compute_dtype="
-            "bfloat16; rollout.name=vllm quantises by rollout.engine_kwargs.quantization."
+            "bfloat16; rollout.name=vllm has rollout.quantization=fp8."
         )
     if not _is_exact():
         raise ConfigError(

@@ -42,7 +42,13 @@ from workers.rollout.batches import (
     samples_of,
 )
 from workers.rollout.begun import Begun
-from workers.rollout.build import build_engine, check_engine, ranks_per_engine, tokenizer_of
+from workers.rollout.build import (
+    build_engine,
+    check_engine,
+    ranks_per_engine,
+    settle_engine,
+    tokenizer_of,
+)
 from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
@@ -75,6 +81,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self.response_width: int = config.data.max_response_length
         self.seed: int = config.trainer.seed
         self.model_eos = generation_eos(self.policy.model.path)
+        settle_engine(self.config, self.device.type)
         check_engine(config, self.world_size)
         ranks = ranks_per_engine(config)
         self._register_dispatch_collect_info(

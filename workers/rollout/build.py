@@ -10,7 +10,8 @@ one's own     an engine per rank, of a class (module, limits, decode=) with weig
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,20 +23,42 @@ from torch import Tensor
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import Call, check_call, check_methods
 from workers.config.policy import replays_routing
-from workers.config.rollout import ENGINES
+from workers.config.rollout import AUTO, ENGINES, FP8
 from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.models.quantize import check_device
 from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
 from workers.parallel.offload import give_back_after_calls
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
-from workers.rollout.vllm.setup import check_options
+from workers.rollout.vllm.setup import check_options, check_version
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
     from workers.config import RolloutConfig, WorkersConfig
+
+
+def settle_engine(rollout: RolloutConfig, device_type: str) -> list[str]:
+    """Choose the engine where that is left to us; a notice where it is slow on this device."""
+    if rollout.name == AUTO:
+        rollout.name = "vllm" if device_type == "cuda" and _has_vllm() else "native"
+    if (rollout.name, device_type) != ("native", "cuda"):
+        return []
+    return [
+        "notice: rollout.name=native decodes on GPUs without CUDA graphs and without paging its KV "
+        "cache: it is the engine for CPUs. rollout.name=vllm is the one for GPUs (pip install -e "
+        '".[vllm]")'
+    ]
+
+
+def _has_vllm() -> bool:
+    try:
+        check_version("cuda")
+    except ConfigError:
+        return False
+    return True
 
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:
@@ -55,6 +78,31 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size={ranks} does not divide the rollout's "
             f"{world_size} processes; valid: {valid}."
+        )
+
+
+def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
+    """Refuse a type of linear weights that this engine has not on this device."""
+    own, passed_on = rollout.quantization, rollout.engine_kwargs.get("quantization")
+    what = f"rollout.quantization={own} with rollout.name={rollout.name}"
+    if own is None:
+        return
+    if passed_on:
+        raise ConfigError(
+            f"{what} and rollout.engine_kwargs.quantization={passed_on}: vLLM takes one. Leave one "
+            "of them out."
+        )
+    if (own == FP8) != (rollout.name == "vllm"):
+        raise ConfigError(
+            f"{what}: vllm has fp8, on GPUs, and native and hf have int8, on CPUs. Leave it out, "
+            "or set the other one."
+        )
+    if own != FP8:
+        check_device(device_type)
+    elif device_type != "cuda":
+        raise ConfigError(
+            f"{what}: vLLM rounds to fp8 on GPUs alone, and this role's device is {device_type}. "
+            "Leave it out."
         )
 
 
@@ -173,8 +221,9 @@ def _vllm_engine(
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
 
     policy = config.actor_rollout_ref
-    if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices  # read by the processes that vLLM starts
+    options = dict(policy.rollout.engine_kwargs)
+    if policy.rollout.quantization:
+        options["quantization"] = policy.rollout.quantization
     settings = VllmSettings(
         model_path=str(model_folder(policy.model.path, weights=False)),  # its weights come by sync
         dtype=name_of(rollout_dtype(policy, worker.device.type)),
@@ -182,13 +231,28 @@ def _vllm_engine(
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
         device_type=worker.device.type,
         notes_routing=replays_routing(policy),
-        options=dict(policy.rollout.engine_kwargs),
+        options=options,
     )
     if urls := policy.rollout.server_urls:
         from workers.rollout.vllm.server import VllmServerEngine
 
         return VllmServerEngine(urls[worker.rank], settings, limits, decode=decode)
-    return VllmEngine(settings, limits, decode=decode)
+    with _visible(devices):
+        return VllmEngine(settings, limits, decode=decode)
+
+
+@contextmanager
+def _visible(devices: str | None) -> Iterator[None]:
+    """Processes that are started within see these devices; this one's own stay as they are."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    try:
+        yield
+    finally:
+        if devices is not None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
 
 
 def _devices_of(worker: Worker, ranks: int) -> str | None:

@@ -25,6 +25,7 @@ NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model"
 ROLLOUT = "actor_rollout_ref.rollout.quantization=int8"
 REF = "actor_rollout_ref.ref.quantization=int8"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
+KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 DRIFT = "ref/quantization_log_prob_diff_mean"
 
 
@@ -62,6 +63,17 @@ def test_what_the_user_sets_wins(
     assert "rounds the rollout's weights" not in caplog.text
 
 
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+FP8 = "actor_rollout_ref.rollout.quantization=fp8"
+
+
+def test_fp8_is_vllms_on_gpus_and_is_corrected_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load(VLLM, FP8, "trainer.pretend=1xH100")
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert "rollout.quantization=fp8 rounds the rollout's weights, so" in caplog.text
+
+
 def test_vllms_own_quantisation_is_corrected_for_too() -> None:
     config = load(
         "actor_rollout_ref.rollout.name=vllm",
@@ -74,8 +86,11 @@ def test_vllms_own_quantisation_is_corrected_for_too() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ((ROLLOUT, "actor_rollout_ref.rollout.name=vllm"), "engine_kwargs.quantization"),
-        (("actor_rollout_ref.rollout.quantization=int4",), "choose one of int8"),
+        ((ROLLOUT, VLLM), "int8 with rollout.name=vllm: vllm has fp8"),
+        ((FP8, "actor_rollout_ref.rollout.name=native"), "fp8 with rollout.name=native"),
+        ((FP8, VLLM, "trainer.device=cpu"), "on GPUs alone, and this role's device is cpu"),
+        ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.pretend=1xH100"), "vLLM takes one"),
+        (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
         ((ROLLOUT, "trainer.device=cuda"), "CPUs alone.*device is cuda"),
         ((REF,), "this run has no reference"),
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "weights that move are not held"),
