@@ -42,6 +42,24 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     return numbers
 
 
+def uniforms_of(keys: Tensor, positions: Tensor) -> Tensor:
+    """`uniforms`, computed where the tensors are; `keys` are int64 of the same bits."""
+    state = keys + (positions + 1) * _signed(_GOLDEN)
+    state = (state ^ _shifted(state, 30)) * _signed(_MIX_1)
+    state = (state ^ _shifted(state, 27)) * _signed(_MIX_2)
+    state = state ^ _shifted(state, 31)
+    return _shifted(state, 11).double() * 2.0**-53
+
+
+def _signed(number: np.uint64) -> int:
+    return int(number.astype(np.int64))
+
+
+def _shifted(state: Tensor, places: int) -> Tensor:
+    """To the right, with zeros from the left, as of an unsigned number."""
+    return (state >> places) & ((1 << (64 - places)) - 1)
+
+
 def choose_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

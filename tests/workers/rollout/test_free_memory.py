@@ -26,9 +26,9 @@ def test_what_training_and_syncs_left_free_is_given_back_before_vllm_allocates(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = object.__new__(VllmEngine)
-    engine.settings, engine._cache_sleeps = VllmSettings("", device_type="cuda"), True
+    engine.settings, engine._lacks_cache = VllmSettings("", device_type="cuda"), False
     engine.llm = SimpleNamespace(wake_up=lambda tags: log.extend(tags))
-    engine._requests = {}
+    engine._requests, engine._running = {}, {}
     monkeypatch.setattr(engine, "_everywhere", lambda *_: None)
     engine._allocate()
     engine.commit(1)

@@ -11,7 +11,13 @@ import torch
 
 from verl_like.errors import ConfigError
 from workers.rollout.base import SamplingParams
-from workers.rollout.sampling import choose_tokens, filtered_probs, noise_key, uniforms
+from workers.rollout.sampling import (
+    choose_tokens,
+    filtered_probs,
+    noise_key,
+    uniforms,
+    uniforms_of,
+)
 
 VOCAB, DRAWS = 8, 20_000
 
@@ -181,3 +187,13 @@ def test_every_part_of_the_name_changes_the_key() -> None:
 def test_settings_that_draw_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sampling(**settings)
+
+
+def test_the_noise_of_tensors_is_that_of_arrays_bit_for_bit() -> None:
+    random = np.random.default_rng(0)
+    keys = random.integers(0, 2**64, size=5000, dtype=np.uint64, endpoint=False)
+    keys[:2] = 0, 2**64 - 1
+    positions = random.integers(0, 2**31, size=5000)
+    signed = torch.from_numpy(keys.view(np.int64))
+    found = uniforms_of(signed, torch.from_numpy(positions))
+    assert torch.equal(found, torch.from_numpy(uniforms(keys, positions)))

@@ -91,19 +91,21 @@ class VllmEngine(RolloutEngine):
         arrived, not as vLLM holds them."""
         self._found_damaged: list[str] = []
         self._requests: dict[int, _Request] = {}
-        self._cache_sleeps = False
         self._num_rows = 0
         """Of the table of log-probs in vLLM's processes."""
+        self._lacks_cache = False
+        """The KV cache sleeps on: whatever has put the weights here still has its own memory."""
 
     def _start(self) -> Any:
         settings, limits = self.settings, self.limits
         check_version(settings.device_type)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"async_scheduling": False}
         if settings.device_type == "cuda":
             options = {
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
                 "enable_sleep_mode": True,
                 "disable_custom_all_reduce": True,
+                "async_scheduling": not settings.notes_routing,
             }
         options |= settings.options
 
@@ -122,7 +124,6 @@ class VllmEngine(RolloutEngine):
                     max_num_seqs=limits.max_num_seqs,
                     enforce_eager=settings.device_type == "cpu" or settings.notes_routing,
                     enable_prefix_caching=not settings.notes_routing,
-                    async_scheduling=False,
                     disable_log_stats=True,
                     worker_extension_cls=EXTENSION,
                     **options,
@@ -148,11 +149,8 @@ class VllmEngine(RolloutEngine):
 
     def commit(self, version: int) -> None:
         """From here on tokens are those of `version`, also of requests that are running."""
+        self._wake_cache()
         super().commit(version)
-        if self._cache_sleeps:
-            torch.cuda.empty_cache()  # what the sync left
-            self.llm.wake_up(tags=["kv_cache"])
-            self._cache_sleeps = False
         self._everywhere("use_version", version)
         if self._requests and not self.limits.keep_kv:
             self.drop_prefixes(of_running=True)
@@ -335,15 +333,25 @@ class VllmEngine(RolloutEngine):
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def _free(self) -> None:
+        """Level 2 drops the weights, which the next sync brings; level 1 would keep a copy."""
         if self.settings.device_type == "cuda":
+            self._wake_cache()  # vLLM does nothing where a part of it is asleep
+            self._everywhere("save_loose_tensors")
             self.llm.sleep(level=2)
-            self._cache_sleeps = True
 
     def _allocate(self) -> None:
-        """The weights: while they come, whoever sends them may need the cache's memory."""
+        """The weights' memory alone: a trainer that gathers them is still on the GPU."""
         if self.settings.device_type == "cuda":
             torch.cuda.empty_cache()  # what training left: vLLM allocates beside torch
             self.llm.wake_up(tags=["weights"])
+            self._lacks_cache = True
+            self._everywhere("restore_loose_tensors")
+
+    def _wake_cache(self) -> None:
+        if self._lacks_cache:
+            torch.cuda.empty_cache()  # of what the weights were gathered in
+            self.llm.wake_up(tags=["kv_cache"])
+            self._lacks_cache = False
 
     def _everywhere(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = self.llm.collective_rpc(method, args=args)

@@ -38,7 +38,6 @@ FIXED = (
     "skip_tokenizer_init",
     "enforce_eager",
     "enable_prefix_caching",
-    "async_scheduling",
     "disable_log_stats",
     "worker_extension_cls",
 )

@@ -13,16 +13,17 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from workers.rollout.base import SamplingParams
-from workers.rollout.sampling import choose_tokens, uniforms
+from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.choices import Choices
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.read_back import ReadBack
@@ -30,6 +31,9 @@ from workers.rollout.vllm.setup import model_facts
 from workers.weights.channel import Bucket, receiving
 from workers.weights.checksum import hashes_of
 from workers.weights.connection import Address, Connections
+
+STEPS_BEHIND = 32
+"""The tables get what was drawn so many steps ago: no step waits for its own numbers."""
 
 
 class Sampler(nn.Module):
@@ -47,12 +51,19 @@ class Sampler(nn.Module):
         self.version = 0
         """Of the weights that draw."""
         self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
+        self._arriving: list[_Drawn] = []
+        """What the device has drawn and the tables do not have yet, step by step."""
+        self._drawing = _Drawing.of([], {}, torch.device("cpu"))
         self.choices: Choices | None = None
         self.choice_dtype = torch.uint8
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
-        """Room for what is drawn for so many requests at once; what is there stays."""
-        shape, before = (num_rows, sampling.max_tokens), (self.log_probs, self.versions)
+        """Room for what is drawn for so many requests at once; what is there stays.
+
+        A column behind the last is for what is drawn before vLLM has heard that a request is over.
+        """
+        self.settle()
+        shape, before = (num_rows, sampling.max_tokens + 1), (self.log_probs, self.versions)
         self.log_probs = torch.zeros(*shape, sampling.num_log_probs)
         self.versions = torch.zeros(shape, dtype=torch.int32)
         for old, new in zip(before, (self.log_probs, self.versions), strict=True):
@@ -61,30 +72,96 @@ class Sampler(nn.Module):
         self.sampling = sampling
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """The next token of every row of the runner's batch; outside our generations vLLM's own."""
+        """The next token of every row of the runner's batch; outside our generations vLLM's own.
+
+        Nothing here waits for the device, which may be a step behind.
+        """
         if self.sampling is None:
             return self.original(logits, sampling_metadata, *args, **kwargs)
         from vllm.v1.outputs import SamplerOutput
 
-        batch = self.runner.input_batch
-        count = len(logits)
-        facts = [
-            self.runner.requests[name].sampling_params.extra_args for name in batch.req_ids[:count]
-        ]
-        made = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
-        made_before = np.array([fact["made"] for fact in facts], dtype=np.int64)
-        positions = made.astype(np.int64) + made_before
-        keys = np.array([fact["key"] for fact in facts], dtype=np.uint64)
-        noise = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
-        steps = torch.from_numpy(positions)
-        tokens, log_probs = choose_tokens(logits, noise, self.sampling, steps)
-        rows = [fact["row"] for fact in facts]
-        self.log_probs[rows, steps], self.versions[rows, steps] = log_probs.cpu(), self.version
+        batch, count = self.runner.input_batch, len(logits)
+        names = batch.req_ids[:count]
+        if names != self._drawing.names:
+            self._drawing = _Drawing.of(names, self.runner.requests, logits.device)
+        drawing = self._drawing
+        drawn = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        steps = drawing.made_before + drawn
+        positions = on_device(steps, logits.device)
+        noise = uniforms_of(drawing.keys, positions)
+        tokens, log_probs = choose_tokens(logits, noise, self.sampling, positions)
+
+        last = self.sampling.max_tokens
+        self._arriving.append(
+            _Drawn(drawing.rows, steps.clip(0, last), self.version, *arriving(log_probs))
+        )
+        if len(self._arriving) == 2 * STEPS_BEHIND:
+            self.settle(STEPS_BEHIND)
         if self.choices is not None:
-            self.choices.end_pass(rows, self.choice_dtype)
+            self.choices.end_pass(drawing.rows.tolist(), self.choice_dtype)
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
+
+    def settle(self, num_steps: int | None = None) -> None:
+        """Write the first steps of what is arriving, or all, into the tables."""
+        settled = self._arriving[:num_steps]
+        self._arriving = self._arriving[len(settled) :]
+        if settled and settled[-1].has_come is not None:
+            settled[-1].has_come.synchronize()
+        for step in settled:
+            self.log_probs[step.rows, step.steps] = step.log_probs
+            self.versions[step.rows, step.steps] = step.version
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What is known of the requests of a pass, which mostly are those of the pass before."""
+
+    names: list[str]
+    rows: NDArray[np.int64]
+    """In the tables."""
+    made_before: NDArray[np.int64]
+    keys: Tensor
+    """Of their noise, on the device, as int64 of the same bits."""
+
+    @classmethod
+    def of(cls, names: list[str], requests: Any, device: torch.device) -> _Drawing:
+        facts = [requests[name].sampling_params.extra_args for name in names]
+        rows = np.array([fact["row"] for fact in facts], dtype=np.int64)
+        made = np.array([fact["made"] for fact in facts], dtype=np.int64)
+        keys = np.array([fact["key"] for fact in facts], dtype=np.uint64).view(np.int64)
+        return cls(names, rows, made, on_device(keys, device))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """One step's log-probs, where they go in the tables, and whose weights drew."""
+
+    rows: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    version: int
+    log_probs: Tensor
+    has_come: torch.cuda.Event | None
+    """From then on they are in host memory."""
+
+
+def on_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """A copy there, behind what the device still computes."""
+    tensor = torch.from_numpy(numbers)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy in host memory, there once the event has come."""
+    copy = tensor.to("cpu", non_blocking=True)
+    if not tensor.is_cuda:
+        return copy, None
+    has_come = torch.cuda.Event()
+    has_come.record()
+    return copy, has_come
 
 
 class WorkerExtension:
@@ -95,6 +172,7 @@ class WorkerExtension:
     rank: int
     device: torch.device
     _links: Connections | None = None
+    _loose: dict[str, Tensor]
     _arrivals: Arrivals
     _read_back: ReadBack | None = None
     _processed: set[nn.Module]
@@ -147,11 +225,26 @@ class WorkerExtension:
     def drawn_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Log-probs [rows, max tokens, kinds] and versions [rows, max tokens] of what was drawn."""
         sampler = self.model_runner.sampler
+        sampler.settle()
         return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:
         """After the last request: drop the sampling settings."""
         self.model_runner.sampler.sampling = None
+
+    def save_loose_tensors(self) -> None:
+        """Before a sleep of level 2, which drops what no load brings back."""
+        found = loose_tensors(self.model_runner.model)
+        self._loose = {place: tensor.to("cpu", copy=True) for place, tensor in found}
+
+    def restore_loose_tensors(self) -> None:
+        """After it, in the memory that they had."""
+        with torch.inference_mode():  # some were made in it
+            for place, tensor in loose_tensors(self.model_runner.model):
+                saved = self._loose.get(place)
+                if saved is not None and saved.shape == tensor.shape:
+                    tensor.copy_(saved)
+        self._loose = {}
 
     def begin_load(self, reads_back: bool) -> None:
         """Take the kernels' own layout back to the checkpoint's, by layers, as weights arrive."""
@@ -244,6 +337,18 @@ class WorkerExtension:
             if packs and layer.weight.dim() == 2:
                 method: Any = layer.quant_method
                 method.process_weights_after_loading(layer)
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors that layers have as plain attributes: no load need bring them.
+
+    vLLM itself keeps buffers alone over a sleep (vllm-project/vllm#29341).
+    """
+    for path, layer in model.named_modules():
+        held = {**dict(layer.named_buffers(recurse=False)), **vars(layer)}
+        for name, value in held.items():
+            if isinstance(value, Tensor) and name != "kv_cache":
+                yield f"{path}.{name}", value.detach()
 
 
 def _plain(value: Any) -> Any:

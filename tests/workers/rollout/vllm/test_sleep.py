@@ -1,52 +1,124 @@
-"""What an engine of vLLM's gives back while it sleeps, and takes again, in which order."""
+"""A vLLM engine on a GPU gives its memory to the trainer and takes it again, part by part."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from workers.rollout.vllm.engine import VllmEngine
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers.rollout.vllm.fakes import engine_on
+from tests.workers.rollout_engines import make_model
+from verl_like.errors import RolloutError, WeightSyncError
+from workers.rollout.base import SamplingParams
+from workers.rollout.vllm.worker import WorkerExtension
+
+WEIGHTS, CACHE = "wake ['weights']", "wake ['kv_cache']"
 
 
-class Recorded:
-    """In the place of vLLM."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-
-    def sleep(self, level: int) -> None:
-        self.told.append(("sleep", level))
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.told.append(("wake up", tags))
-
-    def collective_rpc(self, method: str, args: tuple[int, ...]) -> list[None]:
-        assert (method, len(args)) == ("use_version", 1)
-        return [None]
+def resident(model: Any, log: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """The trainer's weights, which are on the GPU as long as they are gathered."""
+    log.append("shards there")
+    yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+    log.append("shards gone")
 
 
-def engine_on(device_type: str) -> tuple[VllmEngine, Recorded]:
-    engine, llm = VllmEngine.__new__(VllmEngine), Recorded()
-    engine.settings = SimpleNamespace(device_type=device_type)
-    engine.llm, engine._running, engine._requests, engine._cache_sleeps = llm, {}, {}, False
-    return engine, llm
+def steps(log: list[Any]) -> list[Any]:
+    wanted = ("sleep", "wake", "shards", "save_loose", "restore_loose", "use_version")
+    return [entry for entry in log if entry.startswith(wanted)]
 
 
-def test_the_cache_comes_back_once_the_weights_are_there() -> None:
-    engine, llm = engine_on("cuda")
-    for version in (1, 2):
-        engine.sleep()
-        engine.wake_up()
-        engine.commit(version)
-    engine.commit(3)  # other weights, without a sleep
-    once = [("sleep", 2), ("wake up", ["weights"]), ("wake up", ["kv_cache"])]
-    assert llm.told == 2 * once
+def test_the_cache_comes_back_when_the_trainers_shards_are_gone_and_all_ranks_have_voted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, log = make_model(tmp_path), list[Any]()
+    engine = engine_on(monkeypatch, tmp_path, log)
+    engine.load_weights(resident(model, log))
+    engine.commit(1)
+    assert not [entry for entry in log if entry.startswith("wake")], "it has not slept"
+
+    engine.commit(1)  # without a sleep
+    assert CACHE not in log
+
+    log.clear()
+    engine.sleep()
+    engine.wake_up()
+    engine.load_weights(resident(model, log))
+    log.append("shards: all ranks vote")
+    engine.commit(2)
+    assert steps(log) == [
+        "save_loose_tensors",
+        "sleep 2",
+        WEIGHTS,
+        "restore_loose_tensors",
+        "shards there",
+        "shards gone",
+        "shards: all ranks vote",
+        CACHE,
+        "use_version",
+    ]
 
 
-def test_on_a_cpu_vllm_has_no_sleep() -> None:
-    engine, llm = engine_on("cpu")
+def test_after_a_sync_that_failed_it_generates_nothing_and_sleeps_again_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, log = make_model(tmp_path), list[Any]()
+    engine = engine_on(monkeypatch, tmp_path, log)
+    engine.sleep()
+    with pytest.raises(WeightSyncError, match="missing"):
+        engine.load_weights([])
+    assert CACHE not in log
+    with pytest.raises(RolloutError, match="no verified weights"):
+        engine.submit([], SamplingParams(max_tokens=1, stop_token_ids=(0,)))
+
+    log.clear()
+    engine.sleep()
+    assert steps(log) == [CACHE, "save_loose_tensors", "sleep 2"], "vLLM sleeps as a whole or not"
+    engine.load_weights(resident(model, log))
+    engine.commit(1)
+    assert log.count(CACHE) == 2
+
+
+def test_on_a_cpu_vllm_has_no_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_model(tmp_path)
+    log = list[Any]()
+    engine = engine_on(monkeypatch, tmp_path, log, "cpu")
     engine.sleep()
     engine.wake_up()
     engine.commit(1)
-    assert llm.told == []
-    assert engine.version == 1
+    assert not [entry for entry in log if "sleep" in entry or "wake" in entry]
+
+
+class Rope(nn.Module):
+    """A layer with what no checkpoint has."""
+
+    cos: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("cos", torch.arange(4.0), persistent=False)
+        with torch.inference_mode():
+            self.slopes = torch.arange(5.0)
+        self.kv_cache = torch.ones(6)
+
+
+def test_buffers_and_loose_tensors_are_after_a_sleep_what_they_were_where_they_were() -> None:
+    worker = WorkerExtension()
+    rope = Rope()
+    worker.model_runner = SimpleNamespace(model=nn.Sequential(rope, rope))
+    memory = {id(rope.cos), id(rope.slopes)}
+    worker.save_loose_tensors()
+    with torch.inference_mode():
+        for lost in (rope.cos, rope.slopes, rope.kv_cache):
+            lost.fill_(-1)
+    worker.restore_loose_tensors()
+    assert rope.cos.tolist() == [0, 1, 2, 3]
+    assert rope.slopes.tolist() == [0, 1, 2, 3, 4]
+    assert rope.kv_cache.tolist() == [-1] * 6, "it begins empty"
+    assert memory == {id(rope.cos), id(rope.slopes)}
+    assert not worker._loose

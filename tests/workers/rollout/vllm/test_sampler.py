@@ -1,0 +1,136 @@
+"""Our sampler in vLLM's runner: what a step asks of the host, and what it leaves in the tables."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from workers.rollout.base import SamplingParams
+from workers.rollout.sampling import choose_tokens, uniforms
+from workers.rollout.vllm import worker
+from workers.rollout.vllm.worker import STEPS_BEHIND, Sampler
+
+VOCABULARY, PROMPT, MOST = 1000, 5, 3 * STEPS_BEHIND
+
+
+class Requests(dict[str, Any]):
+    """The runner's, which counts how often it is asked."""
+
+    num_asked = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.num_asked += 1
+        return super().__getitem__(name)
+
+
+class Runner:
+    """Stands for vLLM's model runner: its requests, each with so many tokens of its own."""
+
+    def __init__(self, num_requests: int, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.facts = [
+            {"row": num_requests - 1 - n, "key": (n + 1) << 61, "made": 2 * n}
+            for n in range(num_requests)
+        ]
+        self.requests = Requests()
+        for n, facts in enumerate(self.facts):
+            self.requests[f"{n}"] = SimpleNamespace(
+                sampling_params=SimpleNamespace(extra_args=facts)
+            )
+        prompts = np.full(num_requests, PROMPT, dtype=np.int32)
+        self.input_batch = SimpleNamespace(
+            req_ids=list(self.requests),
+            num_prompt_tokens=prompts,
+            num_tokens_no_spec=prompts.copy(),
+        )
+
+
+@pytest.fixture
+def vllm_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = SimpleNamespace(SamplerOutput=SimpleNamespace)
+    for name in ("vllm", "vllm.v1", "vllm.v1.outputs"):
+        monkeypatch.setitem(sys.modules, name, outputs)
+
+
+def begun(runner: Runner, **settings: Any) -> Sampler:
+    sampler = Sampler(runner, torch.nn.Identity())
+    sampling = SamplingParams(max_tokens=MOST, stop_token_ids=(0,), **settings)
+    sampler.begin(sampling, len(runner.requests))
+    return sampler
+
+
+def step(sampler: Sampler, logits: Tensor) -> Tensor:
+    """One pass: every request has a token more afterwards."""
+    tokens: Tensor = sampler(logits, None).sampled_token_ids
+    sampler.runner.input_batch.num_tokens_no_spec += 1
+    return tokens[:, 0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"do_sample": False}])
+@pytest.mark.usefixtures("vllm_outputs")
+def test_a_step_asks_nothing_of_the_device_and_nothing_of_requests_that_it_knows(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses to copy a tensor from `meta` to host memory."""
+    begun_copies: list[Tensor] = []
+
+    def on_its_way(tensor: Tensor) -> tuple[Tensor, None]:
+        begun_copies.append(tensor)
+        return torch.zeros(tensor.shape), None
+
+    monkeypatch.setattr(worker, "arriving", on_its_way)
+    runner = Runner(3, "meta")
+    sampler = begun(runner, **settings)
+    for _ in range(4):
+        step(sampler, torch.zeros(3, VOCABULARY, device="meta"))
+    assert runner.requests.num_asked == 3, "once each"
+    assert [copy.shape for copy in begun_copies] == [(3, 1)] * 4
+
+
+@pytest.mark.usefixtures("vllm_outputs")
+def test_the_tables_hold_every_draw_of_every_version_when_they_are_asked() -> None:
+    runner = Runner(3)
+    sampler = begun(runner)
+    num_steps = 2 * STEPS_BEHIND + 7
+    generator = torch.Generator().manual_seed(0)
+    keys = np.array([facts["key"] for facts in runner.facts], dtype=np.uint64)
+    made = np.array([facts["made"] for facts in runner.facts])
+    wanted = torch.zeros(3, MOST + 1, 1)
+    for number in range(num_steps):
+        logits = torch.randn(3, VOCABULARY, generator=generator)
+        sampler.version = number // 10
+        noise = torch.from_numpy(uniforms(keys, made + number))
+        tokens, log_probs = choose_tokens(logits, noise, sampler.sampling)
+        assert step(sampler, logits).tolist() == tokens.tolist()
+        for n, facts in enumerate(runner.facts):
+            wanted[facts["row"], made[n] + number] = log_probs[n]
+    sampler.settle()
+    assert torch.equal(sampler.log_probs, wanted)
+    assert sampler.versions[2, :num_steps].tolist() == [n // 10 for n in range(num_steps)]
+
+
+@pytest.mark.usefixtures("vllm_outputs")
+def test_what_is_drawn_after_a_samples_last_token_is_kept_from_all_others() -> None:
+    runner = Runner(2)
+    sampler = begun(runner)
+    runner.input_batch.num_tokens_no_spec += MOST
+    step(sampler, torch.zeros(2, VOCABULARY))
+    sampler.settle()
+    assert not sampler.log_probs[:, :MOST].any()
+
+
+@pytest.mark.usefixtures("vllm_outputs")
+def test_a_request_in_anothers_place_is_looked_up() -> None:
+    runner = Runner(2)
+    sampler = begun(runner)
+    logits = torch.zeros(2, VOCABULARY)
+    first = step(sampler, logits).tolist()
+    runner.input_batch.num_tokens_no_spec -= 1
+    runner.input_batch.req_ids = ["1", "0"]
+    assert step(sampler, logits).tolist() == first[::-1]
