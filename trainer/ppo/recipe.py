@@ -164,6 +164,8 @@ def needs_correction(config: PPOConfig) -> str:
         key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
     if quantization:
         return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"
+    if config.actor_rollout_ref.model.fp8_linear:
+        return "actor_rollout_ref.model.fp8_linear=true rounds the trainer's products"
     return ""
 
 

@@ -202,6 +202,8 @@ class ModelConfig:
     """Type of forward and backward passes; null: bfloat16 on CUDA, else `dtype`."""
     compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)
     """Compile layers by torch.compile; auto: on CUDA, where a compiler is there."""
+    fp8_linear: bool = key(False, may_change_on_resume=True)
+    """Multiply linear layers of training passes in float8 (Ada, Hopper and newer)."""
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)

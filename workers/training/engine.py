@@ -68,6 +68,7 @@ from workers.parallel.sharding import dims_of, settle
 from workers.parallel.stages import Stages
 from workers.training.attention import describe, packed_rows
 from workers.training.compiled import CompiledLayers, why_not_over
+from workers.training.float8 import check_float8, float8_layers, float8_linears
 from workers.training.lm_head import DEFAULT, Wanted, token_columns
 from workers.training.microbatch import (
     Budget,
@@ -138,6 +139,7 @@ class TrainEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.host_blocks = HostBlocks()
         self.compiled: CompiledLayers | None = None
+        self.float8_layers: list[nn.Linear] = []
         self.row_passes = RowPasses()
         self.replays_routing = replays_routing
         self.routers: Routers | None = None
@@ -160,6 +162,9 @@ class TrainEngine:
         if not trained:
             self.model_config = frozen(self.model_config, self.device.type)
         precision = precision_of(self.model_config, self.device.type)
+        in_float8 = self.model_config.fp8_linear and not self.quantization
+        if in_float8:
+            check_float8(self.device, precision.compute, self.dims)
         self.module: Any = empty_model(self.model_config, self.head, self.device)
         if not trained:
             self.module.requires_grad_(False)  # what its class freezes, training leaves frozen
@@ -212,6 +217,8 @@ class TrainEngine:
         with self.running(), computing_in(self.module, self.cast):
             self.row_passes = prove_rows(self.module, self.device, self.kernel, **rows)
         say_once(describe(self.module, self.packs, self.kernel, why_not))
+        if in_float8:
+            self.float8_layers = float8_layers(self.module)
         wanted = self.model_config.compile
         if wanted == "on" or (wanted == "auto" and self.device.type == "cuda"):
             self._compile(layers)
@@ -571,6 +578,7 @@ class TrainEngine:
             stack.enter_context(self._resident(optimizer))
             if self.is_sharded:
                 stack.callback(reshard, self.module)
+            stack.enter_context(float8_linears(self.float8_layers))
             if self.compiled is not None:
                 stack.enter_context(self.compiled.computing())
             elif self.device.type == "cpu":

@@ -83,6 +83,12 @@ def test_vllms_own_quantisation_is_corrected_for_too() -> None:
     assert "engine_kwargs.quantization=fp8" in needs_correction(config)
 
 
+def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout() -> None:
+    config = load("actor_rollout_ref.model.fp8_linear=true")
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert "model.fp8_linear=true rounds" in needs_correction(config)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -1,0 +1,116 @@
+"""Linear layers in float8 beside bfloat16, on the CPU, where torch multiplies float8, too."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.errors import ConfigError
+from workers.models.proof import relative_error
+from workers.parallel.dims import ParallelDims
+from workers.roles.actor import ActorWorker
+from workers.training.float8 import check_float8, float8_linears
+from workers.training.microbatch import Budget
+
+CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
+
+
+def layer_and_states(num_rows: int) -> tuple[nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32).to(BFLOAT16)
+    return layer, torch.randn(num_rows, 64).to(BFLOAT16)
+
+
+def test_outputs_and_gradients_are_those_of_bfloat16_but_for_rounding() -> None:
+    layer, states = layer_and_states(40)
+    grad, found = torch.randn(40, 32).to(BFLOAT16), []
+    for layers in ([], [layer]):
+        leaf = states.clone().requires_grad_()
+        with float8_linears(layers):
+            output = layer(leaf)
+            inputs = [leaf, layer.weight, layer.bias]
+            found.append([output.detach(), *torch.autograd.grad(output, inputs, grad)])
+    for ours, theirs in zip(*found[::-1], strict=True):
+        assert ours.dtype == BFLOAT16
+        assert relative_error(ours, theirs) < 0.06
+    assert relative_error(found[1][0], found[0][0]) > 0.005
+    for ours, theirs in zip(found[1][2:], found[0][2:], strict=True):  # of weights
+        assert torch.equal(ours, theirs)
+    assert "forward" not in vars(layer)
+
+
+def test_a_token_s_output_does_not_depend_on_its_neighbours() -> None:
+    layer, states = layer_and_states(40)
+    others = states.clone()
+    others[1:] *= 1000
+    with float8_linears([layer]), torch.no_grad():
+        outputs = layer(states), layer(others), layer(states[:1])
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][0], outputs[2][0])
+
+
+def actor(tiny_dir: Path, **model: Any) -> ActorWorker:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    for name, value in {"compute_dtype": "bfloat16", **model}.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    return started(ActorWorker, config, 10)
+
+
+def test_an_actor_computes_in_float8_by_key_all_its_layers_but_the_head(tiny_dir: Path) -> None:
+    found = []
+    for is_rounded in (False, True):
+        own = actor(tiny_dir, fp8_linear=is_rounded)
+        log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
+        found.append((log_probs, gradients(own, make_batch(8), ACTOR_COLUMNS)))
+        layers = {id(layer) for layer in own.engine.float8_layers}
+        linears = [part for part in own.engine.module.modules() if type(part) is nn.Linear]
+        assert len(layers) == (len(linears) - 1 if is_rounded else 0)
+        assert id(own.engine.module.lm_head) not in layers
+    (exact, exact_grads), (rounded, rounded_grads) = found
+    assert 1e-4 < (rounded - exact).abs().max() < 0.2
+    for name, grad in exact_grads.items():
+        assert rounded_grads[name].dtype == torch.float32
+        assert (rounded_grads[name] - grad).norm() < 0.3 * grad.norm(), name
+    own.update_actor(make_batch(8))
+
+
+def test_compiled_layers_multiply_in_float8_by_the_same_graphs_in_every_call(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    own, counts = actor(tiny_dir, fp8_linear=True, compile="on"), []
+    assert own.engine.compiled is not None
+    for rows in (8, 5, 7, 6):
+        own.engine.forward_rows(make_batch(rows), Budget(rows=rows))
+        counts.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    assert counts[1] == counts[3] > 0
+
+
+def test_a_device_or_type_without_float8_is_refused_in_words(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="fp8_linear: its products are in bfloat16.*float32"):
+        actor(tiny_dir, fp8_linear=True, compute_dtype="float32")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    with pytest.raises(ConfigError, match="capability 8.9 .* not a NVIDIA A100; leave it out"):
+        check_float8(torch.device("cuda"), BFLOAT16, ParallelDims())
+    with pytest.raises(ConfigError, match="parallel.tp=2 cuts linear layers; leave it out"):
+        check_float8(CPU, BFLOAT16, ParallelDims(tp=2))
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not compiled with support")
+
+    monkeypatch.setattr(torch, "_scaled_mm", absent)
+    with pytest.raises(ConfigError, match="does not multiply float8 on cpu .not compiled"):
+        check_float8(CPU, BFLOAT16, ParallelDims())

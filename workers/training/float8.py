@@ -1,0 +1,134 @@
+"""Linear layers in training that multiply in float8, two products of three: `model.fp8_linear`.
+
+Outputs and the gradient of inputs are products of numbers in e4m3, rounded with a scale for every
+row of either factor, so that a token's result does not depend on its neighbours. The gradient of a
+weight is a product in the compute type, and weights and moments keep theirs. Micikevicius et al.,
+"FP8 Formats for Deep Learning" (arXiv 2209.05433).
+
+Rollout engines round nothing, so the trainer's policy is a little other than theirs:
+`training/rollout_probs_diff_mean` says by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from verl_like.errors import ConfigError
+from workers.models.proof import relative_error
+from workers.models.quantize import quantizable
+from workers.parallel.dims import ParallelDims
+
+KIND = torch.float8_e4m3fn
+LARGEST = torch.finfo(KIND).max
+STEP = 16
+"""What the numbers of a layer's inputs and outputs are multiples of, for the kernels."""
+FIRST_CARD = (8, 9)
+LARGEST_ERROR = 0.1
+"""Relative error of products of random numbers; rounding makes 0.04."""
+
+
+class _Linear(torch.autograd.Function):
+    """states @ weight.t() + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        result = _product(flat, weight)
+        if bias is not None:
+            result = result + bias
+        return result.view(*states.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        flat, weight = ctx.saved_tensors
+        grad_flat = grad.reshape(-1, grad.shape[-1])
+        grad_states = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_states = _product(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad_flat.t() @ flat
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_flat.sum(dim=0)
+        return grad_states, grad_weight, grad_bias
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right.t(), of numbers that are rounded row by row."""
+    (a, of_a), (b, of_b) = _rounded(left), _rounded(right)
+    result: Tensor = torch._scaled_mm(
+        a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=left.dtype, use_fast_accum=left.is_cuda
+    )
+    return result
+
+
+def _rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, size] in float8, each row's largest as LARGEST, and what 1 stands for: [rows, 1]."""
+    scale = numbers.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    rounded = (numbers / scale).clamp(-LARGEST, LARGEST).to(KIND)
+    return rounded.contiguous(), scale
+
+
+_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+
+
+def float8_layers(module: nn.Module) -> list[nn.Linear]:
+    """Linear layers but the head and routers, whose sizes the kernels take."""
+    return [
+        layer
+        for _, layer in quantizable(module)
+        if layer.in_features % STEP == layer.out_features % STEP == 0
+    ]
+
+
+@contextmanager
+def float8_linears(layers: list[nn.Linear]) -> Iterator[None]:
+    """Within, these layers multiply in float8; a backward pass, too."""
+    with ExitStack() as stack:
+        for layer in layers:
+            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+            stack.callback(delattr, layer, "forward")
+        yield
+
+
+def _forward(layer: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    takes = input.dtype == layer.weight.dtype == torch.bfloat16
+    compute = _linear if takes else functional.linear
+    return compute(input, layer.weight, layer.bias)
+
+
+def check_float8(device: torch.device, compute: torch.dtype, dims: ParallelDims) -> None:
+    """Refuse a device or type without such products, and layers that are cut."""
+    reason = f"parallel.tp={dims.tp} cuts linear layers" if dims.tp > 1 else ""
+    if reason := reason or _why_not(device, compute):
+        raise ConfigError(f"model.fp8_linear: {reason}; leave it out.")
+
+
+def _why_not(device: torch.device, compute: torch.dtype) -> str:
+    if compute != torch.bfloat16:
+        return f"its products are in bfloat16, and passes compute in {compute} (compute_dtype)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CARD:
+        name = torch.cuda.get_device_name(device)
+        return f"float8 needs a card of compute capability 8.9 (Ada, Hopper), not a {name}"
+    generator = torch.Generator().manual_seed(0)
+    sizes = (48, 64), (32, 64)
+    states, weight = (
+        torch.randn(size, generator=generator).to(device, compute).requires_grad_()
+        for size in sizes
+    )
+    try:
+        found = []
+        for compute_by in (_linear, functional.linear):
+            output = compute_by(states, weight, None)
+            found.append([output.detach(), *torch.autograd.grad(output.sum(), [states, weight])])
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"this torch does not multiply float8 on {device.type} ({str(error)[:200]})"
+    errors = [relative_error(ours, theirs) for ours, theirs in zip(*found, strict=True)]
+    return "" if max(errors) < LARGEST_ERROR else f"products are off by {max(errors):.0%}"
