@@ -6,15 +6,16 @@ Usable in vLLM's own environment.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 
@@ -153,3 +154,32 @@ def same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
     exact = type(engine).__name__ in ("HFEngine", "NativeEngine")
     atol = 0.0 if exact else 1e-4
     torch.testing.assert_close(left.log_probs, right.log_probs, atol=atol, rtol=0, equal_nan=True)
+
+
+class EmptyEngine(RolloutEngine):
+    """Takes weights and generates nothing."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return ()
+
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
+        return []
+
+    def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
+        pass
+
+    def _advance(self, budget: Budget) -> dict[int, Sample]:
+        return {}
+
+    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
+        return {}
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _ in tensors:
+            pass
+
+    def _free(self) -> None:
+        pass
+
+    def _allocate(self) -> None:
+        pass

@@ -20,15 +20,6 @@ ALIGNMENT = 256
 """Bytes that a tensor's place in a block is a multiple of."""
 
 
-_gives_back = False
-
-
-def give_back_after_calls() -> None:
-    """Have every call give back what it leaves free: another process allocates on this device."""
-    global _gives_back
-    _gives_back = True
-
-
 class HostBlock:
     """One page-locked block, in which tensors are laid end to end."""
 
@@ -98,8 +89,6 @@ def resident(
         if weights or moments:
             torch.cuda.current_stream(device).synchronize()  # FSDP reads what it pads
         _move(moved, optimizer, lambda one: weights[id(one)], lambda one: moments[id(one)])
-        if _gives_back:
-            torch.cuda.empty_cache()
 
 
 def _fetched(tensor: Tensor, device: torch.device) -> Tensor:

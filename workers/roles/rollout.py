@@ -7,8 +7,8 @@ Where its weights live:
                                  where `rollout.dtype` is another type than the weights'
     in a pool of its own         a copy that the actor fills through `workers.weights.channel`
 
-Decoding issues no collective: ranks decode different numbers of steps. Ranks that share an engine
-(tensor parallelism) get the same rows, and the first of them answers.
+Engines issue no collective of all ranks: they decode different numbers of steps. Ranks that share
+one (tensor parallelism) get the same rows; the first leads them, and answers.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
+from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport
 from workers.weights.host_copy import HostCopy
 from workers.weights.receiver import WeightReceiver
@@ -110,6 +111,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=SPLIT, readonly=True)
     @batch_columns(reads=("input_ids", "attention_mask", "position_ids", *NAMED))
+    @in_step(lambda: None)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """One response per row, or the rest of one, where the rows are unfinished samples.
 
@@ -122,6 +124,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return self._batch_of_played(data, played)
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    @in_step(lambda: None)
     def submit(self, data: DataProto) -> None:
         """Begin the samples of these rows, which `take` gives with their column `request`."""
         require(data, REQUEST)
@@ -133,6 +136,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self._submitted |= {number: (data, row) for row, number in enumerate(numbers)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @in_step(lambda: None)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
         """The samples that are finished after so many further tokens of one, or so long."""
         draws: RolloutEngine | Players = self.players or self.engine
@@ -143,6 +147,7 @@ class RolloutWorker(WeightReceiver, Worker):
                 self._submitted = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @in_step(list)
     def begun(self) -> list[tuple[int, Begun]]:
         """Of trajectories that have not ended, by `request`: turns, where some were finished since
         the last call.
@@ -155,6 +160,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @in_step(lambda: None)
     def abort(self) -> DataProto | None:
         """Let go of all that was submitted; the unfinished samples, which can be submitted on.
 
@@ -165,6 +171,11 @@ class RolloutWorker(WeightReceiver, Worker):
             self._submitted = {}
             return None
         return self._rows_of(self.engine.abort())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def follow(self) -> None:
+        """Have the engine of this rank do what that of its first rank does in one call."""
+        self.engine.follow()
 
     def _rows_of(self, samples: Mapping[int, Sample | Trajectory]) -> DataProto | None:
         """Samples as rows, with what was submitted beside the prompts."""

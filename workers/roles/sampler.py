@@ -13,7 +13,6 @@ from workers.models.load import load_model
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import named_state, set_buffer_dtype
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.build import StandbyEngine
 
 
 class SamplerWorker(RolloutWorker):
@@ -25,9 +24,7 @@ class SamplerWorker(RolloutWorker):
     def init_model(self) -> None:
         """Build the engine, with the folder's weights."""
         super().init_model()
-        waits_for_weights = self.config.name == "vllm" and not isinstance(
-            self.engine, StandbyEngine
-        )
+        waits_for_weights = self.config.name == "vllm"
         own = self.engine.named_weights()  # native and hf have read the folder already
         self.engine.load_weights(self.folder_weights() if waits_for_weights else own)
         self.engine.commit(0)

@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -126,6 +127,8 @@ class RolloutEngine(ABC):
     version: int | None = None
     asleep: bool = False
     owns_weights: bool = True
+    follows: bool = False
+    """Another rank of this engine decides what is drawn, and answers."""
     num_bytes: int = 0
     hash_s: float = 0.0
     """What it cost to compare the weights of the last load with what the engine holds."""
@@ -271,6 +274,14 @@ class RolloutEngine(ABC):
         if self.asleep and self.owns_weights:
             self._allocate()
         self.asleep = False
+
+    def leading(self) -> AbstractContextManager[None]:
+        """Around a call in which the engine draws; where it has several ranks, all do."""
+        return nullcontext()
+
+    def follow(self) -> None:
+        """Draw what the first rank of the engine draws in one call."""
+        raise RolloutError("rollout: this engine has one rank, and no other to follow.")
 
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the trainer's."""

@@ -2,23 +2,18 @@
 
 native, hf    an engine per rank; native decodes with the actor's own module where that is
               whole in this process, and of the type `rollout.dtype`
-vllm          an engine per `tensor_model_parallel_size` ranks, in the first of them; the
-              others are on standby
+vllm          an engine per `tensor_model_parallel_size` ranks, with a share of the model in each
 one's own     an engine per rank, of a class (module, limits, decode=) with weights of its own
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import Call, check_call, check_methods
@@ -30,9 +25,7 @@ from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.quantize import check_device
 from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
-from workers.parallel.offload import give_back_after_calls
-from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
-from workers.rollout.sample import Sample
+from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.rollout.vllm.setup import check_options, check_version
 
 if TYPE_CHECKING:
@@ -145,7 +138,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
     from workers.models.load import load_model
 
     policy = config.actor_rollout_ref
-    rollout, ranks = policy.rollout, ranks_per_engine(config)
+    rollout = policy.rollout
     limits = EngineLimits(
         prompt_width=config.data.max_prompt_length,
         response_width=config.data.max_response_length,
@@ -160,12 +153,8 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     if rollout.name == "vllm":
-        devices = _devices_of(worker, ranks)
         torch.cuda.empty_cache()  # what training left: vLLM allocates beside torch
-        if worker.rank % ranks:
-            give_back_after_calls()
-            return StandbyEngine(limits)
-        return _vllm_engine(config, worker, limits, decode, devices)
+        return _vllm_engine(config, worker, limits, decode)
 
     dtype = rollout_dtype(policy, worker.device.type)
     may_share = rollout.name == "native" and not rollout.quantization
@@ -216,9 +205,9 @@ def _vllm_engine(
     worker: Worker,
     limits: EngineLimits,
     decode: Callable[[list[int]], str] | None,
-    devices: str | None,
 ) -> RolloutEngine:
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.lockstep import Lockstep
 
     policy = config.actor_rollout_ref
     options = dict(policy.rollout.engine_kwargs)
@@ -227,7 +216,6 @@ def _vllm_engine(
     settings = VllmSettings(
         model_path=str(model_folder(policy.model.path, weights=False)),  # its weights come by sync
         dtype=name_of(rollout_dtype(policy, worker.device.type)),
-        tensor_parallel=policy.rollout.tensor_model_parallel_size,
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
         device_type=worker.device.type,
         notes_routing=replays_routing(policy),
@@ -237,59 +225,6 @@ def _vllm_engine(
         from workers.rollout.vllm.server import VllmServerEngine
 
         return VllmServerEngine(urls[worker.rank], settings, limits, decode=decode)
-    with _visible(devices):
-        return VllmEngine(settings, limits, decode=decode)
-
-
-@contextmanager
-def _visible(devices: str | None) -> Iterator[None]:
-    """Processes that are started within see these devices; this one's own stay as they are."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    try:
-        yield
-    finally:
-        if devices is not None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
-
-
-def _devices_of(worker: Worker, ranks: int) -> str | None:
-    """The devices of the ranks that share an engine, for the process that starts it; collective."""
-    if worker.device.type != "cuda" or ranks == 1:
-        return None
-    every: list[str] = [""] * worker.world_size
-    dist.all_gather_object(every, os.environ.get("CUDA_VISIBLE_DEVICES", str(worker.local_rank)))
-    first = worker.rank - worker.rank % ranks
-    return ",".join(every[first : first + ranks])
-
-
-class StandbyEngine(RolloutEngine):
-    """Takes part in syncs and generates nothing: another rank's engine uses this rank's device."""
-
-    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        return ()
-
-    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
-        """Takes no samples: the rank that runs the engine has the same ones, and answers."""
-        return []
-
-    def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        """A standby engine draws no samples."""
-
-    def _advance(self, budget: Budget) -> dict[int, Sample]:
-        return {}
-
-    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        return {}
-
-    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for _ in tensors:
-            pass
-
-    def _free(self) -> None:
-        """A standby engine holds no weights."""
-
-    def _allocate(self) -> None:
-        """A standby engine holds no weights."""
+    ranks = ranks_per_engine(config)
+    lockstep = Lockstep(worker, ranks) if ranks > 1 else None
+    return VllmEngine(settings, limits, decode=decode, lockstep=lockstep)

@@ -114,6 +114,8 @@ class RolloutClient:
         self._lost: set[int] = set()
         self._sent: list[WorkerFuture] = []
         """Futures of what was submitted since the last take."""
+        self._following: list[WorkerFuture] = []
+        """Those of ranks that share an engine with one that was called."""
 
     def generate(self, rows: DataProto, replace: Replace | None = None) -> DataProto:
         """`group.generate_sequences(rows)`, also where the group loses a process meanwhile.
@@ -125,13 +127,13 @@ class RolloutClient:
             self._play(submission, replace)
         while missing := submission.missing:
             shares = self._shares(missing)
-            ask = self.group.generate_sequences
             calls = {
-                rank: ask.remote_on(rank, _rows(rows, share)) for rank, share in shares.items()
+                rank: self._ask("generate_sequences", rank, _rows(rows, share))
+                for rank, share in shares.items()
             }
             grace_s = None if replace else self.group.transport.deadlines.grace_s
             try:
-                gather(*calls.values(), grace_s=grace_s)
+                gather(*calls.values(), *self._others(), grace_s=grace_s)
             except WorkerDiedError as error:
                 lost = [rank for rank, call in calls.items() if call.lost_ranks]
                 if replace is None or not lost:
@@ -176,7 +178,7 @@ class RolloutClient:
             turns = [submission.begun.get(row) for row in share]
             begun = {BEGUN: object_rows(turns)} if any(turns) else {}
             asked = asked.select().union(DataProto.from_dict({REQUEST: requests}, begun))
-            self._sent.append(self.group.submit.remote_on(rank, asked))
+            self._sent.append(self._ask("submit", rank, asked))
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
@@ -185,12 +187,12 @@ class RolloutClient:
         Raises `WorkerDiedError` where a rank is lost; what the others gave is there.
         """
         ranks = [rank for rank, number in self._num_open.items() if number]
-        calls = {rank: self.group.take.remote_on(rank, max_tokens, seconds) for rank in ranks}
+        calls = {rank: self._ask("take", rank, max_tokens, seconds) for rank in ranks}
         keeps = ranks if self._keeps_turns else []
-        begun = {rank: self.group.begun.remote_on(rank) for rank in keeps}
+        begun = {rank: self._ask("begun", rank) for rank in keeps}
         sent, self._sent = self._sent, []
         try:
-            gather(*sent, *calls.values(), *begun.values())
+            gather(*sent, *calls.values(), *begun.values(), *self._others())
         finally:
             self._collect(calls)
             self._note_begun(begun)
@@ -200,16 +202,30 @@ class RolloutClient:
     def take_from_living(self) -> None:
         """All that the ranks make which live, after another one was lost."""
         ranks = [rank for rank, num in self._num_open.items() if num and rank not in self._lost]
-        calls = {rank: self.group.take.remote_on(rank) for rank in ranks}
+        calls = {rank: self._ask("take", rank) for rank in ranks}
         with suppress(WorkerDiedError):
-            gather(*calls.values())
+            gather(*calls.values(), *self._others())
         self._collect(calls)
 
     def forget(self) -> list[Submission]:
         """What is not taken; nothing of it comes any more."""
         left = list(self.submissions.values())
         self.submissions, self._num_open, self._sent, self._lost = {}, {}, [], set()
+        self._following = []
         return left
+
+    def _ask(self, method: str, rank: int, *args: Any) -> WorkerFuture:
+        """Call the first rank of an engine; its others follow."""
+        size = self.group.world_size // len(self.group.generate_sequences.collecting_ranks())
+        others = range(rank + 1, rank + size)
+        self._following += [self.group.follow.remote_on(other) for other in others]
+        call: WorkerFuture = getattr(self.group, method).remote_on(rank, *args)
+        return call
+
+    def _others(self) -> list[WorkerFuture]:
+        """What the others have followed since they were last asked for."""
+        following, self._following = self._following, []
+        return following
 
     def _collect(self, calls: Mapping[int, WorkerFuture]) -> None:
         for rank, call in calls.items():

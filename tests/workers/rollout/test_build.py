@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from tests.workers.distributed import run
 from tests.workers.rollout_engines import LIMITS, make_model
 from tests.workers.samples import tiny_config
+from verl_like import Worker
 from workers.config import RolloutConfig
 from workers.rollout import build
 from workers.rollout.vllm import engine, setup
 
 
-@pytest.mark.parametrize("before", [None, "5"])
-def test_the_devices_that_a_process_sees_are_as_found_when_its_engine_is_built_or_not(
-    before: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+class LLM:
+    """Stands for vLLM's: what it is given, and in what environment."""
+
+    given: ClassVar[list[Any]] = []
+
+    def __init__(self, **options: Any) -> None:
+        names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+        LLM.given.append((options, {name: os.environ.get(name) for name in names}))
+
+    def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        return [["UnquantizedLinearMethod"]]
+
+
+def start_on_two_devices(folder: Path) -> tuple[Any, dict[str, str], bool]:
+    """What a rank gives vLLM, and whether it leaves the environment as found."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"
+    sys.modules["vllm"] = SimpleNamespace(LLM=LLM)
+    setup.version = lambda package: setup.TESTED[0] + ".1"
+    worker = Worker()
+    worker.open_process_group()
+    worker._device = torch.device("cuda", worker.rank)
+    config = tiny_config(folder)
+    rollout = config.actor_rollout_ref.rollout
+    rollout.name, rollout.tensor_model_parallel_size = "vllm", 2
+    before = dict(os.environ)
+    built = build.build_engine(config, worker)
+    assert built.follows == (worker.rank == 1)
+    options, environment = LLM.given[0]
+    asked = options["tensor_parallel_size"], options["distributed_executor_backend"]
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return asked, environment, ours == before
+
+
+def test_each_rank_of_an_engine_has_its_share_on_its_own_device_and_sees_the_devices_as_found(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if before is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    seen: list[str] = []
-
-    def start(*_: Any, **__: Any) -> None:
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        raise RuntimeError("vLLM does not start")
-
     make_model(tmp_path / "model")
-    monkeypatch.setattr(engine, "VllmEngine", start)
-    worker: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    with pytest.raises(RuntimeError, match="does not start"):
-        build._vllm_engine(tiny_config(tmp_path), worker, LIMITS, None, "5,6")
-    assert seen == ["5,6"]
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+    for rank, (asked, environment, as_found) in enumerate(run(2, start_on_two_devices, tmp_path)):
+        assert asked == (2, "external_launcher"), "no process of vLLM's, on a neighbour's device"
+        own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        assert environment == own | {"CUDA_VISIBLE_DEVICES": "3,5"}
+        assert as_found
 
 
 def engine_of(device_type: str, **keys: Any) -> str:
@@ -69,5 +94,5 @@ def test_fp8_is_told_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     config = tiny_config(tmp_path)
     config.actor_rollout_ref.rollout.quantization = "fp8"
     worker: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    build._vllm_engine(config, worker, LIMITS, None, None)
+    build._vllm_engine(config, worker, LIMITS, None)
     assert asked[0].options == {"quantization": "fp8"}

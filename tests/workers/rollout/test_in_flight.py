@@ -28,8 +28,7 @@ from tests.workers.rollout_engines import (
     settings,
 )
 from verl_like.errors import RolloutError, WeightSyncError
-from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.rollout.build import StandbyEngine
+from workers.rollout.base import RolloutEngine
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import Sample
 
@@ -213,10 +212,3 @@ def test_partial_responses_that_cannot_go_on_are_refused_by_name(
     )
     with pytest.raises(RolloutError, match=words):
         engine.generate([begun], settings())
-
-
-def test_a_rank_that_stands_by_answers_nothing_and_takes_weights() -> None:
-    standby = StandbyEngine(EngineLimits(prompt_width=9, response_width=RESPONSE))
-    standby.load_weights([("any", torch.zeros(1))])
-    standby.commit(1)
-    assert standby.generate(requests_of(PROMPTS), LONG) == []

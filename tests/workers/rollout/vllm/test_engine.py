@@ -7,12 +7,13 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from tests.integration.runs import lines
+from tests.workers.distributed import run
 from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
@@ -23,9 +24,11 @@ from tests.workers.rollout_engines import (
     settings,
 )
 from tests.workers.vllm_servers import vllm_server
+from verl_like import Worker
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm import setup as vllm_setup
+from workers.rollout.vllm.lockstep import Lockstep
 from workers.rollout.vllm.setup import check_version, expected_weights
 from workers.weights.checksum import checksum_of
 
@@ -140,25 +143,37 @@ def test_a_ppo_step_on_a_server_is_that_of_the_engine_in_process(
     assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in served)
 
 
+def decoded(folder: Path, size: int) -> Any:
+    """Greedy tokens, the checksum, and whether what is drawn has finite log-probs, by one rank."""
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    worker = Worker()
+    worker.open_process_group()
+    lockstep = Lockstep(worker, size) if size > 1 else None
+    engine = VllmEngine(VllmSettings(str(folder)), LIMITS, lockstep=lockstep)
+    for version in range(2):
+        changed = make_model(folder / f"again {worker.rank}", seed=version)
+        load(engine, changed, version)
+        assert engine.unread == []
+        assert engine.weights_checksum() == checksum_of(changed.named_parameters())
+    load(engine, make_model(folder / f"again {worker.rank}"), 2)
+    if engine.follows:
+        engine.follow()
+        return None
+    with engine.leading():
+        requests = requests_of(make_prompts())
+        outputs = engine.generate(requests, settings(do_sample=False))
+        drawn = engine.generate(requests, settings())
+    finite = all(bool(torch.isfinite(output.log_probs).all()) for output in drawn)
+    return [output.tokens.tolist() for output in outputs], engine.weights_checksum(), finite
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_take_equal_weights_and_decode_as_one(tmp_path: Path) -> None:
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
-
-    model = make_model(tmp_path)
-    tokens, checksums = [], []
-    for ranks in (1, 2):
-        engine = VllmEngine(VllmSettings(str(tmp_path), tensor_parallel=ranks), LIMITS)
-        for version in range(2):
-            changed = make_model(tmp_path / "again", seed=version)
-            load(engine, changed, version)
-            assert engine.unread == []
-            assert engine.weights_checksum() == checksum_of(changed.named_parameters())
-        load(engine, model, 2)
-        checksums.append(engine.weights_checksum())
-        outputs = engine.generate(requests_of(make_prompts()), settings(do_sample=False))
-        tokens.append([output.tokens.tolist() for output in outputs])
-        drawn = engine.generate(requests_of(make_prompts()), settings())
-        assert all(bool(torch.isfinite(output.log_probs).all()) for output in drawn)
-    assert tokens[0] == tokens[1]
-    assert checksums[0] == checksums[1]
+    make_model(tmp_path)
+    (alone,) = run(1, decoded, tmp_path, 1, deadline_s=300)
+    first, second = run(2, decoded, tmp_path, 2, deadline_s=300)
+    assert first == alone
+    assert alone[2]
+    assert second is None, "the first answers"

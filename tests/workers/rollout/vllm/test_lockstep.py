@@ -1,0 +1,136 @@
+"""Ranks of one vLLM engine do the same in the same order, whoever is slow and whatever fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.rollout.vllm.fakes import LIMITS, FakeLLM
+from tests.workers.rollout_engines import load, make_model, requests_of
+from verl_like import Worker
+from workers.rollout.base import SamplingParams
+from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+from workers.rollout.vllm.lockstep import Lockstep, in_step
+
+SAMPLING = SamplingParams(max_tokens=14, stop_token_ids=(0,))
+
+
+class Scripted(FakeLLM):
+    """Gives each of its requests a token a pass."""
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__(log)
+        self.names: list[str] = []
+        self.fails_at = -1
+
+    def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        if method == "drawn_for":
+            count = len(args[0])
+            return [(torch.zeros(count, 15, 1), torch.zeros(count, 15).int())]
+        return super().collective_rpc(method, args)
+
+    def step(self) -> list[Any]:
+        self.log.append("step")
+        if self.log.count("step") == self.fails_at:
+            raise ValueError("no memory left")
+        token = SimpleNamespace(token_ids=[9])
+        return [SimpleNamespace(request_id=name, outputs=[token]) for name in self.names]
+
+    def abort_request(self, names: list[str]) -> None:
+        self.log.append(f"abort {names}")
+        self.names = [name for name in self.names if name not in names]
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.names)
+
+
+class Engine(VllmEngine):
+    def _start(self) -> Any:
+        return Scripted([])
+
+    def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
+        self.llm.log.append(f"add {number} {token_ids}")
+        self.llm.names.append(str(number))
+
+
+class Role:
+    """Two calls, as the rollout's role has them."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+
+    @in_step(lambda: None)
+    def submit(self) -> list[int]:
+        return self.engine.submit(requests_of([[11], [12, 13]]), SAMPLING)
+
+    @in_step(lambda: None)
+    def take(self, seconds: float | None = None) -> Any:
+        return sorted(self.engine.take(seconds=seconds))
+
+    @in_step(lambda: None)
+    def abort(self) -> Any:
+        return sorted(self.engine.abort())
+
+
+def engine_of(folder: Path) -> Engine:
+    worker = Worker()
+    worker.open_process_group()
+    engine = Engine(VllmSettings(str(folder)), LIMITS, lockstep=Lockstep(worker, 2))
+    load(engine, make_model(folder / str(worker.rank)), 1)
+    engine.llm.log.clear()
+    return engine
+
+
+def one_is_slow(folder: Path) -> Any:
+    """Its second rank takes part late; time decides how far a call goes."""
+    engine = engine_of(folder)
+    role = Role(engine)
+    if engine.follows:
+        time.sleep(0.3)
+    said = [role.submit(), role.take(0.0), role.take(0.0)]
+    load(engine, make_model(folder / f"again {engine.follows}"), 2)
+    said += [engine.num_running, role.abort(), role.take(), engine.num_running]
+    return said, engine.llm.log
+
+
+def one_fails(folder: Path) -> Any:
+    engine = engine_of(folder)
+    role = Role(engine)
+    if engine.follows:
+        engine.llm.fails_at = 2
+    role.submit()
+    try:
+        role.take()
+    except ValueError as error:
+        return str(error)
+    return role.engine.num_running
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Callable[[Any], list[Any]]:
+    make_model(tmp_path)
+    return lambda work: run(2, work, tmp_path)
+
+
+def test_the_others_do_what_the_first_does_and_it_alone_answers(
+    both: Callable[[Any], list[Any]],
+) -> None:
+    (first, log), (second, followed) = both(one_is_slow)
+    assert first == [[0, 1], [], [], 2, [0, 1], [], 0]
+    assert second == [None, None, None, 2, None, None, 0]
+    assert [entry for entry in log if entry != "drawn_for"] == followed
+    assert followed.count("step") == 2
+    assert "add 1 [12, 13]" in followed
+
+
+def test_what_fails_at_a_rank_that_follows_is_raised_there_when_the_call_has_ended(
+    both: Callable[[Any], list[Any]],
+) -> None:
+    assert both(one_fails) == [0, "no memory left"]

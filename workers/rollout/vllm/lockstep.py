@@ -1,0 +1,129 @@
+"""One vLLM over several of our ranks, each with its share of the model on its own device.
+
+vLLM starts no process (its `external_launcher`): every rank has a scheduler of its own, and all of
+them must do the same. The first rank leads. Whatever moves its scheduler it tells the others
+first; they follow until it says that a call has ended:
+
+    with engine.leading():                  # the first rank, in a role's call
+        engine.submit(samples, sampling)    # tells the others what to add ...
+        engine.take()                       # ... and each step
+    engine.follow()                         # the others, in the same call
+
+Weights need no word: every rank is given its own, and loads them at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from verl_like.process.worker import Worker
+
+LONGEST = timedelta(days=1)
+"""The others wait while the first rank's environments are at work, which have limits."""
+
+
+class Lockstep:
+    """The ranks of one engine, as each of them knows them."""
+
+    def __init__(self, worker: Worker, size: int) -> None:
+        """`size` consecutive ranks have an engine; collective over all."""
+        lines = [[*range(first, first + size)] for first in range(0, worker.world_size, size)]
+        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=LONGEST, backend="gloo")
+        self.size, self._group = size, group
+        self._first = worker.rank - worker.rank % size
+        self.leads = worker.rank == self._first
+        self._rank, self._device = worker.rank, worker.device.index or 0
+        self._name = self._broadcast(uuid.uuid4().hex)
+
+    @property
+    def executor(self) -> type:
+        """vLLM's for ranks that others have launched."""
+        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+        # a worker on CPUs names its shared memory by what follows the last colon; nothing else
+        # reads the method of opening a process group that is open
+        method = f"env://:{self._name}"
+
+        class Launched(ExecutorWithExternalLauncher):  # type: ignore[misc]
+            def _distributed_args(self) -> tuple[str, int, int]:
+                return (method, *super()._distributed_args()[1:])
+
+        return Launched
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Within, vLLM finds in the environment what a launcher of its would have said."""
+        said = {"RANK": str(self._rank), "LOCAL_RANK": str(self._device)}
+        before = {name: os.environ.get(name) for name in said}
+        os.environ.update(said)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ |= {} if value is None else {name: value}
+
+    def tell(self, method: str, args: tuple[Any, ...]) -> None:
+        """What the others are to do now."""
+        self._broadcast((method, args))
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """A call of the first rank; the others are told when it has ended."""
+        try:
+            yield
+        finally:
+            self._broadcast(None)
+
+    def follow(self, engine: Any) -> None:
+        """Do what the first rank tells, to the end of its call; then raise what has failed here."""
+        failure: Exception | None = None
+        while (told := self._broadcast(None)) is not None:
+            method, args = told
+            try:
+                getattr(engine, method)(*args)
+            except Exception as error:  # noqa: BLE001 - raised when the first rank has ended its call
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def gathered(self, own: Any) -> list[Any]:
+        """What every rank has."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._group)
+        return found
+
+    def _broadcast(self, own: Any) -> Any:
+        """What the first rank says."""
+        said = [own]
+        dist.broadcast_object_list(said, src=self._first, group=self._group)
+        return said[0]
+
+
+def in_step(otherwise: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A role's method that has its engine draw: the first rank's way; others follow and give this.
+
+    An engine of one rank leads.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            if worker.engine.follows:
+                worker.engine.follow()
+                return otherwise()
+            with worker.engine.leading():
+                return method(worker, *args, **kwargs)
+
+        return call
+
+    return decorate
