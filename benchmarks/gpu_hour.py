@@ -90,6 +90,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def stop_in_order() -> None:
+    """A signal to end goes through `finally`: it ends the part that runs, too."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def report(facts: dict[str, Any], outcomes: list[Outcome]) -> str:
     """The table, in Markdown."""
     rows = [["part", "result", "s", "figures"], ["---", "---", "--:", "---"]]
@@ -189,6 +194,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as empty:
             show_parts(machine, Path(empty), chosen.dry_run)
         return
+    stop_in_order()
     outcomes = run_parts(machine, folder, chosen.only, chosen.patience)
     print(
         "",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ import pytest
 from tests import ROOT
 from tests.conftest import load
 from tests.forked import run_program
+from tests.waiting import wait_until
 from trainer.dry_run import ALL_FOUND
 from trainer.planner.devices import DEVICES
 
@@ -126,14 +129,37 @@ def test_a_part_that_fails_says_why(
     assert found.is_bad
 
 
-def test_what_a_late_part_has_started_ends_with_it(hour: ModuleType, tmp_path: Path) -> None:
-    child = "import time\nwhile True:\n    open(r'{part}/beat', 'a').write('.'); time.sleep(0.05)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '''{child}'''])"
-    hour.run_part(part_that(hour, code, 2), tmp_path / "it", None)
-    beat = tmp_path / "it" / "beat"
+BEATS = "import time\nwhile True:\n    open(r'{part}/beat', 'a').write('.'); time.sleep(0.05)"
+STARTS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '''{BEATS}'''])"
+
+
+def has_ended(beat: Path) -> bool:
     size = beat.stat().st_size
     time.sleep(0.3)
-    assert 0 < size == beat.stat().st_size
+    return 0 < size == beat.stat().st_size
+
+
+def test_what_a_late_part_has_started_ends_with_it(hour: ModuleType, tmp_path: Path) -> None:
+    hour.run_part(part_that(hour, STARTS, 2), tmp_path / "it", None)
+    assert has_ended(tmp_path / "it" / "beat")
+
+
+def test_a_runner_that_is_told_to_end_ends_its_part(hour: ModuleType, tmp_path: Path) -> None:
+    beat = tmp_path / "it" / "beat"
+
+    def end() -> None:
+        wait_until(beat.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        hour.stop_in_order()
+        threading.Thread(target=end).start()
+        with pytest.raises(SystemExit, match="143"):
+            hour.run_part(part_that(hour, STARTS, 60), tmp_path / "it", None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert has_ended(beat)
 
 
 def test_a_part_without_its_library_or_a_card_is_skipped_with_the_reason(
