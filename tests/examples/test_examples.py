@@ -14,6 +14,7 @@ COVERED = {
     "detached": "tests/examples/test_detached.py",
     "notebook": "tests/examples/test_notebook.py",
     "agents": "tests/examples/test_agents.py",
+    "cluster": "tests/examples/test_cluster.py",
     "custom_role": "tests/workers/roles/test_custom_role.py",
 }
 

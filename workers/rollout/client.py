@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -214,10 +215,14 @@ class RolloutClient:
         self._following = []
         return left
 
+    @cached_property
+    def _ranks_of_engine(self) -> int:
+        num_engines = len(self.group.generate_sequences.collecting_ranks())
+        return int(self.group.world_size) // num_engines
+
     def _ask(self, method: str, rank: int, *args: Any) -> WorkerFuture:
         """Call the first rank of an engine; its others follow."""
-        size = self.group.world_size // len(self.group.generate_sequences.collecting_ranks())
-        others = range(rank + 1, rank + size)
+        others = range(rank + 1, rank + self._ranks_of_engine)
         self._following += [self.group.follow.remote_on(other) for other in others]
         call: WorkerFuture = getattr(self.group, method).remote_on(rank, *args)
         return call

@@ -109,6 +109,8 @@ class Answer:
 class StandInGroup:
     """A rollout group of one rank that makes responses of one token, when `finish` says so."""
 
+    world_size = 1
+
     def __init__(self) -> None:
         self.running: list[DataProto] = []
         self.generate_sequences = SimpleNamespace(collecting_ranks=lambda: [0])

@@ -216,6 +216,7 @@ NO_PART_OF_A_STAGE = {
     "count_samples",  # books of a run with faults
     "keeps_ledger",
     "replace_rollout",  # after a loss
+    "rest_engine",  # memory of a card
     "note_samples",
     "note_environments",  # seconds, for the timeline
     "noting",

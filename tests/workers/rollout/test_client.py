@@ -16,6 +16,7 @@ class Echoing:
     """A group of two whose ranks give back the rows that they were asked for."""
 
     transport = SimpleNamespace(deadlines=Deadlines())
+    world_size = 2
 
     def __init__(self) -> None:
         self.asked: dict[int, DataProto] = {}
