@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from live_bytes import live_bytes, peak_bytes
+from sides import full_rows
 
 PROMPT, RESPONSE, ROWS_AT_ONCE, PASSES = 192, 320, 4, 2
 WIDTH = PROMPT + RESPONSE
+DRAWN = ("advantages", "values", "returns", "old_log_probs", "ref_log_prob")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -105,29 +107,15 @@ def make_models(folder: Path) -> None:
         make_tokenizer().save_pretrained(folder / name)
 
 
-def full_rows(num_rows: int) -> dict[str, torch.Tensor]:
+def rows_of_ppo(num_rows: int) -> dict[str, torch.Tensor]:
     """Rows without padding, with every column that a call of PPO's roles reads."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(6, SIZES["vocab_size"], (num_rows, WIDTH), generator=generator)
-    ones = torch.ones_like(ids)
-    columns = {
-        "input_ids": ids,
-        "attention_mask": ones,
-        "position_ids": ones.cumsum(dim=1) - 1,
-        "prompts": ids[:, :PROMPT].clone(),
-        "responses": ids[:, PROMPT:].clone(),
-        "response_mask": ones[:, PROMPT:].clone(),
-    }
-    for name in ("advantages", "values", "returns", "old_log_probs", "ref_log_prob"):
-        columns[name] = torch.randn(num_rows, RESPONSE, generator=generator)
-    for name in ("old_log_probs", "ref_log_prob"):
-        columns[name] = 0.1 * columns[name] - 8.3
-    return columns
+    words = range(6, SIZES["vocab_size"])
+    return full_rows(num_rows, PROMPT, RESPONSE, words, DRAWN, -8.3)
 
 
 def texts(num_rows: int) -> dict[str, torch.Tensor]:
     """The same, of which every token but the first is in the loss."""
-    columns = full_rows(num_rows)
+    columns = rows_of_ppo(num_rows)
     named = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
     return {
         **named,
@@ -264,7 +252,7 @@ def measured(folder: str, case: Case) -> dict[str, int]:
     worker = kind(config)
     tp = case.parallel.get("tp", 1)
     data_ranks = case.num_ranks // tp
-    make = ROWS.get(case.role, full_rows)
+    make = ROWS.get(case.role, rows_of_ppo)
 
     def rows_here(num_rows: int) -> Any:
         rows = DataProto.from_dict(make(num_rows * data_ranks))

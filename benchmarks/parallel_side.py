@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import torch
+from sides import full_rows
 
 PROMPT, VOCABULARY = 8, 64
 
@@ -26,21 +27,8 @@ def long_rows(num_rows: int, num_tokens: int) -> Any:
     """Rows of so many tokens, with every column that an update reads."""
     from verl_like.batch.protocol import DataProto
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCABULARY, (num_rows, num_tokens), generator=generator)
-    ones = torch.ones_like(ids)
-    columns = {
-        "input_ids": ids,
-        "attention_mask": ones,
-        "position_ids": ones.cumsum(dim=1) - 1,
-        "prompts": ids[:, :PROMPT].clone(),
-        "responses": ids[:, PROMPT:].clone(),
-        "response_mask": ones[:, PROMPT:].clone(),
-    }
-    for name in ("advantages", "old_log_probs"):
-        columns[name] = torch.randn(num_rows, num_tokens - PROMPT, generator=generator)
-    columns["old_log_probs"] = 0.1 * columns["old_log_probs"] - 4.0
-    return DataProto.from_dict(columns)
+    sizes, drawn = (num_rows, PROMPT, num_tokens - PROMPT), ("advantages", "old_log_probs")
+    return DataProto.from_dict(full_rows(*sizes, range(1, VOCABULARY), drawn, -4.0))
 
 
 def peak_mib() -> float:

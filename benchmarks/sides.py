@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,36 @@ ENV = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+def full_rows(
+    num_rows: int,
+    prompt: int,
+    response: int,
+    words: range,
+    drawn: Sequence[str],
+    mean_log_prob: float,
+) -> dict[str, Any]:
+    """Rows without padding, of tokens among `words`, with random columns that are `drawn`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    size = num_rows, prompt + response
+    ids = torch.randint(words.start, words.stop, size, generator=generator)
+    ones = torch.ones_like(ids)
+    columns = {
+        "input_ids": ids,
+        "attention_mask": ones,
+        "position_ids": ones.cumsum(dim=1) - 1,
+        "prompts": ids[:, :prompt].clone(),
+        "responses": ids[:, prompt:].clone(),
+        "response_mask": ones[:, prompt:].clone(),
+    }
+    for name in drawn:
+        columns[name] = torch.randn(num_rows, response, generator=generator)
+        if name.endswith(("log_prob", "log_probs")):
+            columns[name] = 0.1 * columns[name] + mean_log_prob
+    return columns
 
 
 def ask(python: str, *arguments: str) -> Any:

@@ -25,6 +25,7 @@ from trainer.config.flat import flat_config
 from trainer.config.settings import overrides_of
 from trainer.planner.cost import Cards
 from trainer.planner.devices import Device
+from trainer.planner.job import PLACING
 from trainer.planner.layouts import GENERATION, PPOJob
 from trainer.ppo.recipe import PPO
 from trainer.report.calls import Call
@@ -91,12 +92,12 @@ def settings_of_run(folder: Path) -> list[str]:
     found = {
         key: value
         for key, value in saved_config(folder).items()
-        if key in usual and value != usual[key] and not key.startswith(PLACING)
+        if key in usual and value != usual[key] and not key.startswith(WHERE)
     }
     return overrides_of(found)
 
 
-PLACING = ("trainer.", "ray.", "placement", "resource_pool_spec", "role_mapping", "role_workers")
+WHERE = ("trainer.", "ray.", "role_workers", *PLACING)
 """How the keys begin that say where a run is, and not what it computes."""
 
 

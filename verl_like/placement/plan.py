@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from verl_like.errors import NoRoomError, PlacementError
+from verl_like.errors import NoRoomError, PlacementError, few
 from verl_like.placement.pools import Node, ProcessNeeds, ResourcePool, cpu_share
 from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
@@ -300,7 +300,4 @@ def _rooms_in_words(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
     for room in rooms:
         note = " (holds another part of this pool)" if room in chosen else ""
         names.setdefault(f"{room.left}{note}", []).append(room.node.name)
-    return "; ".join(
-        f"{', '.join(of[:2])}{f' and {len(of) - 2} more' if len(of) > 2 else ''}: {left}"
-        for left, of in names.items()
-    )
+    return "; ".join(f"{few(of, 2)}: {left}" for left, of in names.items())

@@ -15,14 +15,15 @@ Weights need no word: every rank is given its own, and loads them at the same ti
 from __future__ import annotations
 
 import functools
-import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+from verl_like.process.environment import environment
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -59,18 +60,9 @@ class Lockstep:
 
         return Launched
 
-    @contextmanager
-    def launched(self) -> Iterator[None]:
+    def launched(self) -> AbstractContextManager[None]:
         """Within, vLLM finds in the environment what a launcher of its would have said."""
-        said = {"RANK": str(self._rank), "LOCAL_RANK": str(self._device)}
-        before = {name: os.environ.get(name) for name in said}
-        os.environ.update(said)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                os.environ |= {} if value is None else {name: value}
+        return environment({"RANK": str(self._rank), "LOCAL_RANK": str(self._device)})
 
     def tell(self, method: str, args: tuple[Any, ...]) -> None:
         """What the others are to do now."""

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from workers.parallel.page_lock import to_device
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.choices import Choices
@@ -85,7 +86,7 @@ class Sampler(nn.Module):
         drawing = self._drawing
         drawn = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
         steps = drawing.made_before + drawn
-        positions = on_device(steps, logits.device)
+        positions = to_device(torch.from_numpy(steps), logits.device)
         noise = uniforms_of(drawing.keys, positions)
         tokens, log_probs = choose_tokens(logits, noise, self.sampling, positions)
 
@@ -129,7 +130,7 @@ class _Drawing:
         rows = np.array([fact["row"] for fact in facts], dtype=np.int64)
         made = np.array([fact["made"] for fact in facts], dtype=np.int64)
         keys = np.array([fact["key"] for fact in facts], dtype=np.uint64).view(np.int64)
-        return cls(names, rows, made, on_device(keys, device))
+        return cls(names, rows, made, to_device(torch.from_numpy(keys), device))
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,6 @@ class _Drawn:
     log_probs: Tensor
     has_come: torch.cuda.Event | None
     """From then on they are in host memory."""
-
-
-def on_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """A copy there, behind what the device still computes."""
-    tensor = torch.from_numpy(numbers)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
