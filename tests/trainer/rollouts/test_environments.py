@@ -92,7 +92,7 @@ def test_failed_trajectories_are_left_out_and_counted(tiny_dir: Path, tmp_path: 
 def test_a_policy_that_hangs_its_environment_gets_less_than_one_that_loses(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    hang = (f"environment={GAMES}:HangsWhenTold", "environment.step_s=1", "environment.retries=0")
+    hang = (f"environment={GAMES}:HangsWhenTold", "environment.step_s=5", "environment.retries=0")
     play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *hang, "environment.failed_reward=-1")
     line = lines(tmp_path / "run")[0]
     num_hung = line["reward/num_failed"]

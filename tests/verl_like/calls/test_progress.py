@@ -27,15 +27,15 @@ def make_call(work: Callable[[], object]) -> None:
 
 
 @contextmanager
-def calling(work: Callable[[], object], until: threading.Event) -> Iterator[None]:
-    """A call in a thread, as a worker makes it; `until` ends it."""
+def calling(work: Callable[[], object], end: Callable[[], None]) -> Iterator[None]:
+    """A call in a thread, as a worker makes it; `end` ends it."""
     thread = threading.Thread(target=make_call, args=(work,))
     thread.start()
     time.sleep(0.2)
     try:
         yield
     finally:
-        until.set()
+        end()
         thread.join(10)
         assert not thread.is_alive()
 
@@ -53,7 +53,7 @@ def test_without_a_call_it_is_idle() -> None:
 
 def test_at_a_lock_it_says_the_same_until_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
-    with calling(end.wait, end):
+    with calling(end.wait, end.set):
         first, second = found(monkeypatch), found(monkeypatch)
     assert first.waits == AT_LOCK
     assert first.wakeups
@@ -74,7 +74,7 @@ def test_a_wait_that_wakes_up_now_and_then_says_so(monkeypatch: pytest.MonkeyPat
             assert time.monotonic() < until
         return seen
 
-    with calling(polls, end):
+    with calling(polls, end.set):
         first = wakeups()
         time.sleep(0.3)
         assert wakeups() != first
@@ -101,7 +101,7 @@ def test_whoever_works_or_may_be_waiting_for_somebody_outside_is_elsewhere(
 
     work = {"sleeps": sleeps, "computes": computes}.get(waits, has_a_thread)
     leave_out(monkeypatch, "MainThread")
-    with calling(work, end):
+    with calling(work, end.set):
         assert progress_of_call(3, make_call.__code__, None).waits == ELSEWHERE
 
 
@@ -132,14 +132,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, int, str]) ->
 def test_a_call_whose_gpu_is_in_a_collective_waits_there_though_its_thread_spins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    end = threading.Event()
+    synchronized = threading.Lock()
 
     def spins() -> None:
-        while not end.is_set():
-            pass
+        # on one line of Python, as a thread in cuda's synchronize() is
+        _ = {None for _ in iter(synchronized.locked, False)}
 
     recorded(monkeypatch, ("send 0->1", 3, "started"), ("all_reduce", 7, "scheduled"))
-    with calling(spins, end):
+    synchronized.acquire()
+    with calling(spins, synchronized.release):
         first, second = found(monkeypatch), found(monkeypatch)
     assert first == second
     assert first.waits == IN_COLLECTIVE
@@ -151,5 +152,5 @@ def test_a_gpu_that_has_ended_its_collectives_waits_for_nobody(
 ) -> None:
     end = threading.Event()
     recorded(monkeypatch, ("all_reduce", 7, "completed"))
-    with calling(end.wait, end):
+    with calling(end.wait, end.set):
         assert found(monkeypatch).waits == AT_LOCK
