@@ -1,11 +1,12 @@
 """What `verl-like plan` chooses on this machine, beside every placement there is, measured.
 
     verl-like plan --calibrate
-    python benchmarks/bench_placement.py [--only "long critic,..."] [--steps 8]
+    python benchmarks/bench_placement.py [--only "long critic,..."] [--rounds 2] [--steps 8]
 
 Ten tiny jobs on two processes, whose best placements differ: for each, every way to share the two
-out is run as the planner writes it down, in turn, and the shortest step behind the first counts:
-neighbours of a shared machine make steps longer, never shorter. Prints JSON: seconds of each
+out is run as the planner writes it down, one after the other, in rounds there and back. The
+shortest step behind a run's first counts: neighbours of a shared machine make steps longer, never
+shorter, for minutes at a time. Prints JSON: seconds of each
 placement, predicted and measured, and how many times the best measured step the planner's choice
 takes (asked: 1.05).
 """
@@ -92,7 +93,7 @@ def measured(settings: list[str], keys: list[str], steps: int) -> tuple[Measured
     return run, [line["timing_s/step"] for line in lines if line["step"] > 1]
 
 
-def compared(name: str, folder: Path, steps: int) -> dict[str, Any]:
+def compared(name: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
     """One job: all its placements."""
     settings = settings_of(name, folder)
     first, _ = measured(settings, ["placement=colocate"], 3)  # how long its answers are
@@ -102,11 +103,14 @@ def compared(name: str, folder: Path, steps: int) -> dict[str, Any]:
         f"plan.rewards={max(first.rewards, 1e-6)}",
     ]
     job, found = placements_of(settings, means)
+    seconds: list[list[float]] = [[] for _ in found]
+    for number in range(rounds):
+        for placement, taken in list(zip(found, seconds, strict=True))[:: (-1) ** number]:
+            taken += measured(settings, job.overrides(placement), steps)[1]
     rows = []
-    for placement in found:
-        _, seconds = measured(settings, job.overrides(placement), steps)
-        row = {"predicted": placement.step, "measured": min(seconds)}
-        rows.append({"placement": placement.in_words, **row, "median": statistics.median(seconds)})
+    for placement, taken in zip(found, seconds, strict=True):
+        row = {"predicted": placement.step, "measured": min(taken)}
+        rows.append({"placement": placement.in_words, **row, "median": statistics.median(taken)})
         print(name, rows[-1], file=sys.stderr, flush=True)
     best = min(row["measured"] for row in rows)
     return {"choice / best": rows[0]["measured"] / best, "placements": rows}
@@ -116,6 +120,7 @@ def main() -> None:
     """All jobs, or those that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(JOBS))
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -127,7 +132,7 @@ def main() -> None:
         for size, (hidden, layers) in SIZES.items():
             make(folder / size, hidden_size=hidden, num_layers=layers)
         for job in options.only.split(","):
-            result[job] = compared(job, folder, options.steps)
+            result[job] = compared(job, folder, options.rounds, options.steps)
     ratios = [found["choice / best"] for found in result.values()]
     summary = {"worst": max(ratios), "median": statistics.median(ratios)}
     print(json.dumps({"jobs": result, "choice / best": summary}, indent=1))

@@ -33,6 +33,9 @@ CPU = "cpu"
 """The name of this machine's cores, a process each."""
 STEPS = 4
 PROMPTS, LONGEST_PROMPT = 32, 16
+FEW_PROMPTS = 8
+UNSEEN = 1e15
+"""Bytes a second above which the runs have not shown what a link does."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ class Case:
     mini_batch: int = PROMPTS
     tokens_per_pass: int = 16384
     ranks: int = 1
+    prompts: int = PROMPTS
 
 
 ON_CPU = (
     Case(64, 2, 32),
     Case(192, 6, 64),
     Case(64, 8, 32, mini_batch=8, tokens_per_pass=1024),
+    Case(64, 2, 128, mini_batch=FEW_PROMPTS, prompts=FEW_PROMPTS),
     Case(64, 2, 32, mini_batch=8, ranks=2),
     Case(192, 6, 64, ranks=2),
 )
@@ -58,10 +63,11 @@ ON_CARDS = (
     Case(1024, 8, 128),
     Case(2048, 16, 512),
     Case(1024, 24, 128, mini_batch=8, tokens_per_pass=2048),
+    Case(1024, 8, 512, mini_batch=FEW_PROMPTS, prompts=FEW_PROMPTS),
     Case(1024, 8, 128, mini_batch=8, ranks=2),
     Case(2048, 16, 512, ranks=2),
 )
-"""Of few and many operations, passes and layers, so that each unknown shows."""
+"""Of few and many operations, passes, layers and samples, so that each unknown shows."""
 
 
 def settings_of(case: Case, folder: Path) -> list[str]:
@@ -71,7 +77,7 @@ def settings_of(case: Case, folder: Path) -> list[str]:
         f"trainer.n_gpus_per_node={case.ranks}",
         f"actor_rollout_ref.model.path={folder}/model",
         f"data.train_files={folder}/train.parquet",
-        f"data.train_batch_size={PROMPTS}",
+        f"data.train_batch_size={case.prompts}",
         f"data.max_prompt_length={LONGEST_PROMPT}",
         f"data.max_response_length={case.response}",
         "actor_rollout_ref.rollout.n=4",
@@ -170,10 +176,12 @@ def _in_words(device: Device, calls: Sequence[dict[str, Any]], path: Path, secon
     errors = [abs(call["predicted"] / call["measured"] - 1) for call in calls]
     near = sum(error <= 0.15 for error in errors)
     rates = device.rates
+    link = device.link * rates.link
+    between = f"{link:.3g} bytes/s" if link < UNSEEN else "bytes that cost no time"
     return (
         f"{device.name}: {device.flops_reached(trains=True):.3g} operations/s in updates and "
         f"{device.flops_reached(trains=False):.3g} in other passes, {device.memory:.3g} bytes/s of "
-        f"memory, {device.link * rates.link:.3g} bytes/s between ranks; {rates.call:.2g} s a call, "
+        f"memory, {between} between ranks; {rates.call:.2g} s a call, "
         f"{rates.layer:.2g} s a layer and pass, {rates.collective:.2g} s a collective, "
         f"{rates.decode_layer:.2g} s a layer and {rates.decode_row:.2g} s a sample in a step of "
         f"decoding\n{near} of {len(calls)} measured calls are predicted within 15 %, the median "

@@ -133,7 +133,7 @@ class Search:
     def best(
         self, sizes: Sequence[int], num_cards: int, count: int = 5, of_each: bool = True
     ) -> list[Placement]:
-        """The `count` fastest ways to share the cards, fastest first.
+        """The `count` fastest ways to share the cards, fastest first, of equals on fewer cards.
 
         `of_each` adds the fastest of every partition of the roles that is not among them.
         """
@@ -146,7 +146,7 @@ class Search:
             if of_each and partition.best is not None:
                 of_parts.append(partition.best)
         found = {_shape(placement): placement for placement in [*of_parts, *fastest]}
-        return sorted(found.values(), key=lambda placement: placement.step)
+        return sorted(found.values(), key=lambda placement: (placement.step, placement.cards))
 
     def pools(self, roles: tuple[str, ...], cards: int) -> list[Pool]:
         """Ways to lay out these roles on one pool that fit and that no other beats everywhere."""

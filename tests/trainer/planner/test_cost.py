@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.planner.cost import Cards, Model, Rows, decode_seconds, pass_seconds, spread
+from trainer.planner.cost import (
+    Cards,
+    Model,
+    Rows,
+    decode_seconds,
+    pass_seconds,
+    spread,
+    sync_seconds,
+)
 from trainer.planner.devices import DEVICES, device_of
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
@@ -65,6 +73,12 @@ def test_collectives_between_machines_go_over_the_ports_of_all_cards_that_take_p
     assert cards.rate(64) == 8 * 50e9 * RATES.link
     assert cards.rate(32, apart=2) == 4 * 50e9 * RATES.link
     assert cards.rate(8, apart=8) == 50e9 * RATES.link
+
+
+def test_new_weights_of_a_card_s_own_engine_do_not_travel() -> None:
+    assert sync_seconds(MODEL, on(1), is_shared=True) == RATES.call
+    travels = 2 * 8e9 / (50e9 * RATES.link)  # to a card of another machine
+    assert sync_seconds(MODEL, on(1), is_shared=False) == pytest.approx(RATES.call + travels)
 
 
 def test_experts_over_ranks_are_not_gathered_and_their_tokens_travel() -> None:

@@ -11,6 +11,8 @@ from trainer.planner.search import Option, Placement, Pool, Search, partitions
 
 DEVICE = 100.0
 SIZES = [1, 2, 4]
+STAGES = {"actor": (0.0, 3.0), "rollout": (1.0, 0.0)}
+"""Seconds of two roles, neither of which waits beside the other."""
 
 
 def random_options(seed: int, roles: list[str]) -> dict[tuple[str, int], list[Option]]:
@@ -91,3 +93,9 @@ def test_roles_that_share_cards_take_turns_and_pools_run_side_by_side() -> None:
     apart = Placement((Pool(2, (first,)), Pool(2, (second,))))
     assert (together.seconds, together.pools[0].bytes) == ((4.0, 2.5), 70)
     assert (apart.seconds, apart.step, apart.cards) == ((3.0, 2.0), 5.0, 4)
+
+
+def test_of_placements_that_take_as_long_the_one_on_fewer_cards_is_first() -> None:
+    options = {role: Option(role, seconds, 10, 10) for role, seconds in STAGES.items()}
+    found = Search(list(STAGES), lambda role, _: [options[role]], DEVICE).best([1], 2)
+    assert [(each.step, each.cards) for each in found] == [(4.0, 1), (4.0, 2)]
