@@ -6,9 +6,8 @@
 Ten tiny jobs on two processes, whose best placements differ: for each, every way to share the two
 out is run as the planner writes it down, one after the other, in rounds there and back. The
 shortest step behind a run's first counts: neighbours of a shared machine make steps longer, never
-shorter, for minutes at a time. Prints JSON: seconds of each
-placement, predicted and measured, and how many times the best measured step the planner's choice
-takes (asked: 1.05).
+shorter, for minutes at a time. Prints JSON: seconds of each placement, predicted and measured, and
+how many times the best measured step the planner's choice takes (asked: 1.05).
 """
 
 from __future__ import annotations

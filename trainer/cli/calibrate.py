@@ -24,7 +24,7 @@ from trainer.cli.job_record import device_name, machine_facts
 from trainer.cli.make_tiny import make
 from trainer.planner.devices import DEVICES, Device, Rates, data_sheet
 from trainer.planner.layouts import PPOJob
-from trainer.planner.measured import MeasuredRun, fitted, own_seconds
+from trainer.planner.measured import NOTHING, MeasuredRun, fitted, own_seconds
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.process.machine import memory_gb, usable_cores
@@ -33,9 +33,6 @@ CPU = "cpu"
 """The name of this machine's cores, a process each."""
 STEPS = 4
 PROMPTS, LONGEST_PROMPT = 32, 16
-FEW_PROMPTS = 8
-UNSEEN = 1e15
-"""Bytes a second above which the runs have not shown what a link does."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ ON_CPU = (
     Case(64, 2, 32),
     Case(192, 6, 64),
     Case(64, 8, 32, mini_batch=8, tokens_per_pass=1024),
-    Case(64, 2, 128, mini_batch=FEW_PROMPTS, prompts=FEW_PROMPTS),
+    Case(64, 2, 128, mini_batch=8, prompts=8),
     Case(64, 2, 32, mini_batch=8, ranks=2),
     Case(192, 6, 64, ranks=2),
 )
@@ -63,7 +60,7 @@ ON_CARDS = (
     Case(1024, 8, 128),
     Case(2048, 16, 512),
     Case(1024, 24, 128, mini_batch=8, tokens_per_pass=2048),
-    Case(1024, 8, 512, mini_batch=FEW_PROMPTS, prompts=FEW_PROMPTS),
+    Case(1024, 8, 512, mini_batch=8, prompts=8),
     Case(1024, 8, 128, mini_batch=8, ranks=2),
     Case(2048, 16, 512, ranks=2),
 )
@@ -176,8 +173,8 @@ def _in_words(device: Device, calls: Sequence[dict[str, Any]], path: Path, secon
     errors = [abs(call["predicted"] / call["measured"] - 1) for call in calls]
     near = sum(error <= 0.15 for error in errors)
     rates = device.rates
-    link = device.link * rates.link
-    between = f"{link:.3g} bytes/s" if link < UNSEEN else "bytes that cost no time"
+    is_free = rates.link >= 1 / NOTHING  # the runs have not shown what it costs
+    between = "bytes that cost no time" if is_free else f"{device.link * rates.link:.3g} bytes/s"
     return (
         f"{device.name}: {device.flops_reached(trains=True):.3g} operations/s in updates and "
         f"{device.flops_reached(trains=False):.3g} in other passes, {device.memory:.3g} bytes/s of "
