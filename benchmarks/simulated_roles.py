@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,13 +70,14 @@ class Workers(Simulated):
     published: ClassVar[int] = 0
     """The newest version of the weights."""
     _counting: ClassVar[threading.Lock] = threading.Lock()
+    _one_computes: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, facts: Sequence[ProcessFacts], meshes: Sequence[Meshes]) -> None:
         super().__init__(facts, meshes)
         self.version = 0
         """Of the weights."""
-        self._making: dict[int, tuple[float, DataProto]] = {}
-        """Rank -> when the samples of what it was given are there."""
+        self._making: dict[int, list[tuple[float, DataProto]]] = defaultdict(list)
+        """Rank -> what it was given, and when the samples of it are there."""
         self._take_s = 0.0
 
     def share(self, value: Any) -> tuple[Any, Any]:
@@ -112,9 +114,9 @@ class Workers(Simulated):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        began = time.thread_time()
-        yield
-        with self._counting:
+        with self._one_computes:
+            began = time.thread_time()
+            yield
             Workers.cpu_s += time.thread_time() - began
 
     def _answer(self, rank: int, call: Call, arguments: Sequence[Any]) -> Answer:
@@ -123,7 +125,8 @@ class Workers(Simulated):
         if call.method == GENERATE:
             return sampled(arguments[0], self.version)
         if call.method == "submit":
-            self._making[rank] = time.monotonic() + self._seconds(rank, GENERATE), arguments[0]
+            done_at = time.monotonic() + self._seconds(rank, GENERATE)
+            self._making[rank].append((done_at, arguments[0]))
             return None, {}
         if call.method == "take":
             return self._taken(rank, arguments[1]), {}
@@ -150,11 +153,14 @@ class Workers(Simulated):
 
     def _taken(self, rank: int, seconds: float) -> DataProto | None:
         """What is there after so long, as a maker's rank gives it."""
-        at, data = self._making[rank]
-        self._take_s = min(max(0.0, at - time.monotonic()), seconds)
-        if at > time.monotonic() + seconds:
+        making, now = self._making[rank], time.monotonic()
+        first = min(done_at for done_at, _ in making)
+        self._take_s = min(max(0.0, first - now), seconds)
+        given = [data for done_at, data in making if done_at <= now + self._take_s]
+        if not given:
             return None
-        del self._making[rank]
+        self._making[rank] = [(at, data) for at, data in making if at > now + self._take_s]
+        data = DataProto.concat(given)
         payload, _ = sampled(data, self.version)
         return payload.union(DataProto.from_dict({REQUEST: data.padded(REQUEST)}))
 

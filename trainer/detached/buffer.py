@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
 """How often a wait looks whether it has lasted too long, and whether the trainers are there."""
+LOOK_SHARE = 0.05
+"""Of its time that a wait may look for the trainers: thousands of them take long to ask."""
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
@@ -188,7 +191,11 @@ class ExperienceBuffer:
         self._sampler = SAMPLERS.look_up(config.detached.sampler)()
         self.stream, self.ledger = PieceStream(config, loader), Ledger()
         self._activity, self._check_trainers = activity, check_trainers
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        """The trainer's wait."""
+        self._has_turn = threading.Condition(lock)
+        """The makers': a finished piece gives none of them room, and does not wake them."""
         self._ready: list[Experience] = []
         self._in_flight: dict[int, Experience] = {}
         """By number, what makers are making."""
@@ -236,21 +243,23 @@ class ExperienceBuffer:
                 if maker not in self._idle:
                     self._idle.add(maker)
                     self._changed.notify_all()
-                self._changed.wait(LOOK_S)
+                self._has_turn.wait(LOOK_S)
         return None
 
     def put(self, experience: Experience) -> None:
         """Accept a finished experience; a full buffer that evicts drops its oldest ones."""
         tokens, given_up = tokens_by_uid(experience), tokens_given_up(experience.samples)
-        with self._change():
+        with self._changed:
             del self._in_flight[experience.number]
             experience.rows = experience.submission = None
+            self._changed.notify_all()
             if experience.is_validation:
                 return
             self.ledger.queue(tokens, given_up)
             self._ready.append(experience)
             while self._evicts and num_samples_of(self._ready) > self._limit:
                 self._drop(self._ready[0], "pushed out of the full buffer")
+                self._look_again()
 
     def lost(self, maker: int, keeps: bool) -> int:
         """What this maker was making is to be made again, by whoever may; gives the samples lost.
@@ -433,6 +442,7 @@ class ExperienceBuffer:
         """Whoever waits looks whether it can go on now."""
         self._idle.clear()
         self._changed.notify_all()
+        self._has_turn.notify_all()
 
     def _wait_for(self, found: Callable[[], Found]) -> Found:
         """What the trainer waits for, once it is there."""
@@ -451,7 +461,8 @@ class ExperienceBuffer:
                 warns_at = now + self.settings.stall_s
             if now > looks_at:
                 self._check_trainers()
-                looks_at = now + LOOK_S
+                took = time.monotonic() - now
+                looks_at = now + max(LOOK_S, took / LOOK_SHARE)
 
     def _raise_if_nobody_can_go_on(self) -> None:
         if self._in_flight or self._idle < self._makers:
@@ -472,8 +483,8 @@ class ExperienceBuffer:
     def _take_chosen(self, num_samples: int) -> list[Experience]:
         """A batch, as the sampler chooses it: for each trainer rank with makers its share."""
         whole = Choice()
-        for rank in self.stream.ranks:
-            choice = chosen(self._sampler, self._stock(rank, num_samples // len(self.stream.ranks)))
+        for stock in self._stocks(num_samples):
+            choice = chosen(self._sampler, stock)
             whole.dropped += choice.dropped
             if not choice.taken:
                 whole.taken = []
@@ -488,22 +499,26 @@ class ExperienceBuffer:
         self._num_taken += bool(whole.taken)
         return whole.taken
 
-    def _stock(self, rank: int, num_samples: int) -> Stock:
-        """What there is for one trainer rank, or for any."""
+    def _stocks(self, num_samples: int) -> Iterator[Stock]:
+        """What there is for each trainer rank with makers of its own, or for any."""
+        ranks = self.stream.ranks
         # one past the highest piece that was ever begun and is still open
         horizon = max([one.number for one in self._ready] + [*self._in_flight, -1]) + 1
-        return Stock(
-            ready=tuple(one for one in self._ready if one.rank == rank),
-            coming=[one for one in self._in_flight.values() if one.rank == rank],
-            lost=[p for p in self.stream.waiting if p.rank == rank and p.number < horizon],
-            num_samples=num_samples,
-            version=self.version,
-            max_staleness=self.settings.max_staleness,
-            samples_per_version=self._samples_per_version // len(self.stream.ranks),
-            rest_of_version=self._demand.rest_of_version // len(self.stream.ranks),
-            seed=(self._seed, self._num_taken),
-            window=self.settings.window,
-        )
+        ready, coming = _by_rank(self._ready), _by_rank(self._in_flight.values())
+        lost = _by_rank(piece for piece in self.stream.waiting if piece.number < horizon)
+        for rank in ranks:
+            yield Stock(
+                ready=ready.get(rank, ()),
+                coming=coming.get(rank, ()),
+                lost=lost.get(rank, ()),
+                num_samples=num_samples // len(ranks),
+                version=self.version,
+                max_staleness=self.settings.max_staleness,
+                samples_per_version=self._samples_per_version // len(ranks),
+                rest_of_version=self._demand.rest_of_version // len(ranks),
+                seed=(self._seed, self._num_taken),
+                window=self.settings.window,
+            )
 
     def _begin_next(self, maker: int, version: int) -> Experience | None:
         """The first piece that this maker may make and for which there is room, handed out."""
@@ -551,3 +566,11 @@ class ExperienceBuffer:
     def _drop(self, experience: Experience, reason: str) -> None:
         self._ready.remove(experience)
         self.ledger.drop(experience.uids, reason)
+
+
+def _by_rank(pieces: Iterable[Experience]) -> dict[int, list[Experience]]:
+    """Trainer rank -> the pieces for it, in their order."""
+    found: dict[int, list[Experience]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.rank].append(piece)
+    return found

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.detached.topology import Topology, maker_role, role_on
+from trainer.detached.topology import ANY_RANK, Topology, maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
@@ -169,6 +169,12 @@ class DetachedConfig(PPOConfig):
         """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
         asked = self.detached.prompts_per_piece
         return self.topology.piece_size(self.data.train_batch_size) if asked is None else asked
+
+    def pieces_at_once(self, maker: int) -> int:
+        """Pieces that a maker begins together: where a batch is in equal parts, all of its part."""
+        if self.detached.prompts_per_piece is not None or self.topology.routed_ranks == [ANY_RANK]:
+            return 1
+        return len(self.topology.trainers_of(maker))
 
     @property
     def score_roles(self) -> dict[str, str]:

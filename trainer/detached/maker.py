@@ -2,7 +2,7 @@
 
 while True:
     newer weights, if there are any
-    submit a piece, if there is room for it
+    submit pieces, if there is room for them
     take what is finished: pieces whose samples are all there go to the buffer
 
 The rows of a validation are pieces, too: makers are given no others meanwhile.
@@ -87,6 +87,7 @@ class Maker:
         self._running: dict[Submission, Experience] = {}
         detached = trainer.config.detached
         self._max_tokens = trainer.config.rollout_of(number).max_new_tokens_per_call
+        self._num_at_once = trainer.config.pieces_at_once(number)
         slice_s = max(SLICE_S, trainer.config.num_maker_ranks / TAKES_PER_S)
         self._take_s = slice_s if plays(trainer.config) or not self._max_tokens else None
         self._takes_weights_within = detached.new_weights == "at_once" or bool(self._max_tokens)
@@ -127,7 +128,9 @@ class Maker:
             with self._activity.syncing(f"weights of version {newest.version}"):
                 self._weights = Weights(newest.num_swaps, self._trainer.feed.deliver(self._number))
         if not self._running or self._max_tokens:
-            self._begin()
+            for _ in range(self._num_at_once):
+                if not self._begin():
+                    break
         if self._running:
             with self._activity.busy("generate"):
                 finished = self._client.take(self._max_tokens, self._take_s)
@@ -135,11 +138,11 @@ class Maker:
                 self._put(submission, self._running[submission])
                 del self._running[submission]
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
         """Submit a piece, if there is room for it; waits for room where nothing else is to do."""
         experience = self._buffer.begin(self._number, self._weights, waits=not self._running)
         if experience is None:
-            return
+            return False
         if experience.submission is None:
             assert experience.rows is not None, "of what is being made"
             asked = experience.rows
@@ -149,6 +152,7 @@ class Maker:
             experience.submission = Submission(asked)
         self._running[experience.submission] = experience
         self._client.submit(experience.submission)
+        return True
 
     def _put(self, submission: Submission, experience: Experience) -> None:
         samples = submission.samples()

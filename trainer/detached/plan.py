@@ -70,9 +70,11 @@ def _shared_pools(data: RunData) -> set[str]:
 
 
 def setup_of(config: DetachedConfig) -> Setup:
-    """The run as the simulation has it."""
+    """The run as the simulation has it: pieces that a maker begins together are one."""
     detached, topology = config.detached, config.topology
-    prompts = config.piece_size
+    numbers = {config.pieces_at_once(maker) for maker in range(topology.makers)}
+    at_once = numbers.pop() if len(numbers) == 1 else 1  # one by one is no faster than they are
+    prompts = config.piece_size * at_once
     return Setup(
         num_makers=topology.makers,
         num_trainers=1,  # the measured seconds are those of its ranks together
@@ -80,7 +82,7 @@ def setup_of(config: DetachedConfig) -> Setup:
         pieces=config.data.train_batch_size // prompts,
         limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
         weights_at_once=detached.new_weights == "at_once",
-        makers_by_rank=makers_by_rank(topology),
+        makers_by_rank=tuple(sorted(makers_by_rank(topology))[::at_once]),
     )
 
 
@@ -95,14 +97,16 @@ def plan_lines(
 ) -> list[str]:
     """Who sends what to whom, how far makers run ahead, when weights reach them."""
     detached, topology = config.detached, config.topology
-    setup, num_open = setup_of(config), open_at_once(config)
+    makers, num_open = topology.makers, open_at_once(config)
     age = AGES.get(detached.max_staleness, f"at most {detached.max_staleness} versions old")
     rounds = "batch" if detached.update_steps == 1 else f"{detached.update_steps} batches"
 
     aged = f"a sample is {age} when it is trained on: makers wait rather than let one grow older"
+    batch, most = config.data.train_batch_size, max(map(config.pieces_at_once, range(makers)))
+    together = f"; a maker answers up to {most} together" if most > 1 else ""
     pieces = (
-        f"a batch of {config.data.train_batch_size} prompts is {_count(setup.num_pieces, 'piece')}:"
-        f" {_count(config.piece_size, 'prompt')} each, which one maker answers in a call"
+        f"a batch of {batch} prompts is {_count(batch // config.piece_size, 'piece')}: "
+        f"{_count(config.piece_size, 'prompt')} each, which one maker answers in a call{together}"
     )
     queued = (
         f"at most {num_open} samples are queued or being made "
@@ -124,7 +128,7 @@ def plan_lines(
         lines.append(topology.lopsided)
     if idle := _idle_makers(config):
         lines.append(
-            f"{idle} of {topology.makers} makers have nothing to make, so few pieces are open at "
+            f"{idle} of {makers} makers have nothing to make, so few pieces are open at "
             "once: smaller ones (detached.prompts_per_piece), or a larger detached.max_staleness"
         )
     return lines

@@ -85,6 +85,7 @@ class DetachedTrainer(PPOTrainer):
         """Makers' threads, the buffer, and the ledger."""
         config, detached = self.config, self.config.detached
         self.topology, self.activity = config.topology, Activity()
+        self.maker_roles = frozenset(config.maker_roles)
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
         self.feed = WeightFeed(config, self.groups, self.topology)
         self.buffer = ExperienceBuffer(config, self.loader, self.activity, self.check_trainers)
@@ -100,8 +101,8 @@ class DetachedTrainer(PPOTrainer):
 
     def check_trainers(self) -> None:
         """Ask every process that trains for an answer: nobody would miss it meanwhile."""
-        pools, of_makers = expand_roles(self.config.role_mapping), self.config.maker_roles
-        of_pool = {pools[role]: role for role in self.groups if role not in of_makers}
+        pools = expand_roles(self.config.role_mapping)
+        of_pool = {pools[role]: role for role in self.groups if role not in self.maker_roles}
         gather(*(self.groups[role].ping.remote() for role in of_pool.values()))
 
     # ------------------------------------------------------------------ what is different from PPO
@@ -222,7 +223,7 @@ class DetachedTrainer(PPOTrainer):
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Makers make samples whatever trainers do; while they rest, it is for a validation."""
-        if call["method"] not in MADE_BY_MAKERS or call["role"] not in self.config.maker_roles:
+        if call["method"] not in MADE_BY_MAKERS or call["role"] not in self.maker_roles:
             return ended_in
         is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
         return ended_in if is_validation else "gen"
@@ -263,8 +264,7 @@ class DetachedTrainer(PPOTrainer):
 
     def saved_groups(self) -> dict[str, Any]:
         """Not makers': they may come and go meanwhile; a sample is the same from any of them."""
-        of_makers = self.config.maker_roles
-        return {role: self.groups[role] for role in self.groups if role not in of_makers}
+        return {role: self.groups[role] for role in self.groups if role not in self.maker_roles}
 
     def close(self) -> None:
         """End the makers, and check the ledger."""

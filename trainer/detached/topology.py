@@ -10,15 +10,18 @@ It follows from the configuration, before anything is started. Maker 0 is the ro
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 
 ANY_RANK = -1
 """In the place of a trainer rank: samples may go to whichever."""
+End = TypeVar("End", int, str)
 Edge = tuple[int, int]
 """(sender, receiver): (maker, trainer rank) of experience, (trainer rank, maker) of weights."""
 TRAINER_POOL = "trainer_pool"
@@ -94,13 +97,21 @@ class Topology:
         made._check_reached()
         return made
 
+    @cached_property
+    def _receivers(self) -> dict[int, list[int]]:
+        return _by_first(self.experience)
+
+    @cached_property
+    def _senders(self) -> dict[int, list[int]]:
+        return _by_first((trainer, maker) for maker, trainer in self.experience)
+
     def trainers_of(self, maker: int) -> list[int]:
         """The trainer ranks that get this maker's experience."""
-        return [trainer for sender, trainer in self.experience if sender == maker]
+        return self._receivers.get(maker, [])
 
     def makers_of(self, trainer: int) -> list[int]:
         """The makers whose experience this trainer rank gets."""
-        return [maker for maker, receiver in self.experience if receiver == trainer]
+        return self._senders.get(trainer, [])
 
     @property
     def routed_ranks(self) -> list[int]:
@@ -163,13 +174,14 @@ class Topology:
 
     def _check_reached(self) -> None:
         """Refuse a maker that sends to nobody or has not one sender, a trainer without samples."""
+        senders_of = _by_first((maker, str(trainer)) for trainer, maker in self.weights)
         for maker in range(self.makers):
             if not self.trainers_of(maker):
                 raise ConfigError(
                     f"detached.edges: maker {maker} sends its samples to nobody. Add "
                     f"[{maker},{maker % self.trainers}]."
                 )
-            senders = [str(trainer) for trainer, receiver in self.weights if receiver == maker]
+            senders = senders_of.get(maker, [])
             if len(senders) != 1:
                 raise ConfigError(
                     f"detached.weight_edges: maker {maker} gets weights from "
@@ -182,6 +194,14 @@ class Topology:
                     f"detached.edges: trainer {trainer} gets samples from nobody, and the other "
                     f"trainers would wait for it. Add [{trainer % self.makers},{trainer}]."
                 )
+
+
+def _by_first(pairs: Iterable[tuple[int, End]]) -> dict[int, list[End]]:
+    """First end -> the others of its pairs, in their order."""
+    found: dict[int, list[End]] = defaultdict(list)
+    for first, other in pairs:
+        found[first].append(other)
+    return dict(found)
 
 
 def _pairs(

@@ -41,7 +41,7 @@ class NumberedPrompts:
 
 
 def config_of(
-    *, piece: int = 2, batch: int = 4, samples: int = 1, makers: int = 1, **detached: Any
+    *, piece: int | None = 2, batch: int = 4, samples: int = 1, makers: int = 1, **detached: Any
 ) -> DetachedConfig:
     """One whose bounds are those of the buffer and the makers."""
     config = DetachedConfig()
@@ -138,11 +138,11 @@ def maker_of(
     deliver: Callable[[int], int],
     losses: Callable[..., bool] = lambda *_: False,
     number: int = 0,
-    **detached: Any,
+    **settings: Any,
 ) -> Maker:
     """A maker of that group."""
     trainer: Any = SimpleNamespace(
-        config=config_of(makers=number + 1, **detached),
+        config=config_of(**({"makers": number + 1} | settings)),
         groups={maker_role(number): group},
         buffer=buffer,
         activity=Activity(),

@@ -21,7 +21,6 @@ from trainer.detached.samplers import (
     chosen,
     up_to,
 )
-from trainer.detached.topology import ANY_RANK
 from verl_like.errors import LedgerError
 
 
@@ -233,7 +232,7 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
                 slow.append(order)
             else:
                 finish(buffer, order)
-        while slow and not chosen(buffer._sampler, buffer._stock(ANY_RANK, 4)).taken:
+        while slow and not chosen(buffer._sampler, next(buffer._stocks(4))).taken:
             finish(buffer, slow.pop())
         taken = buffer.take(Demand(4))
         assert max(version - one.version for one in taken) <= max_staleness

@@ -138,3 +138,17 @@ def test_the_more_makers_the_less_often_each_is_asked_what_is_finished(
     wait_until(lambda: asked)
     end(group, maker)
     assert set(asked) == {seconds}
+
+
+@pytest.mark.parametrize(("piece", "ranks"), [(None, [0, 2]), (1, [0])])
+def test_a_maker_begins_its_part_of_a_batch_together_unless_pieces_have_a_size(
+    piece: int | None, ranks: list[int]
+) -> None:
+    settings = {"makers": 2, "trainers": 4, "piece": piece, "batch": 8, "max_staleness": 1}
+    group = Group(restarts=False)
+    group.buffer = make_buffer(**settings)
+    maker = maker_of(group.buffer, group, group.deliver, group.losses, **settings)
+    maker.start()
+    wait_until(lambda: len(group.running) == len(ranks))
+    assert [one.rank for one in group.buffer.in_flight(0)] == ranks
+    end(group, maker)

@@ -39,6 +39,14 @@ def test_it_says_pieces_ages_and_what_may_be_open() -> None:
     assert lines[1].split()[:3] == ["maker", "0", "rollout"]
 
 
+def test_pieces_that_a_maker_begins_together_are_one_in_the_simulation() -> None:
+    config = config_of("detached.topology=2m4t")
+    pieces = "a batch of 8 prompts is 4 pieces: 2 prompts each, which one maker answers in a call"
+    assert f"{pieces}; a maker answers up to 2 together" in plan_lines(config)
+    setup = setup_of(config)
+    assert [setup.makers_of(place) for place in range(setup.num_pieces)] == [(0,), (1,)]
+
+
 def test_a_smaller_limit_is_what_may_be_open() -> None:
     lines = plan_lines(config_of("detached.limit=40", "detached.update_steps=3"))
     assert "at most 40 samples are queued or being made (1.25 times a batch)" in lines
