@@ -102,10 +102,12 @@ def help_of(command: str) -> str:
 def _run(command: str, arguments: list[str]) -> None:
     """An error of ours ends with its one line."""
     from verl_like.errors import VerlLikeError
+    from verl_like.process.garbage import no_collection
     from verl_like.registry import load_object
 
     try:
-        found = load_object(COMMANDS[command], command)
+        with no_collection():
+            found = load_object(COMMANDS[command], command)
         if command in RECIPES:
             from trainer.recipe_command import run_command
 

@@ -29,6 +29,7 @@ offloading, size of a pass, cards and memory of an engine, makers.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,7 @@ from trainer.planner.search import Search
 from trainer.planner.words import MOST_CARDS, Plan, compared
 from trainer.rows.preflight import longest_row
 from verl_like.errors import ConfigError, nearest
+from verl_like.process.garbage import no_collection
 from verl_like.process.machine import usable_cores
 from verl_like.registry import load_object
 from verl_like.terminal import terminal_width
@@ -83,8 +85,10 @@ def main(arguments: Sequence[str]) -> None:
         print(calibrate(job_of, files[0] if files else None))
     else:
         print(plan(arguments, terminal_width()))
+        gc.freeze()  # the process ends: Python's last collection would take a second
 
 
+@no_collection()
 def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
     """The text for these arguments."""
     recipe, given = _recipe_of(arguments)

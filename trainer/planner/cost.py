@@ -241,8 +241,9 @@ def decode_seconds(
 
 
 def sync_seconds(model: Model, cards: Cards, is_shared: bool) -> float:
-    """New weights for the engines, of the cards of their pool or of another one."""
-    if is_shared and cards.num == 1:  # they stay where they are
-        return cards.device.rates.call
+    """New weights for the engines: those that a card lacks of the shards on its pool's cards, or
+    all of them from another machine.
+    """
+    lacks = 1 - 1 / cards.num if is_shared else 1.0
     rate = cards.rate(cards.num) if is_shared else cards.rate(2, cards.per_node)
-    return BYTES * model.weights / rate + cards.device.rates.call
+    return BYTES * model.weights * lacks / rate + cards.device.rates.call

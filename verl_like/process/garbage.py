@@ -1,4 +1,4 @@
-"""The garbage collector of a long run: it leaves alone what exists from the start."""
+"""The garbage collector: it leaves alone what exists from the start, and what is being made."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def old_objects_kept() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within, the collector rests: imports make many objects, and no garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Others:

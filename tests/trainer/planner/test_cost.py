@@ -75,8 +75,10 @@ def test_collectives_between_machines_go_over_the_ports_of_all_cards_that_take_p
     assert cards.rate(8, apart=8) == 50e9 * RATES.link
 
 
-def test_new_weights_of_a_card_s_own_engine_do_not_travel() -> None:
+def test_new_weights_that_a_card_has_do_not_travel() -> None:
     assert sync_seconds(MODEL, on(1), is_shared=True) == RATES.call
+    other_half = 8e9 / (450e9 * RATES.link)
+    assert sync_seconds(MODEL, on(2), is_shared=True) == pytest.approx(RATES.call + other_half)
     travels = 2 * 8e9 / (50e9 * RATES.link)  # to a card of another machine
     assert sync_seconds(MODEL, on(1), is_shared=False) == pytest.approx(RATES.call + travels)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.process.garbage import Others, old_objects_kept
+from verl_like.process.garbage import Others, no_collection, old_objects_kept
 
 
 @pytest.fixture
@@ -57,3 +57,11 @@ def test_what_somebody_keeps_for_longer_stays_kept() -> None:
         assert id(new) in looked_at()
 
     assert id(before) not in looked_at()
+
+
+def test_the_collector_rests_within_and_works_again_if_it_did_before() -> None:
+    with no_collection():
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
