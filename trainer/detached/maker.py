@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 from trainer.detached.activity import Activity
@@ -128,9 +129,7 @@ class Maker:
             with self._activity.syncing(f"weights of version {newest.version}"):
                 self._weights = Weights(newest.num_swaps, self._trainer.feed.deliver(self._number))
         if not self._running or self._max_tokens:
-            for _ in range(self._num_at_once):
-                if not self._begin():
-                    break
+            self._begin()
         if self._running:
             with self._activity.busy("generate"):
                 finished = self._client.take(self._max_tokens, self._take_s)
@@ -138,11 +137,21 @@ class Maker:
                 self._put(submission, self._running[submission])
                 del self._running[submission]
 
-    def _begin(self) -> bool:
-        """Submit a piece, if there is room for it; waits for room where nothing else is to do."""
-        experience = self._buffer.begin(self._number, self._weights, waits=not self._running)
-        if experience is None:
-            return False
+    def _begin(self) -> None:
+        """Submit pieces, if there is room for them; waits for room where nothing else is to do."""
+        begun: list[Experience] = []
+        while len(begun) < self._num_at_once:
+            waits = not (self._running or begun)
+            experience = self._buffer.begin(self._number, self._weights, waits)
+            if experience is None:
+                break
+            begun.append(experience)
+        submissions = {self._submission_of(experience): experience for experience in begun}
+        self._running |= submissions
+        for _, alike in groupby(submissions, lambda one: one.rows.meta_info):  # that of their draw
+            self._client.submit(*alike)
+
+    def _submission_of(self, experience: Experience) -> Submission:
         if experience.submission is None:
             assert experience.rows is not None, "of what is being made"
             asked = experience.rows
@@ -150,9 +159,7 @@ class Maker:
                 asked = self._trainer.needed(asked, self._role, "generate_sequences")
                 asked.meta_info = asked.meta_info | {"attempt": experience.attempt}
             experience.submission = Submission(asked)
-        self._running[experience.submission] = experience
-        self._client.submit(experience.submission)
-        return True
+        return experience.submission
 
     def _put(self, submission: Submission, experience: Experience) -> None:
         samples = submission.samples()

@@ -169,18 +169,28 @@ class RolloutClient:
                     found = lost_samples(submission, error, submission.missing)
                     self.group = replace(found, submission)
 
-    def submit(self, submission: Submission) -> None:
-        """Begin the samples that are missing of it, beside those that are being made."""
+    def submit(self, *submissions: Submission) -> None:
+        """Begin the samples that are missing of them, beside those that are being made.
+
+        All of them have the same columns and meta entries.
+        """
+        has_begun = any(submission.begun for submission in submissions)
+        rows = [self._numbered(submission, has_begun) for submission in submissions]
+        asked = rows[0] if len(rows) == 1 else DataProto.concat(rows)
+        for rank, share in self._shares(range(len(asked))).items():
+            self._sent.append(self._ask("submit", rank, _rows(asked, share)))
+            self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
+
+    def _numbered(self, submission: Submission, has_begun: bool) -> DataProto:
+        """Its missing rows, each with its number; where one `has_begun`, with turns or None."""
         self._last_number = number = self._last_number + 1
         self.submissions[number] = submission
-        for rank, share in self._shares(submission.missing).items():
-            asked = _rows(submission.rows, share)
-            requests = torch.tensor(share) + (number << ROW_BITS)
-            turns = [submission.begun.get(row) for row in share]
-            begun = {BEGUN: object_rows(turns)} if any(turns) else {}
-            asked = asked.select().union(DataProto.from_dict({REQUEST: requests}, begun))
-            self._sent.append(self._ask("submit", rank, asked))
-            self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
+        missing = submission.missing
+        requests = torch.tensor(missing) + (number << ROW_BITS)
+        turns = [submission.begun.get(row) for row in missing]
+        begun = {BEGUN: object_rows(turns)} if has_begun else {}
+        rows = _rows(submission.rows, missing).select()
+        return rows.union(DataProto.from_dict({REQUEST: requests}, begun))
 
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
         """The submissions that are whole, once every rank has gone so far; see an engine's `take`.
@@ -258,7 +268,7 @@ class RolloutClient:
             part = samples if bool(places.all()) else samples.select_idxs(places)
             self.submissions[number].add(rows, part)
 
-    def _shares(self, rows: list[int]) -> dict[int, list[int]]:
+    def _shares(self, rows: Sequence[int]) -> dict[int, Sequence[int]]:
         """Rank -> the rows that it makes; as many as the others."""
         ranks = self.group.generate_sequences.collecting_ranks()
         size = -(-len(rows) // len(ranks))

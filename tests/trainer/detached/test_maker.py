@@ -149,6 +149,7 @@ def test_a_maker_begins_its_part_of_a_batch_together_unless_pieces_have_a_size(
     group.buffer = make_buffer(**settings)
     maker = maker_of(group.buffer, group, group.deliver, group.losses, **settings)
     maker.start()
-    wait_until(lambda: len(group.running) == len(ranks))
+    wait_until(lambda: group.running)
     assert [one.rank for one in group.buffer.in_flight(0)] == ranks
+    assert [len(rows) for rows in group.running] == [2 * len(ranks) if piece is None else piece]
     end(group, maker)
