@@ -9,7 +9,7 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.waiting import Deadlines
-from workers.rollout.client import RolloutClient
+from workers.rollout.client import RolloutClient, Submission
 
 
 class Echoing:
@@ -21,6 +21,13 @@ class Echoing:
     def __init__(self) -> None:
         self.asked: dict[int, DataProto] = {}
         self.generate_sequences = self
+        self.submit = self
+        self.take = SimpleNamespace(remote_on=lambda rank, *_: self.given(rank))
+
+    def given(self, rank: int) -> Any:
+        """All that a rank was asked for."""
+        rows = self.asked.pop(rank)
+        return SimpleNamespace(get=lambda timeout=None: [rows], lost_ranks=[])
 
     def collecting_ranks(self) -> list[int]:
         return [0, 1]
@@ -38,3 +45,15 @@ def test_a_ranks_share_of_a_batch_is_not_copied() -> None:
     for asked in group.asked.values():
         storages = [data.padded("x").untyped_storage().data_ptr() for data in (asked, rows)]
         assert len(set(storages)) == 1
+
+
+def test_submissions_that_begin_together_are_few_on_each_rank_and_come_back_whole() -> None:
+    group, pieces = Echoing(), [torch.arange(3), torch.arange(3, 6)]
+    client = RolloutClient(group)
+    submissions = [Submission(DataProto.from_dict({"x": piece[:, None]})) for piece in pieces]
+    client.submit(*submissions)
+    asked = [rows.padded("x").flatten().tolist() for rows in group.asked.values()]
+    assert asked == [piece.tolist() for piece in pieces]
+    assert client.take() == submissions
+    for submission, piece in zip(submissions, pieces, strict=True):
+        assert torch.equal(submission.samples().padded("x")[:, 0], piece)
