@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -142,6 +144,13 @@ class RoleMemory:
     beside_engine: bool = False
     """Whether it computes while an engine that sleeps otherwise is awake."""
 
+    def offloaded(self, sharding: Sharding, device_type: str) -> RoleMemory:
+        """With weights and moments where `sharding` has them between calls."""
+        if device_type != "cuda":
+            return self
+        weights = sharding.param_offload * self.weights
+        return replace(self, host=weights + sharding.optimizer_offload * self.moments)
+
     @property
     def kept(self) -> float:
         """What stays on the device between calls, or is taken beside an engine's."""
@@ -247,9 +256,6 @@ def _of_rank(
     averages = _averages(held, shapes, kept)
     weights = (shapes.held(kept, held.quantization) + averages) / shards
     moments = 2 * trained / shards
-    host = 0.0
-    if device_type == "cuda":
-        host = sharding.param_offload * weights + sharding.optimizer_offload * moments
     copied = 0.0
     if copies:
         saved = {"optimizer": 2 * trained, "model": averages + (trained or shapes.held(kept))}
@@ -262,7 +268,7 @@ def _of_rank(
     casts = kept != precision.compute
     whole, activations = _largest_moment(held, shapes, largest, shards, casts, dims.ep, device_type)
     names = [held.quantization or name_of(kept), name_of(precision.compute)]
-    return RoleMemory(
+    memory = RoleMemory(
         role=role,
         pool=pool,
         types=" / ".join(dict.fromkeys(names)),
@@ -271,9 +277,9 @@ def _of_rank(
         moments=moments,
         whole=whole,
         activations=activations,
-        host=host,
         copies=copied if copied >= LEAST_BYTES else 0,
     )
+    return memory.offloaded(sharding, device_type)
 
 
 def _averages(held: HeldModel, shapes: ModelShapes, kept: torch.dtype) -> int:
@@ -359,8 +365,9 @@ def _head(
         return 0
     if shapes.outputs_per_read == 1:  # it reads every token, in float32
         return largest.tokens * (4 + (shapes.compute_bytes < 4) * 4 * shapes.hidden_size)
-    at_once = positions_at_once(
-        hf_config_of(held.model),
+    at_once = _positions_at_once(
+        model_folder(held.model.path, weights=False),
+        described_by(held.model),
         largest.reads,
         held.model.use_fused_kernels,
         shapes.outputs_per_read,
@@ -382,6 +389,14 @@ def _head(
         return 2 * states + 4 * weight + of_logits + softmax
     gradient = 0 if gathers else weight * shapes.compute_bytes
     return states + of_logits + max(softmax, states + gradient)
+
+
+@lru_cache(maxsize=256)
+def _positions_at_once(
+    folder: Path, _text: str, reads: int, may_chunk: bool, num_words: int, device_type: str
+) -> int:
+    # the text is a parameter so that a changed file is looked at again
+    return positions_at_once(shared_hf_config(folder), reads, may_chunk, num_words, device_type)
 
 
 def hf_config_of(model: ModelConfig) -> Any:
