@@ -175,16 +175,22 @@ class RolloutClient:
         All of them have the same columns and meta entries.
         """
         has_begun = any(submission.begun for submission in submissions)
-        rows = [self._numbered(submission, has_begun) for submission in submissions]
+        rows = []
+        for submission in submissions:
+            self._last_number += 1
+            self.submissions[self._last_number] = submission
+            if submission.missing:  # else a lost group has given all of it, and it is taken next
+                rows.append(self._numbered(submission, self._last_number, has_begun))
+        if not rows:
+            return
         asked = rows[0] if len(rows) == 1 else DataProto.concat(rows)
         for rank, share in self._shares(range(len(asked))).items():
             self._sent.append(self._ask("submit", rank, _rows(asked, share)))
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
-    def _numbered(self, submission: Submission, has_begun: bool) -> DataProto:
+    @staticmethod
+    def _numbered(submission: Submission, number: int, has_begun: bool) -> DataProto:
         """Its missing rows, each with its number; where one `has_begun`, with turns or None."""
-        self._last_number = number = self._last_number + 1
-        self.submissions[number] = submission
         missing = submission.missing
         requests = torch.tensor(missing) + (number << ROW_BITS)
         turns = [submission.begun.get(row) for row in missing]
