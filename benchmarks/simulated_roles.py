@@ -71,6 +71,7 @@ class Workers(Simulated):
     """The newest version of the weights."""
     _counting: ClassVar[threading.Lock] = threading.Lock()
     _one_computes: ClassVar[threading.Lock] = threading.Lock()
+    """Else their threads would contend for Python's lock with the driver's, as no process does."""
 
     def __init__(self, facts: Sequence[ProcessFacts], meshes: Sequence[Meshes]) -> None:
         super().__init__(facts, meshes)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from trainer.detached.samplers import (
     num_samples_of,
     tokens_by_uid,
 )
-from trainer.detached.topology import ANY_RANK
+from trainer.detached.topology import ANY_RANK, by_first
 from trainer.ppo.tokens import tokens_given_up
 from trainer.rollouts.samples import concat_rows, repeat_prompts
 from verl_like.batch.protocol import DataProto
@@ -504,8 +503,9 @@ class ExperienceBuffer:
         ranks = self.stream.ranks
         # one past the highest piece that was ever begun and is still open
         horizon = max([one.number for one in self._ready] + [*self._in_flight, -1]) + 1
-        ready, coming = _by_rank(self._ready), _by_rank(self._in_flight.values())
-        lost = _by_rank(piece for piece in self.stream.waiting if piece.number < horizon)
+        ready = by_first((one.rank, one) for one in self._ready)
+        coming = by_first((one.rank, one) for one in self._in_flight.values())
+        lost = by_first((p.rank, p) for p in self.stream.waiting if p.number < horizon)
         for rank in ranks:
             yield Stock(
                 ready=ready.get(rank, ()),
@@ -566,11 +566,3 @@ class ExperienceBuffer:
     def _drop(self, experience: Experience, reason: str) -> None:
         self._ready.remove(experience)
         self.ledger.drop(experience.uids, reason)
-
-
-def _by_rank(pieces: Iterable[Experience]) -> dict[int, list[Experience]]:
-    """Trainer rank -> the pieces for it, in their order."""
-    found: dict[int, list[Experience]] = defaultdict(list)
-    for piece in pieces:
-        found[piece.rank].append(piece)
-    return found

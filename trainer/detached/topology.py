@@ -21,7 +21,7 @@ from verl_like.terminal import draw_table
 
 ANY_RANK = -1
 """In the place of a trainer rank: samples may go to whichever."""
-End = TypeVar("End", int, str)
+Other = TypeVar("Other")
 Edge = tuple[int, int]
 """(sender, receiver): (maker, trainer rank) of experience, (trainer rank, maker) of weights."""
 TRAINER_POOL = "trainer_pool"
@@ -99,11 +99,11 @@ class Topology:
 
     @cached_property
     def _receivers(self) -> dict[int, list[int]]:
-        return _by_first(self.experience)
+        return by_first(self.experience)
 
     @cached_property
     def _senders(self) -> dict[int, list[int]]:
-        return _by_first((trainer, maker) for maker, trainer in self.experience)
+        return by_first((trainer, maker) for maker, trainer in self.experience)
 
     def trainers_of(self, maker: int) -> list[int]:
         """The trainer ranks that get this maker's experience."""
@@ -174,7 +174,7 @@ class Topology:
 
     def _check_reached(self) -> None:
         """Refuse a maker that sends to nobody or has not one sender, a trainer without samples."""
-        senders_of = _by_first((maker, str(trainer)) for trainer, maker in self.weights)
+        senders_of = by_first((maker, str(trainer)) for trainer, maker in self.weights)
         for maker in range(self.makers):
             if not self.trainers_of(maker):
                 raise ConfigError(
@@ -196,9 +196,9 @@ class Topology:
                 )
 
 
-def _by_first(pairs: Iterable[tuple[int, End]]) -> dict[int, list[End]]:
-    """First end -> the others of its pairs, in their order."""
-    found: dict[int, list[End]] = defaultdict(list)
+def by_first(pairs: Iterable[tuple[int, Other]]) -> dict[int, list[Other]]:
+    """First of a pair -> the others of its pairs, in their order."""
+    found: dict[int, list[Other]] = defaultdict(list)
     for first, other in pairs:
         found[first].append(other)
     return dict(found)
