@@ -23,6 +23,7 @@ from workers.weights.channel import SyncReport
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2
 PART_S = 0.02
+PART_TOKENS = 3  # fewer than a turn has, so that no machine ends a game within one part
 
 
 class LongRollout(RolloutWorker):
@@ -195,7 +196,7 @@ class DiesWithTurns(RolloutWorker):
         if self.num_told and not has_died.exists():
             has_died.write_text(str(self.num_told), encoding="utf-8")
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().take(max_tokens, min(seconds or PART_S, PART_S))
+        return super().take(PART_TOKENS, min(seconds or PART_S, PART_S))
 
     num_told = 0
 
