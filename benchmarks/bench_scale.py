@@ -1,15 +1,17 @@
 """What whole PPO steps cost the driver, for 64 to 4,096 ranks that stand in this process.
 
     python benchmarks/bench_scale.py [--ranks 64 256 1024 4096] [--tp 8] [--recipe detached]
+    python benchmarks/bench_scale.py --ranks 1024 4096 --samples 1
     python benchmarks/bench_scale.py --ranks 1024 --profile
     python benchmarks/bench_scale.py --ranks 1024 --folder FOLDER     # leaves its run folder
 
 The loop, the step, its dataflow, placement, groups, futures, balancing, the watch over ranks, the
 run folder and the checkpoint after the last step are those of a run. Workers are simulated
 (`simulated_roles.py`): nodes of eight devices, half of them with actor, rollout and reference, half
-with critic and reward model. A batch has 4 samples a rank, of up to 512 + 512 tokens: 4,096 at
-1,024 ranks. With `--tp 8` eight ranks share a model, and the batch is as large. With `--recipe
-detached` half of the nodes are a maker each, with buffer, ledger and deliveries of weights.
+with critic and reward model. A batch has `--samples` for each rank (4), of up to 512 + 512 tokens:
+4,096 at 1,024 ranks. With `--tp 8` eight ranks share a model, and the batch is as large. With
+`--recipe detached` half of the nodes are a maker each, with buffer, ledger and deliveries of
+weights.
 
 Every number of ranks has a process of its own. `driver s` are the driver's CPU seconds of a step,
 the median of those after the first; `... s` below those of its stages. Batches are pickled and read
@@ -37,20 +39,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024, 4096])
     parser.add_argument("--recipe", default="ppo", choices=("ppo", "detached"))
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", default="")
     parser.add_argument("--profile", action="store_true")
     chosen = parser.parse_args()
     found = {}
     for num_ranks in chosen.ranks:
-        sizes = str(num_ranks), str(chosen.tp), str(chosen.steps)
+        sizes = map(str, (num_ranks, chosen.tp, chosen.samples, chosen.steps))
         rest = chosen.recipe, *sizes, chosen.folder, str(chosen.profile)
         side = ask(sys.executable, str(HERE / "scale_side.py"), *rest)
         if chosen.profile:
             print(side.pop("profile"))
         found[num_ranks] = side
 
-    print(f"{chosen.recipe}, tp={chosen.tp}")
+    print(f"{chosen.recipe}, tp={chosen.tp}, {chosen.samples} samples a rank")
     print(f"{'ranks':<18}" + "".join(f"{num:>10,}" for num in found))
     for name in next(iter(found.values())):
         print(f"{name:<18}" + "".join(f"{side[name]:>10,.4g}" for side in found.values()))

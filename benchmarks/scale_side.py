@@ -1,6 +1,6 @@
 """One side of `bench_scale.py`: steps over simulated ranks.
 
-python scale_side.py RECIPE RANKS TP STEPS FOLDER PROFILE      # prints JSON
+python scale_side.py RECIPE RANKS TP SAMPLES STEPS FOLDER PROFILE      # prints JSON
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from verl_like.placement.plan import PoolPlan
 from verl_like.placement.pools import Node, ResourcePool
 
 ON_NODE = 8
-SAMPLES_A_RANK, SAMPLES_A_PROMPT = 4, 4
+SAMPLES_A_PROMPT = 4
 
 
 class SimulatedPools(worker_groups.PoolStarter):
@@ -183,9 +183,8 @@ RECIPES = {
 }
 
 
-def settings(folder: Path, tiny: Path, num_ranks: int, steps: int) -> list[str]:
+def settings(folder: Path, tiny: Path, num_prompts: int, steps: int) -> list[str]:
     """Keys of the run, but for its pools."""
-    num_prompts = num_ranks * SAMPLES_A_RANK // SAMPLES_A_PROMPT
     policy = "actor_rollout_ref"
     return [
         *("trainer.backend=ray", "ray.address=simulated", "trainer.device=cpu"),
@@ -202,11 +201,11 @@ def settings(folder: Path, tiny: Path, num_ranks: int, steps: int) -> list[str]:
 
 
 def run(
-    name: str, num_ranks: int, tp: int, steps: int, folder: Path, tiny: Path
+    name: str, num_ranks: int, tp: int, num_prompts: int, steps: int, folder: Path, tiny: Path
 ) -> dict[str, float]:
     """A run's steps; the numbers of a step, and of the run."""
     recipe, cls, pools = RECIPES[name]
-    keys = settings(folder, tiny, num_ranks, steps)
+    keys = settings(folder, tiny, num_prompts, steps)
     config = load_config([*keys, *pools(num_ranks // ON_NODE)], recipe)
     SimulatedPools.tp, SimulatedPools.far_ends = tp, FarEnds()
     nodes = [Node(f"node-{n}", ON_NODE, 64.0, key=f"{n}") for n in range(num_ranks // ON_NODE)]
@@ -246,21 +245,22 @@ def rss_mib() -> float:
 
 def main() -> None:
     """Print the numbers as JSON, the last line."""
-    recipe, (num_ranks, tp, steps) = sys.argv[1], map(int, sys.argv[2:5])
-    folder, profiles = sys.argv[5], sys.argv[6] == "True"
+    recipe, (num_ranks, tp, samples, steps) = sys.argv[1], map(int, sys.argv[2:6])
+    folder, profiles = sys.argv[6], sys.argv[7] == "True"
+    num_prompts = num_ranks * samples // SAMPLES_A_PROMPT
     torch.set_num_threads(1)
-    profile = cProfile.Profile(time.process_time)
+    profile = cProfile.Profile()  # wall time: a clock of CPU time takes longer than what it times
     with tempfile.TemporaryDirectory() as own:
-        tiny = make_inputs(Path(own), 2 * num_ranks)
+        tiny = make_inputs(Path(own), 2 * num_prompts)
         if profiles:
             profile.enable()
         found: dict[str, Any] = run(
-            recipe, num_ranks, tp, steps, Path(folder or f"{own}/run"), tiny
+            recipe, num_ranks, tp, num_prompts, steps, Path(folder or f"{own}/run"), tiny
         )
     if profiles:
         profile.disable()
         text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(40)
+        pstats.Stats(profile, stream=text).sort_stats("cumtime").print_stats(100)
         found["profile"] = text.getvalue()
     print(json.dumps(found))
 
