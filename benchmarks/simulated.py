@@ -71,7 +71,9 @@ class Simulated(ProcessTransport):
         else:
             at = self._free_at[rank]
         packed = _header(call.role, call.method, rank, began, seconds, **about).packed()
-        return Pending(rank, Later(payload, at), Later(packed, at), call.role)
+        return Pending(
+            rank, Later(payload if call.counts else None, at), Later(packed, at), call.role
+        )
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         now = time.monotonic()

@@ -105,10 +105,12 @@ class BoundMethod:
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
 
+        collecting = self._collecting_ranks(target)
+        arguments = split_args, split_kwargs
         pending, keeps = submit_all(
-            group.transport, self.call, target.ranks, split_args, split_kwargs
+            group.transport, self.call, target.ranks, *arguments, collecting
         )
-        chunks = [pending[place] for place in self._collecting_ranks(target)]
+        chunks = [pending[place] for place in collecting]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
         collect = functools.partial(self._collect, target)
         batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]

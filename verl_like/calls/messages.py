@@ -43,8 +43,9 @@ class Call:
     """One method call on one worker. Arguments may hold slots, which `parts` fill.
 
     `returns_batch`: the result may be passed on to other workers, so the payload travels apart
-    from its header. A call that goes `past_queue` runs at once, in a thread of its own beside
-    whatever is running; it has no slots.
+    from its header. Of a rank that does not count only the header comes: another one that shares
+    its model gives the same payload. A call that goes `past_queue` runs at once, in a thread of its
+    own beside whatever is running; it has no slots.
     """
 
     role: str
@@ -52,6 +53,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     returns_batch: bool = False
+    counts: bool = True
     past_queue: bool = False
 
 

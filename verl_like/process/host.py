@@ -233,7 +233,7 @@ class WorkerHost:
         result.shard = given.shard if given else None
         about["keys"] = *result.columns, *result.non_tensor_batch
         about["rows"] = count_real_rows(result, given.num_rows if given else 0, self._where(call))
-        return result, about
+        return result if call.counts else None, about
 
     def _beside(self, call: Call, _: Sequence[Any]) -> Outcome:
         method = getattr(self._states[call.role].worker, call.method)

@@ -90,15 +90,22 @@ class RayHost:
         payload, header = self._host.call(_unpacked(call, returns_batch=True), parts)
         return payload, header.packed()
 
+    def call_for_header(self, call: bytes | tuple[Any, ...], *parts: Any) -> bytes:
+        """Run one method whose payload comes from another rank."""
+        does_not_count = _unpacked(call, returns_batch=True, counts=False)
+        return self._host.call(does_not_count, parts)[1].packed()
+
 
 HostActor = ray.remote(RayHost)
 
 
-def _unpacked(call: bytes | tuple[Any, ...], returns_batch: bool = False) -> Call:
+def _unpacked(
+    call: bytes | tuple[Any, ...], returns_batch: bool = False, counts: bool = True
+) -> Call:
     """The call; one without arguments travels as role and method alone."""
     parts: tuple[Any, ...] = pickle.loads(call) if isinstance(call, bytes) else call
     role, method, args, kwargs = parts if len(parts) == 4 else (*parts, (), {})
-    return Call(role, method, args, kwargs, returns_batch)
+    return Call(role, method, args, kwargs, returns_batch, counts)
 
 
 def own_packages() -> list[str]:

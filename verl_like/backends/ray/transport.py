@@ -65,7 +65,7 @@ class RayTransport(ProcessTransport):
         """
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
-        self._tasks: dict[tuple[int, str, str], Any] = {}
+        self._tasks: dict[tuple[int, str, str, bool], Any] = {}
         self._here = ray.get_runtime_context().get_node_id()
         self._nodes: list[str] = []
         try:
@@ -106,14 +106,15 @@ class RayTransport(ProcessTransport):
         # a worker cannot wait for what comes over a connection of the driver's
         here = [part.result() if isinstance(part, Future) else part for part in parts]
         made = self._task(rank, call).remote(pack(what) or what, *here)
-        payload, header = made if call.returns_batch else (made, made)
+        payload, header = made if call.returns_batch and call.counts else (made, made)
         return Pending(rank, payload, header, call.role)
 
     def _task(self, rank: int, call: Call) -> Any:
-        key = rank, call.role, call.method
+        key = rank, call.role, call.method, call.counts
         if key not in self._tasks:
             actor = self.actors[rank]
-            method = actor.call_for_batch if call.returns_batch else actor.call
+            for_batch = actor.call_for_batch if call.counts else actor.call_for_header
+            method = for_batch if call.returns_batch else actor.call
             self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
         return self._tasks[key]
 

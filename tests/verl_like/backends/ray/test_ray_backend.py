@@ -47,7 +47,12 @@ def drive(group) -> list[DataProto]:
     assert not busy.done(), "nobody need ask the workers about the mesh"
     busy.get()
     others = [group.same(first), group.echo(batch(5)), group.twice(group.same.remote(batch(1)))]
-    return [*drawn, on_mesh.get(), *others]
+    drawn.append(on_mesh.get())
+
+    group.make_mesh(2).get()
+    of_one_rank = group.on_mesh_later(batch(5))
+    passed_on = group.on_mesh_later(of_one_rank)
+    return [*drawn, *others, passed_on.get(), of_one_rank.get()]
 
 
 def test_local_and_ray_agree_bit_for_bit() -> None:
