@@ -269,48 +269,50 @@ class Job(ABC):
         offload_key = f"{passes.fsdp_key}.param_offload"
         now = held.parallel or ParallelConfig()
         size_now = next(iter(passes.sizes))
-        for axes, size, again in product(
+        memories: dict[tuple[ParallelDims, str, bool], RoleMemory] = {}
+        for axes, size, again, moved in product(
             self._axes(role, cards, stages, only_wide=faster_than < math.inf),
             self.may(passes.size_key, size_now, passes.sizes),
             self.may(again_key, recomputes, (True,) * trains),
+            self.may(offload_key, offloads, (True,) * trains),
         ):
-            memory: RoleMemory | None = None
-            for moved in self.may(offload_key, offloads, (True,) * trains):
-                laid = replace(
-                    held,
-                    parallel=held.parallel and axes,
-                    model=replace(held.model, enable_gradient_checkpointing=again),
-                    fsdp=_offloading(held.fsdp, moved),
-                )
-                try:
-                    dims = dims_of(cards.num, laid.sharding)
-                    seconds = self._seconds(role, laid, dims, cards, passes.sizes[size])
-                    if sum(seconds) > faster_than:
-                        continue
-                    if memory is None:  # offloading changes its place alone
-                        largest = passes.largest(dims, passes.sizes[size])
-                        memory = memory_of(laid, role, "pool", cards.num, self.device.type, largest)
-                    memory = memory.offloaded(laid.sharding, self.device.type)
-                except (ConfigError, NoStages):
+            laid = replace(
+                held,
+                parallel=held.parallel and axes,
+                model=replace(held.model, enable_gradient_checkpointing=again),
+                fsdp=_offloading(held.fsdp, moved),
+            )
+            try:
+                dims = dims_of(cards.num, laid.sharding)
+                seconds = self._seconds(role, laid, dims, cards, passes.sizes[size])
+                if sum(seconds) > faster_than:
                     continue
-                if axes.pp != now.pp:  # proven on a small model, which takes seconds: if it fits
-                    fits = memory.kept + memory.call <= self.device.bytes
-                    if not fits or not self._can(role, ParallelDims(pp=dims.pp, ep=dims.ep)):
-                        continue
-                changed = {
-                    passes.size_key: (size, size_now),
-                    **{
-                        f"{held.axes_key}.{axis}": (getattr(axes, axis), getattr(now, axis))
-                        for axis in ("shard", "tp", "sp", "pp", "ep")
-                    },
-                    again_key: (again, recomputes),
-                    offload_key: (moved, offloads),
-                    offload_key.replace("param", "optimizer"): (moved, offloads),
-                }
-                keys = {key: str(new).lower() for key, (new, old) in changed.items() if new != old}
-                at = self.stages.index("update" if trains else passes.calls[0][0]) if keys else 0
-                seconds[at] += len(keys) * WORTH_A_KEY
-                yield Option(role, tuple(seconds), memory.kept, memory.call, keys)
+                if (dims, size, again) not in memories:  # offloading changes its place alone
+                    largest = passes.largest(dims, passes.sizes[size])
+                    memories[dims, size, again] = memory_of(
+                        laid, role, "pool", cards.num, self.device.type, largest
+                    )
+                memory = memories[dims, size, again].offloaded(laid.sharding, self.device.type)
+            except (ConfigError, NoStages):
+                continue
+            if axes.pp != now.pp:  # proven on a small model, which takes seconds: if it fits
+                fits = memory.kept + memory.call <= self.device.bytes
+                if not fits or not self._can(role, ParallelDims(pp=dims.pp, ep=dims.ep)):
+                    continue
+            changed = {
+                passes.size_key: (size, size_now),
+                **{
+                    f"{held.axes_key}.{axis}": (getattr(axes, axis), getattr(now, axis))
+                    for axis in ("shard", "tp", "sp", "pp", "ep")
+                },
+                again_key: (again, recomputes),
+                offload_key: (moved, offloads),
+                offload_key.replace("param", "optimizer"): (moved, offloads),
+            }
+            keys = {key: str(new).lower() for key, (new, old) in changed.items() if new != old}
+            at = self.stages.index("update" if trains else passes.calls[0][0]) if keys else 0
+            seconds[at] += len(keys) * WORTH_A_KEY
+            yield Option(role, tuple(seconds), memory.kept, memory.call, keys)
 
     def _seconds(
         self, role: str, laid: HeldModel, dims: ParallelDims, cards: Cards, tokens: int

@@ -106,9 +106,8 @@ class BoundMethod:
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
 
         collecting = self._collecting_ranks(target)
-        arguments = split_args, split_kwargs
         pending, keeps = submit_all(
-            group.transport, self.call, target.ranks, *arguments, collecting
+            group.transport, self.call, target.ranks, split_args, split_kwargs, collecting
         )
         chunks = [pending[place] for place in collecting]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture

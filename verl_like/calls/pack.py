@@ -6,7 +6,7 @@ counterpart in the worker is `verl_like.calls.unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,16 +34,19 @@ def submit_all(
     ranks: Sequence[int],
     args: Sequence[Sequence[Any]],
     kwargs: Mapping[str, Sequence[Any]],
-    counting: Collection[int],
+    counting: Sequence[int],
 ) -> tuple[list[Pending], list[Any]]:
     """Queue a call on each of these ranks, with its element of every argument.
 
     `counting` are the places of those whose results count. Also gives what must be held until the
     call has ended, for other calls to share it.
     """
+    others = replace(bare, counts=False) if bare.returns_batch else bare
+    calls = [others] * len(ranks)
+    for place in counting:
+        calls[place] = bare
     if not args and not kwargs:
-        return [transport.submit(rank, bare, ()) for rank in ranks], []
-    counting = frozenset(counting)
+        return [transport.submit(*each, ()) for each in zip(ranks, calls, strict=True)], []
     shared: dict[int, tuple[Any, Any, Any]] = {}
 
     def pack(value: Any, parts: list[Any]) -> Any:
@@ -70,7 +73,7 @@ def submit_all(
                 f"{bare.role}.{bare.method} goes past the queue of calls and takes small values "
                 f"only, nothing of {SHARED_BYTES} bytes or more."
             )
-        call = replace(bare, args=packed, kwargs=named, counts=place in counting)
+        call = replace(calls[place], args=packed, kwargs=named)
         pending.append(transport.submit(rank, call, parts))
     return pending, [keeper for _, _, keeper in shared.values()]
 
