@@ -33,7 +33,6 @@ from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from trainer.run_folder.marker import MODEL
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.signals import StopSignals
-from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
@@ -57,8 +56,6 @@ def run(
     trainer_cls = trainer_cls or trainer_class(config)
     check_trainer(trainer_cls)
     trainer_cls.check_code(config, callbacks)
-    if config.trainer.backend == "torchrun":
-        serve_unless_driver(config)
 
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
@@ -176,17 +173,6 @@ def reproducible_arithmetic() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads_before)
-
-
-def serve_unless_driver(config: RunConfig) -> None:
-    """Of torchrun's processes rank 0 goes on; the others answer its calls, and end here."""
-    from verl_like.backends.torchrun import ranks
-
-    if ranks.is_driver():
-        return
-    if not config.trainer.dry_run:
-        ranks.serve(Deadlines.of(config.watch).call_s)
-    sys.exit()
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:

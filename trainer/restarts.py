@@ -141,7 +141,7 @@ class Restarts:
 
     def _why_not(self, step: int, failures: int) -> str | None:
         """Why there is no attempt after so many, where that is worth a word; None if there is."""
-        if step == 0 or self._config.trainer.backend == "torchrun":
+        if step == 0:
             return ""
         if failures >= POISON and self._made:
             return f"step {step} has failed {POISON} times: it is not tried again."

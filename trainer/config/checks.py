@@ -211,11 +211,6 @@ def _check_chaos(config: RunConfig) -> None:
     if config.chaos.kill_worker == 0:
         return
     what, backend = f"chaos.kill_worker={config.chaos.kill_worker:g}", config.trainer.backend
-    if backend == "torchrun":
-        raise ConfigError(
-            f"{what} with trainer.backend=torchrun: torchrun ends the whole run when one of its "
-            "processes dies. Take trainer.backend=ray."
-        )
     sizes = {name: sum(of_nodes) for name, of_nodes in config.resource_pool_spec.items()}
     if not any(config.has_own_processes(name, size) for name, size in sizes.items()):
         raise ConfigError(

@@ -53,7 +53,6 @@ from trainer.config.settings import (
 from trainer.config.unused_keys import check_unused, keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.masking import show_by_name
-from verl_like.process.environment import is_under_torchrun
 from workers.config.rollout import RolloutConfig
 
 C = TypeVar("C", bound=RunConfig)
@@ -96,7 +95,7 @@ def load_config(
         settings = overrides_of(flat_settings(recipe.schema, settings))
     given = known_settings(settings, recipe)
     defaults_and_given = [*known_settings(defaults, recipe), *given]
-    tree = compose_tree(_with_torchrun(defaults_and_given), recipe)
+    tree = compose_tree(defaults_and_given, recipe)
 
     keys = keys_set(given)
     config = _as_object(tree, recipe)
@@ -143,22 +142,6 @@ def _in_full(setting: Override) -> Override:
     if full is None or setting.is_delete() or isinstance(setting.value(), dict):
         return setting
     return parse(f"{full}={setting.get_value_string()}")
-
-
-def _with_torchrun(settings: list[Override]) -> list[Override]:
-    """In a process that torchrun started, its backend and its number of processes.
-
-    What the user set stays; with another backend so does all else.
-    """
-    given = {setting.key_or_group: setting.value() for setting in settings}
-    if not is_under_torchrun() or given.get("trainer.backend", "torchrun") != "torchrun":
-        return settings
-    decided = {
-        "trainer.backend": "torchrun",
-        "trainer.n_gpus_per_node": os.environ["LOCAL_WORLD_SIZE"],
-    }
-    more = [parse(f"{name}={value}") for name, value in decided.items() if name not in given]
-    return [*settings, *more]
 
 
 def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:

@@ -75,8 +75,8 @@ class TrainerConfig:
     """Machines."""
     n_gpus_per_node: int = key(1, above=0)
     """Devices per machine; on CPUs process slots, unset as many as the pools need."""
-    backend: str = key("ray", choices=("ray", "local", "torchrun"))
-    """Ray; local processes; or the processes that torchrun started."""
+    backend: str = key("ray", choices=("ray", "local"))
+    """A Ray cluster, or local processes without Ray."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """auto takes GPUs if there are any."""
     seed: int = key(1, at_least=0, may_change_on_resume=False)
@@ -255,9 +255,8 @@ class RunConfig:
         return frozenset()
 
     def has_own_processes(self, pool: str, world_size: int) -> bool:
-        """Whether processes are started for a pool: not the driver's own, nor torchrun's."""
-        backend = self.trainer.backend
-        return backend == "ray" or (backend == "local" and not self.is_inline(pool, world_size))
+        """Whether the pool has processes of its own, apart from the driver's."""
+        return not self.is_inline(pool, world_size)
 
     def is_inline(self, pool: str, world_size: int) -> bool:
         """Whether a pool is the driver's own thread, which waits for each of its calls."""

@@ -63,11 +63,6 @@ def _check_algorithm(config: DetachedConfig, topology: Topology) -> None:
             "a greedy answer of the same weights, and makers give none. Take rloo, which compares "
             "samples with each other, or `verl-like ppo`."
         )
-    if config.trainer.backend == "torchrun":
-        raise ConfigError(
-            "trainer.backend=torchrun starts the ranks of one pool; makers have pools of their "
-            "own. Take trainer.backend=ray or local."
-        )
     chooses = {
         "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
         "algorithm.use_pf_ppo": algorithm.use_pf_ppo,

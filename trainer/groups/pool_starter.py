@@ -20,7 +20,6 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.worker import Worker
 
 if TYPE_CHECKING:
-    from verl_like.backends.local.children import StartRank
     from verl_like.backends.ray import RayResourcePool
 
 
@@ -44,7 +43,7 @@ class PoolStarter:
                 )
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
-        """Whether this starts processes for the pool: not the driver's own, nor torchrun's."""
+        """Whether the pool has processes of its own, apart from the driver's."""
         return self.config.has_own_processes(plan.name, plan.world_size)
 
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
@@ -64,17 +63,13 @@ class PoolStarter:
         options["device_name"] = plan.device_kind
         options["neighbours"] = self._neighbours
         options["own_processes"] = plan.name in self.config.child_pools
-        if trainer.backend == "torchrun":
-            options["start_rank"] = start_by_torchrun(self.placement, self.limits)
         return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
 
     def check_restart(self, plan: PoolPlan) -> None:
         """Refuse a restart of a pool that has no process to start."""
         if not self.has_own_processes(plan):
-            is_served = self.config.trainer.backend == "torchrun"
-            whose = "torchrun started" if is_served else "are the driver's own"
             raise PlacementError(
-                f"pool '{plan.name}' cannot be restarted: its processes {whose}. On "
+                f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
                 "trainer.backend=ray every pool has processes that can be started anew."
             )
 
@@ -104,21 +99,6 @@ class PoolStarter:
                 resources=plan.resources,
             )
         return self._ray_pools[plan.name]
-
-
-def start_by_torchrun(placement: Placement, limits: Deadlines) -> StartRank:
-    """What finds torchrun's processes; they are the ranks of one pool."""
-    from verl_like.backends.torchrun.ranks import ServingRanks, num_processes
-
-    sizes = {name: plan.world_size for name, plan in placement.pools.items()}
-    if list(sizes.values()) != [num_processes()]:
-        pools = ", ".join(f"{name} of {size}" for name, size in sizes.items())
-        raise PlacementError(
-            f"torchrun started {num_processes()} processes, which are the ranks of one pool; this "
-            f"run has {pools}. Leave trainer.n_gpus_per_node and resource_pool_spec out, take "
-            "placement=colocate, or trainer.backend=ray."
-        )
-    return ServingRanks(limits.start_s).start
 
 
 def side_by_side(calls: Sequence[Callable[[], None]]) -> None:

@@ -36,11 +36,6 @@ PROTECTED = (
 )
 
 
-def is_under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) -> dict[str, str]:
     """What workers written for torchrun or for verl read.
 

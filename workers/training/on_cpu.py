@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from verl_like.process.environment import OWN_PROCESS, is_under_torchrun
+from verl_like.process.environment import OWN_PROCESS
 
 
 def prepare_cpu_process() -> None:
@@ -18,7 +18,7 @@ def prepare_cpu_process() -> None:
     from workers.cpu.allocator import LARGEST_OF_RANK, keep_freed_memory
     from workers.cpu.onednn import limit_kernel_caches
 
-    if OWN_PROCESS in os.environ or is_under_torchrun():
+    if OWN_PROCESS in os.environ:
         keep_freed_memory(LARGEST_OF_RANK)
     limit_kernel_caches()
 

@@ -373,7 +373,6 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
             ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
             "size=2: the engine native of rollout is whole on every rank; vllm alone is split",
         ),
-        (["trainer.backend=torchrun"], "makers have pools of their own"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(

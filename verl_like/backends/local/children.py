@@ -13,10 +13,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -32,38 +32,13 @@ from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes
 
 
-class ChildProcess(Protocol):
-    """What is used of a `subprocess.Popen`."""
-
-    pid: int
-
-    def kill(self) -> None:
-        """End the process."""
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """The process's exit status once it has ended; None where another process waits for it."""
-
-
-StartRank = Callable[[ProcessFacts, Mapping[str, str]], tuple[ChildProcess, Connection]]
-"""(facts of a rank, variables of its environment) -> its process, which runs `child.main`, and the
-pipe to it.
-"""
-
-
-def start_child_rank(
-    facts: ProcessFacts, env: Mapping[str, str]
-) -> tuple[ChildProcess, Connection]:
-    """Start a child process for one rank; returns the process and the pipe to it."""
-    return start_child("verl_like.backends.local.child", env={**ONE_THREAD, **env})
-
-
 class _Child(Requests):
     """The process of one rank, with a thread that sends its calls, in turn.
 
     That thread waits for what a call refers to.
     """
 
-    def __init__(self, name: str, process: ChildProcess, connection: Connection):
+    def __init__(self, name: str, process: subprocess.Popen[bytes], connection: Connection):
         self.process = process
         self._outgoing: queue.Queue[tuple[int, str, tuple[Any, ...]] | None] = queue.Queue()
         super().__init__(connection, self._why_dead)
@@ -89,10 +64,8 @@ class _Child(Requests):
         return f"the worker process (pid {self.process.pid}) {how}."
 
 
-def _how_it_ended(code: int | None) -> str:
+def _how_it_ended(code: int) -> str:
     """A process's exit code in words."""
-    if code is None:
-        return "has ended; torchrun, which started it, says how"
     if code >= 0:
         return f"exited with status {code}"
     how = f"was killed by {signal.Signals(-code).name}"
@@ -113,12 +86,15 @@ class ChildTransport(ProcessTransport):
         deadlines: Deadlines,
         env: Mapping[str, str],
         master_port: int,
-        start_rank: StartRank = start_child_rank,
     ):
         """Starts the processes, lets rank 0 bind the rendezvous, constructs the roles."""
         super().__init__(facts, deadlines)
         pickled = cloudpickle.dumps(recipes)
-        children = [_Child(f"{f.name} rank {f.rank}", *start_rank(f, env)) for f in facts]
+        program, variables = "verl_like.backends.local.child", {**ONE_THREAD, **env}
+        children = [
+            _Child(f"{fact.name} rank {fact.rank}", *start_child(program, env=variables))
+            for fact in facts
+        ]
         self.requests = self.children = children
         try:
             for child, fact in zip(children, facts, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from verl_like.backends.local.children import ChildTransport, StartRank, start_child_rank
+from verl_like.backends.local.children import ChildTransport
 from verl_like.backends.local.inline import InlineTransport
 from verl_like.calls.group import WorkerGroup, method_table
 from verl_like.calls.transport import Transport
@@ -40,15 +40,13 @@ class LocalWorkerGroup(WorkerGroup):
         master_port: int = 0,
         device_name: str = "cpu",
         neighbours: dict[str, Worker] | None = None,
-        start_rank: StartRank | None = None,
         own_processes: bool = False,
         detached: bool = False,
     ) -> None:
         """Arguments as for `RayWorkerGroup`.
 
         With `own_processes` a pool of one is a child process, too. Groups that are given the same
-        `neighbours` are siblings when they run inline. Processes of other pools are those that
-        `start_rank` gives, by default new ones.
+        `neighbours` are siblings when they run inline.
         """
         if detached:
             raise PlacementError(
@@ -81,10 +79,8 @@ class LocalWorkerGroup(WorkerGroup):
             siblings = {} if neighbours is None else neighbours
             transport = InlineTransport(recipes, facts[0], limits, siblings)
         else:
-            if start_rank is None:
-                _refuse_gpus(facts[0])
-            start_rank = start_rank or start_child_rank
-            transport = ChildTransport(recipes, facts, limits, env, master_port, start_rank)
+            _refuse_gpus(facts[0])
+            transport = ChildTransport(recipes, facts, limits, env, master_port)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 
