@@ -29,7 +29,7 @@ class TurnRenderer:
     def __init__(
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], stop_ids: Sequence[int]
     ) -> None:
-        """A tokenizer without a template, or with one that cannot take tools, is refused."""
+        """Reject a tokenizer without a template, or with one that cannot take turns or tools."""
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_ids}
         added = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
@@ -41,6 +41,7 @@ class TurnRenderer:
                 "which says what stands around a turn. Add chat_template.jinja to the model folder."
             )
         self._by_tools: dict[str, TurnRenderer] = {}
+        self._known_to_be_written: set[tuple[str, ...]] = set()
         self._tail = self._after_a_turn()
         self.between(None, [{"role": "user", "content": "a"}])
         if self._tools:
@@ -110,6 +111,41 @@ class TurnRenderer:
         return whole
 
     def _between(self, last: int | None, observations: Sequence[Message]) -> str:
+        self._check_written(observations)
+        rest = self._after_plain_turn(observations)
+        stop = "" if last is None else self._stops.get(last, "")
+        if stop and self._tail.startswith(stop) and not rest.startswith(stop):
+            # an older turn ends with another token than the last one: the drawn one stands for it
+            stop = next((token for token in self._special if rest.startswith(token)), "")
+        return rest.removeprefix(stop)
+
+    def _check_written(self, observations: Sequence[Message]) -> None:
+        """Reject a template that drops messages of these roles behind a plain turn.
+
+        Some write a tool's answer only behind a message that has `tool_calls`.
+        """
+        roles = tuple(str(message["role"]) for message in observations)
+        if roles in self._known_to_be_written:
+            return
+        probes = [f"observation {number}." for number in range(len(roles))]
+        rest = self._after_plain_turn(
+            [
+                {**message, "content": probe}
+                for message, probe in zip(observations, probes, strict=True)
+            ]
+        )
+        for message, probe in zip(observations, probes, strict=True):
+            if probe not in rest and not message.get("tool_calls"):
+                way_out = ", or an environment without tools" * (message["role"] == "tool")
+                raise ConfigError(
+                    f"environment: the chat template of {self._tokenizer.name_or_path} leaves out "
+                    f"what a message of the role {message['role']!r} says behind a plain turn of "
+                    "the assistant, so it would be missing from the sample. Take a template that "
+                    f"writes it (chat_template.jinja in the model folder){way_out}."
+                )
+        self._known_to_be_written.add(roles)
+
+    def _after_plain_turn(self, observations: Sequence[Message]) -> str:
         whole = self._written([*self._asked(), *observations], begins=True)
         _, said, rest = whole.partition(SAID)
         if not said:
@@ -118,11 +154,7 @@ class TurnRenderer:
                 "the assistant said once another turn follows, so what stands between the turns is "
                 "not known."
             )
-        stop = "" if last is None else self._stops.get(last, "")
-        if stop and self._tail.startswith(stop) and not rest.startswith(stop):
-            # an older turn ends with another token than the last one: the drawn one stands for it
-            stop = next((token for token in self._special if rest.startswith(token)), "")
-        return rest.removeprefix(stop)
+        return rest
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
         """Messages, their names and calls too, in which none of the template's tokens stands."""

@@ -29,6 +29,11 @@ DROPS = CHATML.replace(
 """Leaves out older turns."""
 TRIMS = CHATML.replace("{{ m.content }}", "{{ 'x' if m.role == 'assistant' else m.content }}")
 REFUSES = CHATML.replace("{% for m in messages %}", "{% for m in messages %}{{ m.nowhere.x }}")
+BEHIND_CALLS = CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages if m.role != 'tool' or messages[messages.index(m) - 1].tool_calls %}",
+)
+"""Writes a tool's answer only behind a message that has `tool_calls`, as Gemma 4's template does."""
 TOOL = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {}}}
 SAID = "a guess"
 
@@ -179,6 +184,7 @@ def test_a_special_token_in_a_tools_name_or_call_is_a_text() -> None:
         (DROPS, [], "leaves out what the assistant said once another turn follows"),
         (TRIMS, [], "does not write what the assistant said as it was said"),
         (REFUSES, [], "refuses a chat with the roles user, assistant"),
+        (BEHIND_CALLS, [TOOL], "leaves out what a message of the role 'tool' says behind a plain"),
         (CHAT_TEMPLATE, [TOOL], "does not write tools into the prompt.*'add'"),
     ],
 )
@@ -188,6 +194,19 @@ def test_a_template_that_cannot_take_turns_is_refused(
     tokenizer = tokenizer_with(template)
     with pytest.raises(ConfigError, match=words):
         TurnRenderer(tokenizer, tools, [tokenizer.eos_token_id])
+
+
+def test_an_observation_that_the_template_drops_is_rejected_when_it_comes() -> None:
+    """Without tools only the environment knows that it observes tool messages."""
+    tokenizer = tokenizer_with(BEHIND_CALLS)
+    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
+    user, tool = ({"role": role, "content": "no"} for role in ("user", "tool"))
+    chat.between(None, [user])
+    for observations in ([tool], [user, tool]):
+        with pytest.raises(ConfigError, match="so it would be missing from the sample"):
+            chat.between(None, observations)
+        with pytest.raises(ConfigError, match="role 'tool'"):
+            chat.rewritten([user], chat.turn([], None, observations), None)
 
 
 @pytest.mark.parametrize(
