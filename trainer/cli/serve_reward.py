@@ -1,6 +1,6 @@
 """usage: verl-like serve-reward [--function FILE.py[:NAME]] [--kwargs JSON]
            [--sandbox JSON] [--host HOST] [--port PORT] [--token-env NAME]
-           [--sample-timeout-s S] [--batch-timeout-s S]
+           [--sample-timeout-s S] [--batch-timeout-s S] [--trust-programs]
 
 Loads a reward function, prints the address, and answers until it gets SIGINT or SIGTERM. Without
 --function the rule of each sample's data_source scores it. A run asks it by
@@ -19,12 +19,13 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json
 from verl_like.process.sandbox import Sandbox
+from workers.rewards.functions import trust_kwargs
 from workers.rewards.process import FunctionSpec
 from workers.rewards.server import RewardServer
 
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-env", default="")
     add("--sample-timeout-s", type=float, default=10.0)
     add("--batch-timeout-s", type=float, default=120.0)
+    add("--trust-programs", action="store_true")
     return parser
 
 
@@ -90,7 +92,15 @@ def _function(options: argparse.Namespace) -> FunctionSpec:
         )
     sandbox = Sandbox(**options.sandbox)
     if not options.function:
-        return FunctionSpec(deadline=options.sample_timeout_s, sandbox=sandbox)
+        spec = FunctionSpec(deadline=options.sample_timeout_s, sandbox=sandbox)
+        return replace(spec, kwargs=trust_kwargs(spec.path, spec.name, options.trust_programs))
     path, _, name = options.function.partition(":")
-    settings = path, name or "compute_score", options.kwargs, options.sample_timeout_s
+    name = name or "compute_score"
+    trust = trust_kwargs(path, name, options.trust_programs)
+    if options.trust_programs and not trust:
+        raise ConfigError(
+            f"--trust-programs is for the rule of programs, and --function={options.function} "
+            "scores. Leave one of them out."
+        )
+    settings = path, name, options.kwargs | trust, options.sample_timeout_s
     return FunctionSpec(*settings, sandbox=sandbox, path_key="--function", name_key="--function")

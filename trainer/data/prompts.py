@@ -30,6 +30,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
+from workers.rewards.code import has_asserts
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +98,25 @@ class PromptSet:
         return "yes" if any(rule["ground_truth"] is not None for rule in rules) else "no"
 
     @cached_property
+    def has_asserts(self) -> bool:
+        """Whether the tests of a row are asserts, which run next to a model's program."""
+        what = f"has tests that are asserts: {self._cut}"
+        return self._table.remembered(what, self._find_asserts) == "yes"
+
+    def _find_asserts(self) -> str:
+        rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
+        return "yes" if any(has_asserts(rule["ground_truth"]) for rule in rules) else "no"
+
+    @cached_property
     def digest(self) -> str:
         """A hash of the prompts in their order, with what their rewards read."""
+        return self._table.remembered(f"digest of rows: {self._cut}", self._digest_of_rows)
+
+    @property
+    def _cut(self) -> tuple[Any, ...]:
+        """The settings that decide which rows there are, and how long they are."""
         config = self._config
-        cut = config.max_prompt_length, config.truncation, config.filter_overlong_prompts
-        return self._table.remembered(f"digest of rows: {cut}", self._digest_of_rows)
+        return config.max_prompt_length, config.truncation, config.filter_overlong_prompts
 
     def _digest_of_rows(self) -> str:
         names = ("data_source", "reward_model", *self.columns)
@@ -269,6 +284,13 @@ class PromptLoader:
     def has_truth(self) -> bool:
         """Whether training and, if there are any, validation rows have ground truths."""
         return self.prompts.has_truth and (self.validation is None or self.validation.has_truth)
+
+    @property
+    def has_asserts(self) -> bool:
+        """Whether the tests of a training or validation row are asserts."""
+        return self.prompts.has_asserts or (
+            self.validation is not None and self.validation.has_asserts
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""

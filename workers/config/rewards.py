@@ -214,5 +214,7 @@ class ScoringConfig:
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )
     """Share of failed samples in a batch above which the run ends; 1: never."""
+    trust_programs: bool = key(False, read_when=MAY_FAIL, may_change_on_resume=True)
+    """Allow tests that are asserts: a model's program can then forge its score."""
     sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=HAS_FUNCTION)
     """Limits of reward functions."""

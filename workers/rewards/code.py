@@ -5,7 +5,7 @@ The rule of the data sources codecontests, apps, codeforces and taco, with verl'
 
     {"inputs": [text, ...], "outputs": [text, ...]}                    # standard input and output
     {"fn_name": name, "inputs": [arguments, ...], "outputs": [...]}    # calls of a function
-    {"asserts": ["assert f(1) == 2", ...]}
+    {"asserts": ["assert f(1) == 2", ...]}                             # with trust_programs
 
 Programs run in processes of `workers.rewards.program`. Nothing here imports torch.
 """
@@ -21,11 +21,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
 from workers.rewards.channel import DriverEnd, NoAnswerError
 from workers.rewards.program import Program
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+NOT_TRUSTED = (
+    "asserts run in the process of the model's program, which can read the grader's token and pass "
+    "them all, and can write outside its folder. Give the tests as inputs and outputs (with "
+    "fn_name for calls of a function), or trust the programs: {way}."
+)
 START_S = 5.0
 """Time beside the tests' own: the start of the process, and of its forks."""
 CLOSE = 1e-6
@@ -43,12 +49,17 @@ def run_tests(
     total_s: float = 8.0,
     memory_gb: float = 1.0,
     network: bool = False,
+    trust_programs: bool = False,
 ) -> dict[str, float]:
     """The share of the first `num_tests` tests that the program passes; `acc`: whether all.
 
-    A test has `time_s` seconds, all together `total_s`: less than a sample's deadline.
+    A test has `time_s` seconds, all together `total_s`: less than a sample's deadline. Asserts are
+    rejected unless `trust_programs`.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
+    if "asserts" in tests and not trust_programs:
+        ways = "reward.trust_programs=true, `serve-reward --trust-programs`, or trust_programs=True"
+        raise ConfigError(f"ground_truth has asserts: {NOT_TRUSTED.format(way=ways)}")
     kind, inputs, expected = _read_tests(tests, num_tests)
     program = Program(
         *(code_of(solution_str), inputs, kind, str(tests.get("fn_name") or "")),
@@ -78,6 +89,18 @@ def _read_tests(tests: Mapping[str, Any], most: int) -> tuple[str, list[Any], li
             "at least"
         )
     return kind, inputs, outputs
+
+
+def has_asserts(ground_truth: Any) -> bool:
+    """Whether the tests of a row are asserts."""
+    if isinstance(ground_truth, str):
+        if '"asserts"' not in ground_truth:
+            return False
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError:
+            return False
+    return isinstance(ground_truth, Mapping) and "asserts" in ground_truth
 
 
 def _text(given: Any) -> str:

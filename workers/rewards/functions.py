@@ -87,11 +87,14 @@ def code(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    trust_programs: bool = False,
 ) -> dict[str, float]:
     """The share of its tests that the program in the response passes."""
     from workers.rewards.code import run_tests
 
-    return run_tests(data_source, solution_str, ground_truth, extra_info)
+    return run_tests(
+        data_source, solution_str, ground_truth, extra_info, trust_programs=trust_programs
+    )
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -107,16 +110,34 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 
+PROGRAM_RULES = {
+    ("workers.rewards.code", "run_tests"),
+    ("workers.rewards.functions", "code"),
+    ("workers.rewards.functions", "default_compute_score"),
+}
+"""Path and name of the functions that may run a model's programs."""
+
+
 def default_compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    trust_programs: bool = False,
 ) -> float | dict[str, Any]:
-    """The score of one solution by the rule of its data source; an unknown source is refused."""
+    """The score of one solution by the rule of its data source; an unknown source is rejected."""
     if data_source not in REWARDS:
         check_rules([data_source])
-    return REWARDS[data_source](data_source, solution_str, ground_truth, extra_info)
+    rule, sample = REWARDS[data_source], (data_source, solution_str, ground_truth, extra_info)
+    return code(*sample, trust_programs) if rule is code else rule(*sample)
+
+
+def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
+    """What says to this function whether it may trust a model's programs.
+
+    It is always said, so that no column of the data can say it.
+    """
+    return {"trust_programs": trust_programs} if (path, name) in PROGRAM_RULES else {}
 
 
 def check_rules(data_sources: Iterable[str]) -> None:

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import RewardError
+from verl_like.errors import ConfigError, RewardError
 from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import held_as, read_columns
 from workers.config import OverlongBufferConfig, RewardConfig, ScoringSections, rewards_of
+from workers.rewards.code import NOT_TRUSTED
 from workers.rewards.environment import EnvironmentScores
 from workers.rewards.failures import Failures, SaidOnce
-from workers.rewards.functions import check_rules
+from workers.rewards.functions import REWARDS, check_rules, code, trust_kwargs
 from workers.rewards.manager import FAILURES, RewardManager, Scored
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
 from workers.rewards.remote import RemoteScorer
@@ -60,12 +61,16 @@ class ScoredRows(Protocol):
     def has_truth(self) -> bool:
         """Whether a row has a ground truth."""
 
+    @property
+    def has_asserts(self) -> bool:
+        """Whether the tests of a row are asserts."""
+
 
 def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewards:
     """The rewards that a run's configuration asks for.
 
-    A function that cannot be loaded or asks for what no row has, data without a rule, and a server
-    that does not answer are refused here.
+    Rejects a function that cannot be loaded or asks for what no row has, data without a rule, a
+    server that does not answer, and asserts on programs that are not trusted.
     """
     parts: list[Part] = []
     overlong = run.reward_model.overlong_buffer
@@ -78,7 +83,8 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
                 manager = EnvironmentScores()
             elif config.kind != "model":
                 section = f"rewards[{number}]" if run.rewards else None
-                scorer = _scorer(config, section, rows, sandbox)
+                trusted = run.reward.trust_programs
+                scorer = _scorer(config, section, rows, sandbox, trusted)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             is_environment = config.kind == "environment"
             rules: Any = run.environment if is_environment else run.reward
@@ -94,6 +100,7 @@ def _scorer(
     section: str | None,
     rows: ScoredRows,
     sandbox: Sandbox,
+    trust_programs: bool,
 ) -> Scorer | RemoteScorer:
     """`section` of the configuration names the function; None: `custom_reward_function` does."""
     deadline = BATCH_SHARES * config.timeout_s
@@ -101,7 +108,10 @@ def _scorer(
         return RemoteScorer(config, deadline)
 
     if config.path:
-        settings = config.path, config.function, config.kwargs, config.timeout_s
+        trust = trust_kwargs(config.path, config.function, trust_programs)
+        if trust:
+            _check_asserts(rows, trust_programs)
+        settings = config.path, config.function, config.kwargs | trust, config.timeout_s
         spec = FunctionSpec(
             *settings, columns=rows.columns, has_truth=rows.has_truth, sandbox=sandbox
         )
@@ -109,7 +119,18 @@ def _scorer(
             spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")
         return Scorer(spec, deadline)
     check_rules(rows.data_sources)
-    return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)
+    if any(REWARDS[source] is code for source in rows.data_sources):
+        _check_asserts(rows, trust_programs)
+    spec = FunctionSpec(deadline=config.timeout_s)
+    trust = trust_kwargs(spec.path, spec.name, trust_programs)
+    return Scorer(replace(spec, kwargs=trust), deadline)
+
+
+def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
+    """Reject tests by which a model's program could forge its score."""
+    if not trust_programs and rows.has_asserts:
+        way = "reward.trust_programs=true"
+        raise ConfigError(f"a row's ground_truth has asserts, and {NOT_TRUSTED.format(way=way)}")
 
 
 @dataclass(frozen=True)

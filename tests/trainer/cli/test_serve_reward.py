@@ -13,6 +13,7 @@ import pytest
 from tests.programs import VERL_LIKE
 from trainer.cli import serve_reward
 from verl_like.errors import ConfigError
+from workers.rewards.scorer import Scorer
 
 
 def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
@@ -32,6 +33,22 @@ def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
         assert server.wait(timeout=30) == 0
 
 
+@pytest.mark.parametrize("function", [[], ["--function", "workers.rewards.code:run_tests"]])
+@pytest.mark.parametrize("trust", [[], ["--trust-programs"]])
+def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list[str]) -> None:
+    tests = {"asserts": ["assert f(1) == 1"]}
+    sample = {"data_source": "taco", "solution_str": "def f(a): return a", "ground_truth": tests}
+    spec = serve_reward._function(serve_reward._parser().parse_args([*function, *trust]))
+    scorer = Scorer(spec, 60.0)
+    try:
+        scorer.start()
+        ((score, _, error),) = scorer.score([{**sample, "trust_programs": True, "extra_info": {}}])
+    finally:
+        scorer.stop()
+    assert score == (1.0 if trust else None)
+    assert trust or "reward.trust_programs=true" in str(error)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -39,6 +56,7 @@ def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
         (["--token-env", "NO_SUCH_TOKEN"], "--token-env=NO_SUCH_TOKEN: that variable is not set"),
         (["--sandbox", '{"memory": 1}'], "--sandbox has memory; .* Did you mean 'memory_gb'"),
         (["--function", "no_such.py", "--port", "0"], "^--function=no_such.py: there is no such"),
+        (["--function", "json:dumps", "--trust-programs"], "--trust-programs is for the rule of"),
         (["--function", "json:score", "--port", "0"], "^--function='score': json has no such name"),
     ],
 )

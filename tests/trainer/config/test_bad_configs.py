@@ -299,6 +299,12 @@ def unknown_source(tiny: Path, folder: Path) -> str:
     return write_rows(folder / "p.jsonl", *[row] * 8)
 
 
+def asserts_as_tests(tiny: Path, folder: Path) -> str:
+    tests = json.dumps({"asserts": ["assert f(1) == 1"]})
+    row = {"prompt": "a", "data_source": "taco", "reward_model": {"ground_truth": tests}}
+    return write_rows(folder / "p.jsonl", *[row] * 8)
+
+
 def model_without(*patterns: str) -> Callable[[Path, Path], str]:
     def make(tiny: Path, folder: Path) -> str:
         shutil.copytree(tiny / "model", folder / "model", ignore=shutil.ignore_patterns(*patterns))
@@ -336,6 +342,10 @@ FILES = [
     (model_with_half_a_config, ["config.json is damaged: Expecting value"]),
     (row_without_prompt, ["p.jsonl, line 2", "nothing in column 'prompt'", "data.on_bad_row=skip"]),
     (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "custom_reward_function.path"]),
+    (
+        asserts_as_tests,
+        ["ground_truth has asserts", "grader's token", "reward.trust_programs=true"],
+    ),
     (model_without("token*"), ["No tokenizer loads", "it holds", "model.safetensors"]),
     (
         model_without("chat_template*"),
@@ -364,6 +374,23 @@ def test_bad_files_are_refused(
     with pytest.raises(ConfigError) as caught:
         run(load_config([*base, make(tiny_dir, tmp_path)]))
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "custom_reward_function.path=workers.rewards.code custom_reward_function.name=run_tests",
+        "rewards=[{name:tests,path:workers.rewards.code,function:run_tests}]",
+    ],
+)
+def test_asserts_are_rejected_for_every_way_to_their_rule(
+    base: list[str], function: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = [*base, *function.split(), asserts_as_tests(tiny_dir, tmp_path)]
+    with pytest.raises(ConfigError, match="ground_truth has asserts"):
+        run(load_config(settings))
+    with pytest.raises(AssertionError, match="a worker process was started"):
+        run(load_config([*settings, "reward.trust_programs=true"]))
 
 
 def test_tensor_parallel_must_divide_the_pool(base: list[str]) -> None:

@@ -33,7 +33,7 @@ BEHIND_CALLS = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages if m.role != 'tool' or messages[messages.index(m) - 1].tool_calls %}",
 )
-"""Writes a tool's answer only behind a message that has `tool_calls`, as Gemma 4's template does."""
+"""Writes a tool's answer only behind a message that has `tool_calls`, as Gemma 4's does."""
 TOOL = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {}}}
 SAID = "a guess"
 

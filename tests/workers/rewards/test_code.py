@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from verl_like.errors import ConfigError
 from verl_like.process.machine import descendants
-from workers.rewards.code import _runners, code_of, is_expected, run_tests
+from workers.rewards.code import _runners, code_of, has_asserts, is_expected, run_tests
 from workers.rewards.functions import default_compute_score
 from workers.rewards.process import FunctionSpec
 from workers.rewards.program import Program
@@ -53,9 +54,37 @@ def test_a_program_gets_the_share_of_tests_that_it_passes() -> None:
 
 def test_functions_are_called_and_assertions_hold() -> None:
     in_class = "class Solution:\n    def add(self, a, b):\n        return a + b"
-    assert score(ADD, CALLS) == score(in_class, CALLS) == score(ADD, ASSERTS) == 1.0
+    assert score(ADD, CALLS) == score(in_class, CALLS) == 1.0
+    assert score(ADD, ASSERTS, trust_programs=True) == 1.0
     wrong = ADD.replace("a + b", "3")
-    assert score(wrong, CALLS) == score(wrong, ASSERTS) == 0.5
+    assert score(wrong, CALLS) == score(wrong, ASSERTS, trust_programs=True) == 0.5
+
+
+def test_asserts_are_rejected_unless_programs_are_trusted() -> None:
+    words = "read the grader's token .* write outside its folder.*reward.trust_programs=true"
+    for tests in (ASSERTS, json.dumps(ASSERTS)):
+        with pytest.raises(ConfigError, match=words):
+            score(ADD, tests)
+        with pytest.raises(ConfigError, match=words):
+            default_compute_score("taco", ADD, tests)
+    found = default_compute_score("taco", ADD, ASSERTS, trust_programs=True)
+    assert found == {"score": 1.0, "acc": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "expected"),
+    [
+        (ASSERTS, True),
+        (json.dumps(ASSERTS), True),
+        (SUMS, False),
+        ("asserts", False),
+        ('{"asserts"', False),
+        ('["asserts"]', False),
+        (None, False),
+    ],
+)
+def test_it_is_known_whether_tests_are_asserts(ground_truth: Any, expected: bool) -> None:
+    assert has_asserts(ground_truth) is expected
 
 
 def test_it_is_the_rule_of_verl_s_data_sources() -> None:
@@ -79,7 +108,8 @@ def test_it_is_the_rule_of_verl_s_data_sources() -> None:
     ],
 )
 def test_a_program_that_breaks_a_rule_scores_zero(code: str) -> None:
-    assert score(f"{ADD}{code}", ASSERTS, total_s=1.5, time_s=0.3) == 0.0
+    limits = {"total_s": 1.5, "time_s": 0.3, "trust_programs": True}
+    assert score(f"{ADD}{code}", ASSERTS, **limits) == 0.0
 
 
 SHARED = "import mmap\nkept = mmap.mmap(-1, 2**28)\nfor _ in range(2**8): kept.write(bytes(2**20))"

@@ -99,7 +99,9 @@ def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
         sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any
     ) -> RewardManager:
         config = PPOConfig(data=None, trainer=None, **sections)
-        rows = SimpleNamespace(data_sources={*sources}, columns=[], has_truth=True)
+        rows = SimpleNamespace(
+            data_sources={*sources}, columns=[], has_truth=True, has_asserts=False
+        )
         made.append(make_rewards(config, tokenizer, rows))
         (part,) = made[-1].parts
         assert isinstance(part.manager, RewardManager)
