@@ -1,7 +1,7 @@
-"""Memory of a run's roles on their devices: a table for the plan, and held against the device.
+"""Memory of a run's roles on their devices: the table of the plan, and the check against devices.
 
-What a role takes is counted from the model that its class says it holds (`workers.memory`). A
-recipe says how many tokens a pass of each has (`trainer.ppo.memory`, `trainer.rows.preflight`).
+`workers.memory` counts what a role takes from the model that its class declares. A recipe says how
+many tokens the largest pass of each role has (`trainer.ppo.memory`, `trainer.rows.preflight`).
 """
 
 from __future__ import annotations
@@ -9,51 +9,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trainer.config.devices import Devices
-from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import worker_class
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.memory import GIB, HeldModel, LargestPass, RoleMemory, memory_of, pool_bytes
+from workers.memory import (
+    GIB,
+    HeldModel,
+    LargestPass,
+    RoleMemory,
+    memory_of,
+    pool_bytes,
+    usable_bytes,
+)
 from workers.parallel.sharding import dims_of
-
-
-def held_model(config: RunConfig, role: str) -> HeldModel | None:
-    """The model that a role's class says it holds."""
-    declares = getattr(worker_class(config, role), "held_model", None)
-    return declares(config, config.kind_of(role)) if declares is not None else None
-
-
-def axes_in_words(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[str, str]:
-    """Role -> the axes of its ranks, of roles whose ranks have several."""
-    pools, found = expand_roles(config.role_mapping), {}
-    for role, held in models.items():
-        words = dims_of(sum(config.resource_pool_spec[pools[role]]), held.sharding).in_words()
-        if words:
-            found[role] = words
-    return found
-
-
-def held_memory(
-    config: RunConfig, role: str, held: HeldModel, device_type: str, largest: LargestPass
-) -> RoleMemory:
-    """What a role with such a model takes on each device of its pool."""
-    pool = expand_roles(config.role_mapping)[role]
-    ranks = sum(config.resource_pool_spec[pool])
-    copies = _writes_copies(config.trainer)
-    return memory_of(held, role, pool, ranks, device_type, largest, copies)
-
-
-def _writes_copies(trainer: TrainerConfig) -> bool:
-    """Whether checkpoints are written from copies while the run goes on."""
-    writes = trainer.save_freq > 0 or trainer.save_every_minutes is not None
-    return writes and trainer.async_save
-
 
 HEAD = (
     *("role", "pool", "weights / compute", "weights", "gradients", "moments"),
     *("whole layers", "activations", "KV cache", "of it in host memory"),
 )
+
+
+def held_model(config: RunConfig, role: str) -> HeldModel | None:
+    """Return the model that the role's class declares."""
+    declares = getattr(worker_class(config, role), "held_model", None)
+    return declares(config, config.kind_of(role)) if declares is not None else None
+
+
+def axes_in_words(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[str, str]:
+    """Describe the axes of every role whose ranks have several."""
+    pools = expand_roles(config.role_mapping)
+    words = {
+        role: dims_of(sum(config.resource_pool_spec[pools[role]]), held.sharding).in_words()
+        for role, held in models.items()
+    }
+    return {role: text for role, text in words.items() if text}
+
+
+def held_memory(
+    config: RunConfig, role: str, held: HeldModel, device_type: str, largest: LargestPass
+) -> RoleMemory:
+    """Return what a role with this model takes on each device of its pool."""
+    pool, trainer = expand_roles(config.role_mapping)[role], config.trainer
+    ranks = sum(config.resource_pool_spec[pool])
+    saves = trainer.save_freq > 0 or trainer.save_every_minutes is not None
+    copies = saves and trainer.async_save
+    return memory_of(held, role, pool, ranks, device_type, largest, copies)
 
 
 def memory_table(
@@ -62,7 +64,7 @@ def memory_table(
     max_columns: int | None = None,
     brief: bool = False,
 ) -> str:
-    """The roles with their GiB on each device, and the sum of every pool; if brief, sums alone."""
+    """Return the GiB of every role on each device and the sum of each pool; if brief, the sums."""
     lines: list[tuple[str, ...]] = [HEAD]
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
@@ -70,7 +72,7 @@ def memory_table(
         lines.append((role.role, role.pool, role.types, *cells))
     at_most = "" if brief else " on each device at most"
     sums = [
-        f"{pool}: {_gib(total)} GiB{at_most}" + _beside(total, devices.bytes)
+        f"{pool}: {_gib(total)} GiB{at_most}{_verdict(roles, pool, total, devices)}"
         for pool, total in pool_bytes(roles).items()
     ]
     if not brief:
@@ -95,23 +97,45 @@ def _gib(number: float | None) -> str:
     return f"{number / GIB:.1f}" if number >= GIB / 10 or not number else f"{number / GIB:.4f}"
 
 
-def _beside(total: float, device_bytes: int | None) -> str:
-    if device_bytes is None:
+def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devices) -> str:
+    if devices.bytes is None:
         return ""
-    verdict = "fits" if total <= device_bytes else "does NOT fit"
-    return f", of {device_bytes / GIB:.1f}: {verdict}"
+    usable = _usable(roles, pool, devices.type, devices.bytes)
+    return f", of {_room(usable, devices.bytes)}: {'fits' if total <= usable else 'does NOT fit'}"
 
 
-def check_fit(roles: Sequence[RoleMemory], device_bytes: int, ways_out: str) -> None:
-    """Refuse roles that do not fit on their devices; `ways_out` names the recipe's keys."""
+def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_bytes: int) -> float:
+    return usable_bytes([role for role in roles if role.pool == pool], device_type, device_bytes)
+
+
+def _room(usable: float, device_bytes: int) -> str:
+    """Describe the GiB of a device that may be planned with."""
+    if usable == device_bytes:
+        return f"{device_bytes / GIB:.1f}"
+    return f"{usable / GIB:.1f} ({device_bytes / GIB:.1f} less a reserve)"
+
+
+def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bool:
+    """Return whether every pool has room for its roles."""
+    return all(
+        total <= _usable(roles, pool, device_type, device_bytes)
+        for pool, total in pool_bytes(roles).items()
+    )
+
+
+def check_fit(
+    roles: Sequence[RoleMemory], device_type: str, device_bytes: int, ways_out: str
+) -> None:
+    """Raise if a pool has no room for its roles; `ways_out` names the recipe's keys."""
     for pool, total in pool_bytes(roles).items():
-        if total > device_bytes:
-            parts = "; ".join(_story(role) for role in roles if role.pool == pool)
+        usable = _usable(roles, pool, device_type, device_bytes)
+        if total > usable:
+            parts = "; ".join(
+                f"{role.role}: {_gib(role.kept)} kept, {_gib(role.call)} in a call"
+                for role in roles
+                if role.pool == pool
+            )
             raise ConfigError(
                 f"Pool {pool!r} does not fit: its roles take {_gib(total)} GiB on each device, "
-                f"which has {_gib(device_bytes)}. {parts}. {ways_out}"
+                f"which has {_room(usable, device_bytes)}. {parts}. {ways_out}"
             )
-
-
-def _story(role: RoleMemory) -> str:
-    return f"{role.role}: {_gib(role.kept)} kept, {_gib(role.call)} in a call"

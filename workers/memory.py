@@ -23,7 +23,7 @@ import torch
 
 from verl_like.tensor_ops.logprobs import slice_bytes
 from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
-from workers.models.causal_lm import Head
+from workers.models.causal_lm import Head, recomputes
 from workers.models.folder import model_folder
 from workers.models.hf_config import shared_hf_config
 from workers.models.memory_shapes import (
@@ -141,6 +141,8 @@ class RoleMemory:
     sync: float = 0
     sleeps: bool = False
     """Whether an engine gives back all that it has while others compute."""
+    takes_a_share: bool = False
+    """Whether an engine takes a fixed share of the device, its own workspaces included."""
     beside_engine: bool = False
     """Whether it computes while an engine that sleeps otherwise is awake."""
 
@@ -200,6 +202,21 @@ def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
         own = [role for role in roles if role.pool == pool]
         pools[pool] = sum(role.kept for role in own) + max(role.call for role in own)
     return pools
+
+
+LEAST_RESERVE, RESERVED_SHARE = 4 * GIB, 0.08
+
+
+def usable_bytes(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> float:
+    """Bytes of a device that the plan of a pool with these roles may fill.
+
+    CUDA contexts, buffers of communicators, workspaces of kernels and gaps between tensors are not
+    counted, so a GPU keeps a reserve for them. A pool of vLLM engines needs none: their share of a
+    GPU includes their own workspaces.
+    """
+    if device_type != "cuda" or all(role.takes_a_share for role in roles):
+        return device_bytes
+    return device_bytes - max(LEAST_RESERVE, RESERVED_SHARE * device_bytes)
 
 
 @dataclass(frozen=True)
@@ -312,7 +329,7 @@ def _largest_moment(
         head = _head(held, shapes, each, trains, gathers, device_type)
         taken = shapes.reading_pass(each.tokens, head)
         if trains:
-            again = held.model.enable_gradient_checkpointing
+            again = recomputes(held.model, device_type, shapes.can_recompute)
             taken = shapes.trained_pass(each.tokens, head, again)
         found += zip(whole, taken or (None, None), strict=True)
     return max(found, key=lambda moment: moment[0] + (moment[1] or 0))
@@ -434,9 +451,10 @@ def rollout_memory(
     per_sample = shapes.key_value_numbers * dtype.itemsize * width
     cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
 
+    takes_a_share = rollout.name == "vllm" and device_type == "cuda"
     if rollout.name == "vllm":
         weights /= rollout.tensor_model_parallel_size
-        if device_type == "cuda" and device_bytes is not None:
+        if takes_a_share and device_bytes is not None:
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
     if rollout.server_urls:
         weights = cache = 0  # on the servers' devices
@@ -447,4 +465,6 @@ def rollout_memory(
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:
         weights = 0  # the actor's own module
     types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
-    return RoleMemory(role, pool, types, weights=weights, kv_cache=cache)
+    return RoleMemory(
+        role, pool, types, weights=weights, kv_cache=cache, takes_a_share=takes_a_share
+    )

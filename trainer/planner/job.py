@@ -23,7 +23,7 @@ from trainer.planner.devices import Device
 from trainer.planner.search import Option, Placement, Pool, Search
 from verl_like.errors import ConfigError, PlacementError
 from workers.config.model import FrozenFSDPConfig, FSDPConfig, ParallelConfig
-from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
+from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of, usable_bytes
 from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
@@ -134,12 +134,18 @@ class Job(ABC):
         """Those that the user set."""
         return {each.partition("=")[0].lstrip("+") for each in self.settings}
 
+    @property
+    def usable(self) -> float:
+        """Bytes of a card that may be planned with."""
+        alone = RoleMemory("", "", "")
+        return usable_bytes([alone], self.device.type, self.device.bytes)
+
     @functools.cached_property
     def search(self) -> Search:
         """Over all ways to share the cards."""
         if self.known is not None:
             return replace(self.known, roles=self.roles, least=self.least)
-        return Search(self.roles, self.options, self.device.bytes, self.least)
+        return Search(self.roles, self.options, self.usable, self.least)
 
     def best(self, num_cards: int, count: int) -> list[Placement]:
         """The fastest placements on so many cards; of one role its layouts."""
@@ -218,7 +224,7 @@ class Job(ABC):
 
     def fits(self, option: Option) -> bool:
         """Whether it fits on a card that it has alone."""
-        return option.kept + option.call <= self.device.bytes
+        return option.kept + option.call <= self.usable
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def tried(self, role: str, num_cards: int) -> list[Option]:
@@ -255,7 +261,7 @@ class Job(ABC):
         except ConfigError:  # of the axes that there are, which others may mend
             return True
         states = memory.weights + memory.gradients + memory.moments
-        return states / replicas <= self.device.bytes
+        return states / replicas <= self.usable
 
     def _layouts(
         self, role: str, cards: Cards, stages: Sequence[int], faster_than: float = math.inf
@@ -263,7 +269,8 @@ class Job(ABC):
         """Axes, recomputation, offloading, size of a pass."""
         held, passes = self.models[role], self.passes(role)
         trains = held.trains
-        recomputes = held.model.enable_gradient_checkpointing
+        asked = held.model.enable_gradient_checkpointing
+        recomputes = self.device.type == "cuda" if asked is None else asked
         offloads = held.sharding.param_offload
         again_key = f"{passes.model_key}.enable_gradient_checkpointing"
         offload_key = f"{passes.fsdp_key}.param_offload"
@@ -273,7 +280,7 @@ class Job(ABC):
         for axes, size, again, moved in product(
             self._axes(role, cards, stages, only_wide=faster_than < math.inf),
             self.may(passes.size_key, size_now, passes.sizes),
-            self.may(again_key, recomputes, (True,) * trains),
+            self.may(again_key, recomputes, (True, False) * trains),
             self.may(offload_key, offloads, (True,) * trains),
         ):
             laid = replace(
@@ -296,7 +303,7 @@ class Job(ABC):
             except (ConfigError, NoStages):
                 continue
             if axes.pp != now.pp:  # proven on a small model, which takes seconds: if it fits
-                fits = memory.kept + memory.call <= self.device.bytes
+                fits = memory.kept + memory.call <= self.usable
                 if not fits or not self._can(role, ParallelDims(pp=dims.pp, ep=dims.ep)):
                     continue
             changed = {
@@ -341,7 +348,7 @@ class Job(ABC):
             tokens,
             cards,
             trains=method.startswith("update_"),
-            recomputes=laid.model.enable_gradient_checkpointing,
+            recomputes=bool(laid.model.enable_gradient_checkpointing),
             offloads=laid.sharding.param_offload,
             num_stages=num_chunks(laid.sharding.pp_schedule),
         )

@@ -36,15 +36,19 @@ class Row:
     trains: bool = False
 
 
-def rows_of(config: PPOConfig) -> list[Row]:
-    """The parts of a step in order, of the roles of this run."""
+def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
+    """Return the parts of a step in order, for the roles of this run.
+
+    Passes that are cut by tokens have `tokens_at_once` tokens, by default as the keys say.
+    """
     from trainer.ppo.roles import models_of, scorings_of  # with torch, which a recipe is without
 
     actor, critic = config.actor_rollout_ref.actor, config.critic
     mini = actor.ppo_mini_batch_size
 
     def cut(samples: int | None, tokens: int | None = None) -> tuple[int | None, int]:
-        return None if actor.use_dynamic_bsz else samples, tokens or tokens_per_pass(config)
+        tokens = tokens or tokens_at_once or tokens_per_pass(config)
+        return None if actor.use_dynamic_bsz else samples, tokens
 
     def reads(part: str, role: str, samples: int | None, tokens: int = 0) -> Row:
         return Row(part, role, config.prompts_per_call(role), samples, tokens)

@@ -53,7 +53,8 @@ def preflight(config: RowConfig, num_sides: int) -> None:
 
     devices = devices_of(config.trainer)
     if devices.bytes is not None:
-        check_fit(role_memories(config, num_sides, devices.type), devices.bytes, WAYS_OUT)
+        roles = role_memories(config, num_sides, devices.type)
+        check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
 def held_models(config: RowConfig) -> dict[str, HeldModel]:

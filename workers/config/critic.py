@@ -32,8 +32,8 @@ class CriticModelConfig:
 
     path: str = key("", allows="a folder")
     """Folder of the model."""
-    enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
-    """Recompute activations in the backward pass."""
+    enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
+    """Recompute activations in the backward pass; null: on CUDA."""
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)

@@ -179,8 +179,8 @@ class ModelConfig:
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)
     """Seed of random weights for a folder without weights; null refuses such a folder."""
-    enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
-    """Recompute activations in the backward pass."""
+    enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
+    """Recompute activations in the backward pass; null: on CUDA."""
     attn_implementation: str = key(
         "auto",
         choices=ATTENTIONS,

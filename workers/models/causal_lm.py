@@ -53,6 +53,7 @@ class ScalarHeadModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.config = causal_lm.config
+        self.supports_gradient_checkpointing: bool = causal_lm.supports_gradient_checkpointing
         self._no_split_modules = causal_lm._no_split_modules
         self.base_model_prefix: str = causal_lm.base_model_prefix
         self._keys_to_ignore_on_load_unexpected = causal_lm._keys_to_ignore_on_load_unexpected
@@ -120,14 +121,25 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             f"model.path={config.path!r} does not load as a causal LM: {error}"
         ) from error
 
-    if config.enable_gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"model type {hf_config.model_type} has no gradient checkpointing in this "
-                "transformers; set model.enable_gradient_checkpointing=False."
-            )
+    can_recompute = model.supports_gradient_checkpointing
+    if config.enable_gradient_checkpointing and not can_recompute:
+        raise ConfigError(
+            f"model type {hf_config.model_type} has no gradient checkpointing in this "
+            "transformers; set model.enable_gradient_checkpointing=False."
+        )
+    if recomputes(config, device.type, can_recompute):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module.eval()
+
+
+def recomputes(config: ModelConfig, device_type: str, can_recompute: bool) -> bool:
+    """Return whether the layers run again in the backward pass.
+
+    The default is yes on CUDA, if the model class can.
+    """
+    if config.enable_gradient_checkpointing is not None:
+        return config.enable_gradient_checkpointing
+    return device_type == "cuda" and can_recompute
 
 
 def to_training(module: nn.Module) -> None:

@@ -84,6 +84,8 @@ class ModelShapes:
     key_value_numbers: int
     """Numbers that a KV cache holds for one token."""
     trains_head: bool
+    can_recompute: bool
+    """Whether the model class has gradient checkpointing."""
     compute_bytes: int
     body: PassShapes | None = None
     """None where a pass cannot be traced."""
@@ -157,7 +159,7 @@ def model_shapes(
 
     Or of a rank's part of it, of `tp` that matrices are cut over, or of its layers.
     """
-    config = replace(config, enable_gradient_checkpointing=False)  # which shapes do not depend on
+    config = replace(config, enable_gradient_checkpointing=None)  # which shapes do not depend on
     model = repr(config), described_by(config), head
     known = (*model, compute, tp, stage)
     if known not in _known:
@@ -271,6 +273,7 @@ def _whole(
         outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
         trains_head=weights.trains_head,
+        can_recompute=weights.module.supports_gradient_checkpointing,
         compute_bytes=compute.itemsize,
         body=pass_shapes(config, body, compute, tp),
     )

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
 from verl_like.errors import ConfigError
 from workers.models.attention import head_size, say_once, warn_once
-from workers.models.causal_lm import Head, body_of, empty_model, to_training
+from workers.models.causal_lm import Head, body_of, empty_model, recomputes, to_training
 from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
 from workers.models.memory_shapes import meta_model
@@ -268,8 +268,9 @@ class TrainEngine:
     @property
     def runs_again(self) -> bool:
         """Whether layers of a pass are run again after other passes, and choose experts as told."""
-        checkpoints = self.model_config.enable_gradient_checkpointing
-        return checkpoints and self.routers is not None and self.dims.pp > 1
+        can_recompute = getattr(self.module, "supports_gradient_checkpointing", True)
+        again = recomputes(self.model_config, self.device.type, can_recompute)
+        return again and self.routers is not None and self.dims.pp > 1
 
     @property
     def packs(self) -> bool:
