@@ -1,13 +1,15 @@
-"""Runs the parts of `gpu_parts.py` one after the other; ends in a JSON and a table to paste.
+"""Runs the parts of `gpu_parts.py` one after the other and writes gpu.json, gpu.md and gpu.log.
 
-    bash benchmarks/gpu.sh                             on one card
-    bash benchmarks/gpu_node.sh                        on eight
-    bash benchmarks/gpu_node.sh --cards 4              on as many
-    bash benchmarks/gpu_node.sh --dry-run H100         no card: every run as on so many of these,
-                                                       by the checks of a run
+    bash benchmarks/gpu.sh                             on one GPU
+    bash benchmarks/gpu.sh --seconds 400               parts that would begin later are skipped
+    bash benchmarks/gpu.sh --only memory --only decode
+    bash benchmarks/gpu_node.sh                        on eight GPUs
+    bash benchmarks/gpu_node.sh --gpus 4               on four
+    bash benchmarks/gpu_node.sh --dry-run H100         check every run as on so many of these GPUs
     bash benchmarks/gpu.sh --device cpu --tiny         every command, small, on a CPU
 
-A part that fails or is late does not stop the others. The exit code is 1 if one did.
+A part that fails or is late does not stop the others; its figures so far are kept. The exit code is
+1 if a part failed or was late.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,10 +29,9 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from gpu_models import write_configs
-from gpu_parts import GRACE_S, INSTALL, MODELS, Machine, Outcome, Part, is_installed, parts
+from gpu_parts import GRACE_S, INSTALL, MODELS, Machine, Outcome, Part, is_installed, parts, short
 
 from trainer.planner.devices import Device, data_sheet
 from verl_like.files import write_whole
@@ -39,25 +39,27 @@ from verl_like.masking import mask_text
 
 HERE = Path(__file__).resolve().parent
 SHOWN_LINES = 15
-"""Of the log of a part that failed."""
+"""Lines shown of the log of a part that failed."""
+SHORTEST_S = 15
+"""Seconds that must be left for a part to begin."""
 
 
 def why_skipped(part: Part, machine: Machine, before: list[Outcome]) -> str:
-    """Why the part cannot run here; empty where it can."""
+    """Why the part cannot run here; empty if it can."""
     missing = [module for module in part.needs if not is_installed(module)]
     if missing:
         return f"{missing[0]} is not installed: {INSTALL[missing[0]]}"
-    if part.on_cards_alone and machine.device == "cpu":
-        return "it needs a card"
-    no_models = any(each.name == MODELS and each.is_bad for each in before)
-    return "there are no models" if part.reads_models and no_models else ""
+    if part.needs_gpu and machine.device == "cpu":
+        return "it needs a GPU"
+    no_models = any(outcome.name == MODELS and outcome.is_bad for outcome in before)
+    return "there are no models" if part.needs_models and no_models else ""
 
 
-def run_part(part: Part, folder: Path, card: Device | None) -> Outcome:
-    """Run it to its end or its deadline, with its output in `log.txt`, and read its figures."""
+def run_part(part: Part, folder: Path, gpu: Device | None) -> Outcome:
+    """Run the part to its end or its deadline, with its output in `log.txt`; read its figures."""
     folder.mkdir(parents=True)
     command = [sys.executable, *(word.replace("{part}", str(folder)) for word in part.command)]
-    began = time.monotonic()
+    begin = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=HERE.parent, stdout=log, stderr=log, start_new_session=True
@@ -69,18 +71,18 @@ def run_part(part: Part, folder: Path, card: Device | None) -> Outcome:
             result, why = "LATE", f"not done in {part.limit_s} s"
         finally:
             end(process)
-    found = Outcome(part.name, result, time.monotonic() - began, why)
-    found.command = mask_text(shlex.join(["python", *command[1:]]))
+    outcome = Outcome(part.name, result, time.monotonic() - begin, why)
+    outcome.command = mask_text(shlex.join(["python", *command[1:]]))
     try:
-        found.figures = part.keep(folder, card)
+        outcome.figures = part.figures(folder, gpu)
     except (OSError, ValueError, KeyError) as error:
         if result == "ok":
-            found.result, found.why = "FAILED", f"its figures cannot be read: {error}"
-    return found
+            outcome.result, outcome.why = "FAILED", f"its figures cannot be read: {error}"
+    return outcome
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing that the part has started is left: what would end in order has a moment for it."""
+    """End the part and all processes that it started; a process may clean up for a moment."""
     with suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -90,38 +92,42 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def stop_in_order() -> None:
-    """A signal to end goes through `finally`: it ends the part that runs, too."""
+def end_parts_on_sigterm() -> None:
+    """Turn SIGTERM into SystemExit, so that the running part ends, too."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def report(facts: dict[str, Any], outcomes: list[Outcome]) -> str:
-    """The table, in Markdown."""
+def report(title: str, outcomes: list[Outcome]) -> str:
+    """The outcomes as Markdown: a table, and a list of figures for each part that has many."""
     rows = [["part", "result", "s", "figures"], ["---", "---", "--:", "---"]]
-    for each in outcomes:
-        rows.append([each.name, each.result, f"{each.seconds:.0f}", each.said])
-    title = ", ".join(f"{name} {value}" for name, value in facts.items())
-    return "\n".join([title, "", *(f"| {' | '.join(row)} |" for row in rows), ""])
+    lists: list[str] = []
+    for outcome in outcomes:
+        is_long = len(outcome.figures) > 8
+        text = "; ".join(filter(None, [outcome.why, "below"])) if is_long else outcome.text
+        rows.append([outcome.name, outcome.result, f"{outcome.seconds:.0f}", text])
+        if is_long:
+            lists += ["", f"{outcome.name}:", "", *figure_table(outcome)]
+    return "\n".join([title, "", *(f"| {' | '.join(row)} |" for row in rows), *lists, ""])
 
 
-def describe(machine: Machine) -> dict[str, Any]:
-    """What the figures are of; in a process of its own, which alone holds a card meanwhile."""
-    command = [sys.executable, str(HERE / "gpu_side.py"), "machine"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"this machine cannot be described:\n{done.stderr[-2000:]}")
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    names = [facts["processor"]] if machine.device == "cpu" else facts["cards"]
-    if machine.device == "cuda" and len(names) < machine.num_cards:
-        sys.exit(
-            f"{machine.num_cards} card(s) are asked for, and this machine has {len(names)}. "
-            "--cards <number> takes fewer, --device cpu --tiny tries it on a CPU."
-        )
-    return facts | {"device": names[0]}
+def figure_table(outcome: Outcome) -> list[str]:
+    """Figures named "row: column" as a table with a row per name, others as a list."""
+    cells: dict[str, dict[str, str]] = {}
+    for name, value in outcome.figures.items():
+        row, _, column = name.rpartition(": ")
+        cells.setdefault(row, {})[column] = short(value)
+    if set(cells) == {""}:
+        return [f"- {name}: {value}" for name, value in cells[""].items()]
+    columns = list(dict.fromkeys(column for values in cells.values() for column in values))
+    lines = [["", *columns], ["---", *["--:"] * len(columns)]]
+    lines += [
+        [row, *(values.get(column, "") for column in columns)] for row, values in cells.items()
+    ]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def dry_run(part: Part, machine: Machine, card: str) -> str:
-    """What a dry run says of a part's run on so many of these cards; refusals are raised."""
+def dry_run(part: Part, machine: Machine, gpu: str) -> str:
+    """What the checks of a run print for this part on so many of these GPUs; errors are raised."""
     from trainer.cli.main import RECIPES
     from trainer.config.compose import load_config
     from trainer.launch import run
@@ -129,47 +135,85 @@ def dry_run(part: Part, machine: Machine, card: str) -> str:
 
     assert part.run is not None, f"{part.name} is no run"
     recipe = load_object(RECIPES[part.run.recipe], part.run.recipe)
-    pretend = f"trainer.pretend={machine.num_cards}x{card}"
-    said = io.StringIO()
-    with redirect_stdout(said):
+    pretend = f"trainer.pretend={machine.num_gpus}x{gpu}"
+    output = io.StringIO()
+    with redirect_stdout(output):
         run(load_config([*part.run.keys(machine), pretend], recipe))
-    return said.getvalue()
+    return output.getvalue()
 
 
-def show_parts(machine: Machine, folder: Path, card: str) -> None:
-    """Every part with its deadline; runs by the checks of a run."""
+def show_parts(machine: Machine, folder: Path, gpu: str) -> None:
+    """Print every part with its deadline, and check the runs."""
     write_configs(folder / "models", machine.is_tiny)
     for part in parts(machine, folder):
-        checked = dry_run(part, machine, card).splitlines()[-1] if part.run else ""
+        checked = dry_run(part, machine, gpu).splitlines()[-1] if part.run else ""
         print(f"{part.name}: at most {part.limit_s} s. {checked}", flush=True)
 
 
-def run_parts(machine: Machine, folder: Path, only: list[str], patience: float) -> list[Outcome]:
-    """All of them; what is known is written after each."""
-    facts = describe(machine)
-    card = data_sheet(facts["device"]) if machine.device == "cuda" else None
-    title = {"commit": facts["commit"], "on": f"{machine.num_cards} x {facts['device']}"}
-    title |= facts["versions"] | {"backend": machine.backend, "engine": machine.engine}
+def device_name(machine: Machine) -> str:
+    """The GPU's name, from a process of its own so that this one holds no GPU memory."""
+    if machine.device == "cpu":
+        return "cpu"
+    query = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
+    done = subprocess.run(
+        [sys.executable, "-c", query], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"torch finds no GPU:\n{done.stderr[-2000:]}")
+    count, _, name = done.stdout.splitlines()[-1].partition(" ")
+    if int(count) < machine.num_gpus:
+        sys.exit(
+            f"{machine.num_gpus} GPU(s) are needed, and this machine has {count}. "
+            "--gpus <number> takes fewer, --device cpu --tiny tries it on a CPU."
+        )
+    return name
+
+
+def commit() -> str:
+    """The commit of this checkout, or "unknown" where there is no git."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    with suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return "unknown"
+
+
+def run_parts(
+    machine: Machine, out: Path, only: list[str], seconds: float, patience: float
+) -> list[Outcome]:
+    """Run all of them; write the results after each."""
+    name = device_name(machine)
+    gpu = data_sheet(name) if machine.device == "cuda" else None
+    title = f"commit {commit()}, {machine.num_gpus} x {name}, backend {machine.backend}"
+    deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    try:
-        for part in parts(machine, folder):
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.log").write_bytes(b"")
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        write_configs(Path(folder) / "models", machine.is_tiny)
+        for part in parts(machine, Path(folder)):
             if only and part.name not in (*only, MODELS):
                 continue
-            part = replace(part, limit_s=round(part.limit_s * patience))
+            left = deadline - time.monotonic()
+            part = replace(part, limit_s=round(min(part.limit_s * patience, left)))
             why = why_skipped(part, machine, outcomes)
+            if not why and left < SHORTEST_S:
+                why = f"only {max(left, 0):.0f} s were left"
             print(f"== {part.name}: {'' if why else f'at most {part.limit_s} s'}", flush=True)
-            own = folder / "parts" / re.sub(r"\W+", "_", part.name)
-            found = Outcome(part.name, "skipped", why=why) if why else run_part(part, own, card)
-            outcomes.append(found)
-            if found.is_bad:
+            own = Path(folder) / "parts" / re.sub(r"\W+", "_", part.name)
+            outcome = Outcome(part.name, "skipped", why=why) if why else run_part(part, own, gpu)
+            outcomes.append(outcome)
+            if not why:
                 log = (own / "log.txt").read_text("utf-8", errors="replace")
-                print(*log.splitlines()[-SHOWN_LINES:], f"all of it: {own}/log.txt", sep="\n")
-            print(f"-- {found.result}, {found.seconds:.0f} s: {found.said}", flush=True)
-            record = {"title": title, "machine": facts, "parts": [vars(each) for each in outcomes]}
-            write_whole(folder / "gpu.json", json.dumps(record, indent=1) + "\n")
-    finally:
-        shutil.rmtree(folder / "models", ignore_errors=True)  # 20 GB of them
-    write_whole(folder / "gpu.md", report(title, outcomes))
+                with (out / "gpu.log").open("a", encoding="utf-8") as whole:
+                    whole.write(f"== {part.name}\n{log}\n")
+                if outcome.is_bad:
+                    print(*log.splitlines()[-SHOWN_LINES:], sep="\n")
+            print(f"-- {outcome.result}, {outcome.seconds:.0f} s: {outcome.text}", flush=True)
+            record = {"title": title, "parts": [vars(one) for one in outcomes]}
+            write_whole(out / "gpu.json", json.dumps(record, indent=1) + "\n")
+            write_whole(out / "gpu.md", report(title, outcomes))
     return outcomes
 
 
@@ -177,37 +221,32 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--cards", type=int, default=1, help="8 by gpu_node.sh")
+    add("--gpus", type=int, default=1, help="8 by gpu_node.sh")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="sizes of a trial")
-    add("--backend", choices=("ray", "local"), help="ray for several cards where it is installed")
+    add("--backend", choices=("ray", "local"), help="Ray for several GPUs where it is installed")
     add("--only", action="append", default=[], metavar="PART", help="a part, by its name")
-    add("--patience", type=float, default=1, help="deadlines times this, on a machine that is busy")
-    add("--dry-run", metavar="CARD", help="check every run as on cards of this name, and stop")
-    add("--out", type=Path, help="a new folder; runs/gpu/<time> by default")
-    chosen = parser.parse_args()
-    if chosen.cards < 1 or (chosen.cards > 1 and chosen.cards % 2):
-        parser.error(f"--cards {chosen.cards}: one, or an even number, of which halves are made")
-    machine = Machine.of(chosen)
-    folder = (chosen.out or Path(f"runs/gpu/{datetime.now():%Y%m%d-%H%M%S}")).resolve()
-    if chosen.dry_run:
-        with tempfile.TemporaryDirectory() as empty:
-            show_parts(machine, Path(empty), chosen.dry_run)
+    add("--seconds", type=float, default=1200, help="time for all parts together")
+    add("--patience", type=float, default=1, help="deadlines times this, on a busy machine")
+    add("--dry-run", metavar="GPU", help="check every run as on GPUs of this name, and stop")
+    add("--out", type=Path, help="a folder; runs/gpu/<time> by default")
+    options = parser.parse_args()
+    if options.gpus < 1 or (options.gpus > 1 and options.gpus % 2):
+        parser.error(f"--gpus {options.gpus}: one, or an even number, since halves are needed")
+    machine = Machine.of(options)
+    if options.dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            show_parts(machine, Path(folder), options.dry_run)
         return
-    stop_in_order()
-    outcomes = run_parts(machine, folder, chosen.only, chosen.patience)
-    print(
-        "",
-        (folder / "gpu.md").read_text("utf-8"),
-        f"paste it; all of it: {folder}/gpu.json",
-        sep="\n",
-    )
+    end_parts_on_sigterm()
+    out = (options.out or Path(f"runs/gpu/{datetime.now():%Y%m%d-%H%M%S}")).resolve()
+    outcomes = run_parts(machine, out, options.only, options.seconds, options.patience)
+    print("", (out / "gpu.md").read_text("utf-8"), f"everything: {out}/gpu.json", sep="\n")
     if machine.device == "cpu":
         print(
-            "no GPU was used: these figures are of the CPU"
-            + ", of a trial's sizes" * machine.is_tiny
+            "no GPU was used: these are figures of the CPU" + ", of tiny models" * machine.is_tiny
         )
-    sys.exit(any(each.is_bad for each in outcomes))
+    sys.exit(any(outcome.is_bad for outcome in outcomes))
 
 
 if __name__ == "__main__":

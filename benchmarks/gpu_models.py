@@ -1,8 +1,7 @@
-"""Models of random weights, and prompts, for the parts of `gpu.sh`; nothing is downloaded.
+"""Configurations of Qwen2.5's sizes, a tokenizer and prompts for `gpu.sh`; nothing is downloaded.
 
-    python benchmarks/gpu_models.py FOLDER [--tiny] [--device cuda|cpu]
-
-A model's folder has what one of the hub has: config.json, a tokenizer, safetensors in bfloat16.
+`write_configs` makes folders without weights: `model.random_init_seed` draws them. Runs with a
+critic or with several ranks read weights, and `gpu_models.py FOLDER SIZE... [--tiny]` writes those.
 """
 
 from __future__ import annotations
@@ -17,13 +16,16 @@ QWEN2 = {
     "0.5b": (896, 4864, 24, 14, 2, True),
     "1.5b": (1536, 8960, 28, 12, 2, True),
     "7b": (3584, 18944, 28, 28, 4, False),
+    "7b-8-layers": (3584, 18944, 8, 28, 4, False),
 }
-"""Qwen2.5's: width, width of the MLP, layers, heads, heads of keys, whether the head is tied."""
+"""Hidden size, MLP size, layers, heads, key heads, whether the head is tied. Weights, gradients and
+moments of the whole 7B do not fit a GPU of 80 GB, those of eight of its layers do.
+"""
 TINY = (128, 256, 2, 4, 2, True)
 VOCABULARY = {False: 151936, True: 512}
-"""By whether the model is a tiny one."""
+"""Vocabulary size by whether the model is tiny."""
 MOST_WORDS = 8192
-"""That the tokenizer knows: of the tokens that a random model draws it writes one in twenty."""
+"""Entries of the tokenizer; it cannot decode most of the tokens that a random model samples."""
 NUM_PROMPTS = 256
 
 
@@ -46,7 +48,7 @@ def config_of(size: str, tiny: bool) -> Any:
 
 
 def write_configs(folder: Path, tiny: bool) -> None:
-    """Every model without its weights, and prompts of up to 16 and of up to 512 tokens."""
+    """Write every model's folder without weights, and prompts of up to 16 and 512 tokens."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -66,7 +68,7 @@ def write_configs(folder: Path, tiny: bool) -> None:
 
 
 def prompts(longest: int) -> list[dict[str, Any]]:
-    """Rows in verl's schema; a character is a token, and the template adds three."""
+    """Rows in verl's schema. A character is a token; the chat template adds three tokens."""
     rng = random.Random(0)
     rows = []
     for _ in range(NUM_PROMPTS):
@@ -82,7 +84,7 @@ def prompts(longest: int) -> list[dict[str, Any]]:
 
 
 def write_weights(folder: Path, size: str, device: str) -> None:
-    """The weights of a folder, drawn on the device, in a file for each layer and one for all else.
+    """Write random weights, drawn on the device, with one file per layer and one for the rest.
 
     Matrices are normal with transformers' standard deviation, norms are one, biases zero.
     """
@@ -116,31 +118,33 @@ def write_weights(folder: Path, size: str, device: str) -> None:
 
 
 def decoded_bytes(folder: Path, rows: int, prompt: int, response: int) -> float:
-    """What rows of 16 bits read until they are drawn: at every token the weights, and their keys.
+    """Bytes that decoding must read in bfloat16: per token, all weights and every row's keys.
 
-    Of embeddings that are not the head, too, a token reads one row.
+    An embedding table that is not the head is read one row at a time, so it does not count.
     """
-    from transformers import AutoConfig
-
-    from trainer.cli.job_record import num_parameters
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
-    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = 2 * (num_parameters(str(folder)) - looked_up)
-    heads = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
-    a_token = 2 * 2 * config.num_hidden_layers * heads
-    return response * (weights + rows * a_token * (prompt + response / 2))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    if not config.tie_word_embeddings:
+        num_weights -= config.vocab_size * config.hidden_size
+    key_width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    bytes_per_token = 2 * 2 * config.num_hidden_layers * key_width
+    return response * (2 * num_weights + rows * bytes_per_token * (prompt + response / 2))
 
 
 def main() -> None:
-    """Every model, whole."""
+    """Write models with their weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("sizes", nargs="+", choices=QWEN2)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     chosen = parser.parse_args()
-    write_configs(chosen.folder, chosen.tiny)
-    for size in QWEN2:
+    for size in chosen.sizes:
         write_weights(chosen.folder, size, chosen.device)
         print(f"{chosen.folder / size}: written")
 

@@ -1,71 +1,74 @@
-"""What `gpu.sh` and `gpu_node.sh` run: parts with deadlines, commands, and what is kept of them.
+"""The parts of `gpu.sh` and `gpu_node.sh`, in the order in which they run.
 
-    for part in parts(Machine(num_cards=8), folder):
-        part.name, part.limit_s, part.command, part.keep
+    for part in parts(Machine(num_gpus=8), folder):
+        part.name, part.limit_s, part.command
 
-There is a list for one card and one for several, of which half generate where a pool does that
-alone. Of each run the second and third step count.
+One GPU runs the measurements of `gpu_side.py` and three whole runs without Ray; several GPUs run
+every placement. The parts that tell most per second come first.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
-import gpu_figures as keep
+from gpu_models import decoded_bytes
+
+if TYPE_CHECKING:
+    from trainer.planner.devices import Device
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = 5
-"""From the deadline of a part to the end of its processes."""
-FLASH = "flash_attn or flash_attn_interface"
-"""FlashAttention 2 and 4, or 3."""
+"""Seconds between the deadline of a part and the end of its processes."""
 INSTALL = {
     "vllm": "pip install 'verl-like[vllm]'",
-    FLASH: "pip install --no-build-isolation 'verl-like[flash-attn]'",
     "peft": "pip install 'verl-like[lora]'",
     "ray": "pip install ray",
 }
-"""Module that a part may need -> how to have it."""
+"""Module that a part may need -> how to install it."""
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
-LORA = (f"{MODEL}.lora_rank=32", f"{MODEL}.dtype=bfloat16")
-"""With weights of 16 bits a 7B policy, its critic and an engine fit one card of 80 GB."""
 GRPO = ("algorithm=grpo",)
 PPO = ("algorithm=ppo", "critic.model.enable_gradient_checkpointing=true")
+EAGER = f"{MODEL}.compile=off"
+Figures = Mapping[str, float | str]
 
 
 def is_installed(module: str) -> bool:
-    """Whether this interpreter has it, or one of several: a or b."""
-    return any(find_spec(each) for each in module.split(" or "))
+    """Whether this interpreter can import the module."""
+    return find_spec(module) is not None
 
 
 @dataclass(frozen=True)
 class Machine:
     """Where the parts run, and how."""
 
-    num_cards: int
+    num_gpus: int
     device: str = "cuda"
     is_tiny: bool = False
     """Models and rows of a trial on a CPU."""
     backend: str = "local"
     engine: str = "native"
-    """Of runs that are about something else."""
+    """The rollout engine of runs that are about something else."""
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace) -> Machine:
-        """With what is installed: Ray for several cards, vLLM on cards."""
-        on_cards = chosen.device == "cuda"
-        has_vllm = on_cards and (chosen.dry_run is not None or is_installed("vllm"))
-        has_ray = chosen.cards > 1 and is_installed("ray")
-        backend = chosen.backend or ("ray" if has_ray else "local")
-        engine = "vllm" if has_vllm else "native"
-        return cls(chosen.cards, chosen.device, chosen.tiny, backend, engine)
+    def of(cls, options: argparse.Namespace) -> Machine:
+        """Ray for several GPUs and vLLM on GPUs, where they are installed."""
+        has_vllm = options.device == "cuda" and (options.dry_run or is_installed("vllm"))
+        has_ray = options.gpus > 1 and is_installed("ray")
+        backend = options.backend or ("ray" if has_ray else "local")
+        engine = "vllm" if has_vllm and options.gpus > 1 else "native"
+        return cls(options.gpus, options.device, options.tiny, backend, engine)
 
 
 @dataclass(frozen=True)
@@ -77,27 +80,29 @@ class Run:
     settings: tuple[str, ...]
     prompts: int
     samples: int
-    cards: int
-    """Those that generate."""
+    generating_gpus: int
     engine: str
-    engine_cards: int = 1
+    gpus_per_engine: int = 1
     prompt: int = 512
     response: int = 512
+    reads_weights: bool = True
+    """False: the weights are random, and only the model's configuration is read."""
 
     @property
-    def rows_of_engine(self) -> int:
-        """Samples that an engine draws together."""
-        return self.prompts * self.samples * self.engine_cards // self.cards
+    def rows_per_engine(self) -> int:
+        """Samples that one engine generates per step."""
+        return self.prompts * self.samples * self.gpus_per_engine // self.generating_gpus
 
     def keys(self, machine: Machine) -> list[str]:
         """The settings of its command."""
         tokens = self.prompt + self.response if machine.is_tiny else 16384
         of_vllm = (
             f"{ROLLOUT}.gpu_memory_utilization=0.4",
-            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_cards}",
+            f"{ROLLOUT}.tensor_model_parallel_size={self.gpus_per_engine}",
         )
         return [
             f"{MODEL}.path={self.model}",
+            *([] if self.reads_weights else [f"{MODEL}.random_init_seed=0"]),
             f"{MODEL}.enable_gradient_checkpointing=true",
             f"data.train_files={self.model.parent}/prompts_{self.prompt}.parquet",
             f"data.max_prompt_length={self.prompt}",
@@ -113,7 +118,7 @@ class Run:
             *(of_vllm if self.engine == "vllm" else ()),
             f"trainer.device={machine.device}",
             f"trainer.backend={machine.backend}",
-            f"trainer.n_gpus_per_node={machine.num_cards}",
+            f"trainer.n_gpus_per_node={machine.num_gpus}",
             "trainer.total_training_steps=3",
             "trainer.save_final=false",
             "trainer.save_every_minutes=null",
@@ -124,41 +129,42 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """A command in a process of its own."""
+    """A command in its own process."""
 
     name: str
     limit_s: int
     command: tuple[str, ...]
-    """Arguments of Python; {part} is the part's own folder."""
-    keep: Callable[..., keep.Figures]
-    """(folder, card) -> figures."""
+    """Arguments of Python; {part} is replaced by the part's folder."""
+    figures: Callable[..., Figures]
+    """(folder, GPU) -> figures."""
     needs: tuple[str, ...] = ()
-    """Modules without which it is skipped."""
-    on_cards_alone: bool = False
-    reads_models: bool = False
+    """Modules without which the part is skipped."""
+    needs_gpu: bool = False
+    needs_models: bool = False
+    """Whether the part reads weights from the folders that the part "models" writes."""
     run: Run | None = None
 
 
 @dataclass
 class Outcome:
-    """What became of a part."""
+    """The result of a part."""
 
     name: str
     result: str
     """ok, FAILED, LATE or skipped."""
     seconds: float = 0.0
     why: str = ""
-    figures: keep.Figures = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
     command: str = ""
 
     @property
     def is_bad(self) -> bool:
-        """Whether the exit code tells of it."""
+        """Whether the exit code of the runner must be 1."""
         return self.result in ("FAILED", "LATE")
 
     @property
-    def said(self) -> str:
-        """Why there is nothing to tell, or the figures."""
+    def text(self) -> str:
+        """The reason why something is missing, and the figures."""
         figures = [f"{name} {short(value)}" for name, value in self.figures.items()]
         return "; ".join(filter(None, [self.why, ", ".join(figures)]))
 
@@ -167,111 +173,210 @@ def short(value: float | str) -> str:
     """Three digits of a number."""
     if not isinstance(value, float):
         return str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Figures, read from the files that a part has written
+# ---------------------------------------------------------------------------------------------
+
+
+def no_figures(folder: Path, gpu: Device | None) -> Figures:
+    """Nothing: the exit code is the result."""
+    return {}
+
+
+def written_figures(folder: Path, gpu: Device | None) -> Figures:
+    """The JSON that `gpu_side.py` writes."""
+    figures: Figures = json.loads((folder / "figures.json").read_text("utf-8"))
+    return figures
+
+
+def test_figures(folder: Path, gpu: Device | None) -> Figures:
+    """Counts from pytest's report."""
+    suite = ElementTree.parse(folder / "tests.xml").getroot().find("testsuite")
+    assert suite is not None, "pytest writes one suite"
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
+    return {"passed": passed, "failed": failed, "skipped": counts["skipped"]}
+
+
+def doctor_figures(folder: Path, gpu: Device | None) -> Figures:
+    """The checks of `verl-like doctor` that fail."""
+    lines = (folder / "log.txt").read_text("utf-8", errors="replace").splitlines()
+    failed = [re.split(r" {2,}", line)[1] for line in lines if line.startswith("FAIL  ")]
+    num_ok = sum(line.startswith("ok    ") for line in lines)
+    return {"ok": num_ok, "failing": ", ".join(failed) or "nothing"}
+
+
+METRICS = {
+    "s per step": "timing_s/step",
+    "update s": "timing_s/update_actor",
+    "critic's update s": "timing_s/update_critic",
+    "tokens/s per GPU": "perf/throughput",
+    "MFU": "perf/mfu/actor",
+    "critic's MFU": "perf/mfu/critic",
+    "peak GiB": "perf/max_memory_allocated_gb",
+}
+"""Figure -> metric."""
+SYNCHRONOUS = {
+    "generation s": "timing_s/gen",
+    "sync s": "timing_s/update_weights",
+    "sync MB": "perf/weight_sync_mb",
+}
+ASYNCHRONOUS = {
+    "wait for samples s": "timing_s/gen",
+    "sync s": "timing_s/deliver_weights",
+    "sync MB": "perf/published_mb",
+}
+
+
+def run_figures(run: Run, folder: Path, gpu: Device | None) -> Figures:
+    """Medians over all steps but the first, and shares of what the GPU's data sheet promises."""
+    text = (folder / "run" / "metrics.jsonl").read_text("utf-8")
+    first, *steps = [json.loads(line) for line in text.splitlines()]
+    figures: dict[str, float | str] = {"first step s": first["timing_s/step"]}
+    for name, metric in (
+        METRICS | (ASYNCHRONOUS if run.recipe == "detached" else SYNCHRONOUS)
+    ).items():
+        if values := [step[metric] for step in steps if metric in step]:
+            figures[name] = statistics.median(values)
+    if not steps:
+        raise ValueError("the run has no step after its first one")
+    if gpu is None:
+        return figures
+    if seconds := figures.get("generation s"):
+        read = decoded_bytes(run.model, run.rows_per_engine, run.prompt * 3 // 4, run.response)
+        per_gpu = read / run.gpus_per_engine / float(seconds)
+        figures["share of bandwidth"] = per_gpu / gpu.memory
+    if (sent := figures.get("sync MB")) and (seconds := figures.get("sync s")):
+        figures["sync, times the link's own time"] = (
+            float(seconds) * gpu.link / (float(sent) * 2**20)
+        )
+    return figures
+
+
+# ---------------------------------------------------------------------------------------------
+# The lists
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Makes:
-    """Parts of the kinds that there are, on this machine."""
+    """Builds the kinds of parts that there are, for this machine."""
 
     machine: Machine
     models: Path
 
-    def script(self, name: str, limit_s: int, *words: str, **more: Any) -> Part:
-        """A file beside this one, which gets the device."""
-        file, *arguments = words
-        tiny = ("--tiny",) if self.machine.is_tiny else ()
-        device = ("--device", self.machine.device)
-        command = (str(HERE / file), *arguments, *device, *tiny)
-        return Part(name, limit_s, command, **more)
-
-    def side(
-        self, name: str, limit_s: int, part: str, model: str, *words: str, **more: Any
-    ) -> Part:
+    def side(self, name: str, limit_s: int, part: str, **more: Any) -> Part:
         """A part of `gpu_side.py`."""
-        command = ("gpu_side.py", part, str(self.models / model), "--out", "{part}/figures.json")
-        of_side = {"keep": keep.written, "reads_models": True}
-        return self.script(name, limit_s, *command, *words, **of_side, **more)
+        command = (
+            str(HERE / "gpu_side.py"), part, "--device", self.machine.device,
+            *(["--tiny"] if self.machine.is_tiny else []), "--out", "{part}/figures.json",
+        )  # fmt: skip
+        return Part(name, limit_s, command, written_figures, **more)
+
+    def tests(self, limit_s: int) -> Part:
+        """The tests with the marker `gpu` that need no Ray."""
+        command = (
+            "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/workers/training",
+            "--junitxml={part}/tests.xml",
+        )  # fmt: skip
+        return Part("gpu tests", limit_s, command, test_figures, needs_gpu=True)
+
+    def weights(self, *sizes: str) -> Part:
+        """Write the weights of these models, for runs that read them."""
+        command = (
+            str(HERE / "gpu_models.py"), str(self.models), *sizes,
+            "--device", self.machine.device, *(["--tiny"] if self.machine.is_tiny else []),
+        )  # fmt: skip
+        return Part(MODELS, 20 * len(sizes), command, no_figures)
 
     def run(
         self, name: str, limit_s: int, size: str, settings: tuple[str, ...], **more: Any
     ) -> Part:
         """A run of `verl-like ppo`, or of another recipe."""
-        of_part = {key: more.pop(key) for key in ("needs", "on_cards_alone") if key in more}
-        of_part["reads_models"] = True
-        own = {"recipe": "ppo", "prompts": 64, "samples": 8, "cards": self.machine.num_cards}
-        own |= {"engine": self.machine.engine, "model": self.models / size, "settings": settings}
+        of_part = {key: more.pop(key) for key in ("needs", "needs_gpu") if key in more}
+        of_part["needs_models"] = more.get("reads_weights", True)
+        own = {
+            "recipe": "ppo",
+            "prompts": 64,
+            "samples": 8,
+            "generating_gpus": self.machine.num_gpus,
+            "engine": self.machine.engine,
+            "model": self.models / size,
+            "settings": settings,
+        }
         run = Run(**own | more)
         if self.machine.is_tiny:
             run = replace(run, prompts=8, samples=2, prompt=16, response=8)
-        where = "trainer.default_local_dir={part}/run"
-        command = ("-P", "-m", "trainer.cli.main", run.recipe, *run.keys(self.machine), where)
-        return Part(name, limit_s, command, partial(keep.of_run, run), run=run, **of_part)
+        folder = "trainer.default_local_dir={part}/run"
+        command = ("-P", "-m", "trainer.cli.main", run.recipe, *run.keys(self.machine), folder)
+        return Part(name, limit_s, command, partial(run_figures, run), run=run, **of_part)
 
 
 def parts(machine: Machine, folder: Path) -> list[Part]:
-    """Of one card or of several, in their order; models are made in `folder`."""
+    """The parts for one GPU or for several; models are written into `folder`."""
     makes = Makes(machine, folder / "models")
-    limits = ON_ONE if machine.num_cards == 1 else ON_SEVERAL
-    doctor = ("-P", "-m", "trainer.cli.main", "doctor")
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/workers")
-    report = "--junitxml={part}/tests.xml"
-    return [
-        Part("doctor", 90, doctor, keep.of_doctor, needs=("ray",)),
-        makes.script(MODELS, 60, "gpu_models.py", str(makes.models), keep=keep.none),
-        Part("gpu tests", limits, (*tests, report), keep.of_tests, on_cards_alone=True),
-        *(of_one_card(makes) if machine.num_cards == 1 else of_several(makes)),
-    ]
+    return [*(of_one_gpu(makes) if machine.num_gpus == 1 else of_several(makes))]
 
 
 MODELS = "models"
-"""The part that the later ones need."""
-ON_ONE, ON_SEVERAL = 150, 100
-"""Seconds for the gpu tests."""
+"""The part that writes weights."""
 
 
-def of_one_card(makes: Makes) -> Iterator[Part]:
-    """Kernels, engines, whole steps of 0.5B, and of 7B with adapters."""
-    offload = ("--strategy", "fsdp+offload")
-    yield makes.side("update 1.5B, torch's varlen", 50, "update", "1.5b", "--attention", "torch")
-    yield makes.side("update 1.5B, flash-attn", 50, "update", "1.5b", needs=(FLASH,))
-    yield makes.side("update 1.5B, offloaded", 60, "update", "1.5b", *offload, on_cards_alone=True)
-    yield makes.side("decode 0.5B", 50, "decode", "0.5b")
-    yield makes.run("GRPO 0.5B, native", 80, "0.5b", GRPO, engine="native", samples=4)
-    yield makes.run(
-        "GRPO 0.5B, vLLM that sleeps", 110, "0.5b", GRPO, engine="vllm", samples=4, needs=("vllm",)
-    )
-    yield makes.run("PPO 0.5B", 100, "0.5b", PPO, samples=4)
-    small = {"prompts": 32, "samples": 4, "needs": ("peft",)}
-    yield makes.run("GRPO 7B, LoRA", 140, "7b", (*GRPO, *LORA), **small)
-    of_critic = "critic.model.lora_rank=32"
-    yield makes.run("PPO 7B, LoRA", 140, "7b", (*PPO, *LORA, of_critic), **small)
+def of_one_gpu(makes: Makes) -> Iterator[Part]:
+    """Without Ray and vLLM, in the order of what they tell per second."""
+    yield makes.side("machine", 20, "machine")
+    yield makes.side("LOCAL_RANK trap", 15, "trap", needs_gpu=True)
+    yield makes.side("LOCAL_RANK fixed", 15, "fixed")
+    yield makes.tests(60)
+    yield makes.side("FSDP2 on a mesh of one", 50, "fsdp")
+    yield makes.side("memory", 90, "memory")
+    yield makes.side("MFU, eager", 60, "mfu")
+    yield makes.side("hash, sampling, copies", 40, "micro")
+    yield makes.side("decode", 50, "decode")
+    seeded = {"samples": 4, "reads_weights": False}
+    yield makes.run("GRPO 0.5B", 100, "0.5b", (*GRPO, EAGER), **seeded)
+    yield makes.side("MFU, compiled", 80, "compiled", needs_gpu=True)
+    yield makes.run("GRPO 0.5B, compiled", 100, "0.5b", GRPO, needs_gpu=True, **seeded)
+    yield makes.weights("0.5b")
+    yield makes.run("PPO 0.5B", 90, "0.5b", (*PPO, EAGER), samples=4)
 
 
 def of_several(makes: Makes) -> Iterator[Part]:
-    """FSDP2 over all cards, and every way to share them out."""
-    half = makes.machine.num_cards // 2
-    yield makes.side("update 1.5B, one card", 50, "update", "1.5b")
-    yield makes.side("decode 0.5B, one card", 40, "decode", "0.5b")
+    """FSDP2 over all GPUs, and every placement."""
+    half = makes.machine.num_gpus // 2
+    doctor = ("-P", "-m", "trainer.cli.main", "doctor")
+    yield Part("doctor", 90, doctor, doctor_figures, needs=("ray",))
+    yield makes.weights("0.5b", "1.5b", "7b")
+    yield makes.tests(90)
+    yield makes.side("MFU, eager, one GPU", 60, "mfu")
     yield makes.run("GRPO 7B, FSDP2 over all", 150, "7b", GRPO)
-    yield makes.run("PPO 7B, critic apart", 145, "7b", (*PPO, "placement=split"), cards=half)
+    yield makes.run(
+        "PPO 7B, critic apart", 145, "7b", (*PPO, "placement=split"), generating_gpus=half
+    )
     apart = (
         "role_mapping.rollout=rollout_pool",
         f"resource_pool_spec.rollout_pool=[{half}]",
     )
-    yield makes.run("GRPO 7B, rollout apart: NCCL sync", 125, "7b", (*GRPO, *apart), cards=half)
+    yield makes.run(
+        "GRPO 7B, rollout apart: NCCL sync", 125, "7b", (*GRPO, *apart), generating_gpus=half
+    )
     yield makes.run(
         "GRPO 1.5B, vLLM with tp 2", 110, "1.5b", GRPO,
-        engine="vllm", engine_cards=2, needs=("vllm",),
+        engine="vllm", gpus_per_engine=2, needs=("vllm",),
     )  # fmt: skip
     offload = f"{ACTOR}.strategy=fsdp+offload"
-    yield makes.run("GRPO 7B, offloaded", 130, "7b", (*GRPO, offload), on_cards_alone=True)
-    detached = (
+    yield makes.run("GRPO 7B, offloaded", 130, "7b", (*GRPO, offload), needs_gpu=True)
+    asynchronous = (
         *GRPO,
         "detached.makers=1",
         f"detached.trainers={half}",
         f"resource_pool_spec.maker_0_pool=[{half}]",
     )
     yield makes.run(
-        f"detached 7B, {half} + {half}", 140, "7b", detached, recipe="detached", cards=half
-    )
+        f"asynchronous 7B, {half} + {half}", 140, "7b", asynchronous,
+        recipe="detached", generating_gpus=half,
+    )  # fmt: skip

@@ -1,12 +1,10 @@
-"""An update and a decode of one device, each in a process of its own, without Ray and vLLM.
+"""Measurements on one device, one part per process: the parts of `gpu.sh` that are not whole runs.
 
-    python benchmarks/gpu_side.py update|decode MODEL [--device cuda|cpu] [--tiny] [--out FILE]
+    python benchmarks/gpu_side.py PART [--device cuda|cpu] [--tiny] [--out FILE]
 
-update: packed rows through the actor in bfloat16, with recomputation, from float32 weights.
-decode: 64 samples of the native engine, in bfloat16.
-machine: what the machine is, without a model.
-
-Rates stand beside what the card's data sheet promises (`trainer/planner/devices.py`).
+Each part is a generator of (name, value) pairs. FILE is rewritten after every pair, so a part that
+is stopped keeps what it has measured. Models get random weights from a seed, drawn on the device:
+nothing is read from disk but a config.json. Neither Ray nor vLLM is imported.
 """
 
 from __future__ import annotations
@@ -14,169 +12,455 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from gpu_models import decoded_bytes, write_configs
+from sides import full_rows
 
-FLASH = ("flash_attn", "flash_attn_interface")
-"""Packages of FlashAttention: 2 and 4, and 3."""
-Figures = dict[str, float | str]
+Figure = tuple[str, float | str]
+GIB = 2**30
+PROMPT, RESPONSE = 256, 768
+"""Tokens of a row of an update; a full pass has no padding."""
 
 
-def seconds_of(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """The median of some runs after one to warm up."""
-    taken = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        run()
-        if device == "cuda":
+@dataclass(frozen=True)
+class Trial:
+    """The device, and whether the sizes are those of a trial on a CPU."""
+
+    device: str
+    tiny: bool
+    models: Path
+
+    def model(self, size: str) -> Path:
+        """The folder with the configuration of a model."""
+        return self.models / size
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+
+    def seconds(self, run: Callable[[], Any], repeats: int) -> float:
+        """Median time of `repeats` runs after one to warm up."""
+        times = []
+        for _ in range(repeats + 1):
+            begin = time.perf_counter()
+            run()
+            self.synchronize()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
 
 
-def rows_of(num_rows: int, prompt: int, response: int, vocabulary: int) -> Any:
-    """Rows of unequal length with all that an update of the actor reads."""
-    from verl_like.batch.protocol import DataProto
+def data_sheet() -> Any:
+    """The data sheet of the GPU, or None."""
+    from trainer.planner.devices import data_sheet as sheet_of
 
-    lengths = torch.randint(response // 2, response + 1, (num_rows, 1))
-    inside = (torch.arange(response) < lengths).long()
-    mask = torch.cat([torch.ones(num_rows, prompt, dtype=torch.long), inside], dim=1)
-    ids = torch.randint(1, vocabulary, mask.shape) * mask
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-            "responses": ids[:, prompt:].clone(),
-            "response_mask": inside,
-            "old_log_probs": torch.full(inside.shape, -math.log(vocabulary)),
-            "advantages": torch.randn(num_rows, 1) * inside,
-        }
-    )
+    return sheet_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
-def update(model: Path, chosen: argparse.Namespace) -> Figures:
-    """The actor's update: operations that its rows need, over those that the card can do."""
-    from types import SimpleNamespace
+@contextmanager
+def weights_from_a_seed() -> Iterator[None]:
+    """Have engines that are built inside draw their weights on the device."""
+    from workers.models.load import materialize
 
+    @torch.no_grad()
+    def draw(module: Any, config: Any, head: str, device: torch.device, whole: Any = None) -> None:
+        materialize(module, device)
+        torch.manual_seed(0)
+        for name, weight in module.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.02)
+            else:
+                weight.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+    with patch("workers.training.engine.load_weights", draw):
+        yield
+
+
+@contextmanager
+def sharded_over_one_rank() -> Iterator[None]:
+    """Engines that are built inside use FSDP2 although they have one rank."""
+    import torch.distributed as dist
+
+    from workers.parallel.groups import Groups
+
+    plain = Groups.__init__
+
+    def with_a_loss_group(self: Groups, *args: Any) -> None:
+        plain(self, *args)
+        self.loss = dist.group.WORLD
+
+    with patch.object(Groups, "__init__", with_a_loss_group):
+        yield
+
+
+def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any) -> Any:
+    """A policy with an optimizer, computing in bfloat16 over float32 weights."""
     from workers.config import (
         ActorRolloutRefConfig,
         ModelConfig,
+        OptimConfig,
+        RolloutConfig,
         RolloutCorrectionConfig,
         WorkersConfig,
     )
-    from workers.models.hf_config import read_hf_config
     from workers.roles.actor import ActorWorker
-    from workers.training.mfu import needed_flops, peak_flops
 
-    if chosen.attention == "torch":
-        sys.modules.update(dict.fromkeys(FLASH))  # not to be imported: torch's own kernel is next
-    num_rows, prompt, response = (8, 16, 16) if chosen.tiny else (32, 256, 768)
-    settings = ModelConfig(
-        path=str(model), compute_dtype="bfloat16", enable_gradient_checkpointing=True
+    strategy = settings.pop("strategy", "fsdp")
+    model = ModelConfig(
+        path=str(trial.model(size)),
+        random_init_seed=0,
+        compute_dtype="bfloat16",
+        **{"compile": "off", "enable_gradient_checkpointing": True, **settings},
     )
-    policy = ActorRolloutRefConfig(model=settings)
-    policy.actor.strategy = chosen.strategy
-    policy.actor.ppo_mini_batch_size = num_rows
+    policy = ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1))
+    policy.actor.optim = OptimConfig(lr=1e-5)
+    policy.actor.strategy = strategy
+    policy.actor.ppo_mini_batch_size = mini_batch
     policy.actor.use_dynamic_bsz = True
-    policy.actor.ppo_max_token_len_per_gpu = 64 if chosen.tiny else 16384
-    algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
+    policy.actor.ppo_max_token_len_per_gpu = tokens
     worker = ActorWorker(
         WorkersConfig(
             actor_rollout_ref=policy,
-            data=None,
-            trainer=SimpleNamespace(device=chosen.device),
-            algorithm=algorithm,
+            data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
+            trainer=SimpleNamespace(device=trial.device, seed=0),
+            algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
         )
     )
-    worker.init_model(100)
-    data = rows_of(num_rows, prompt, response, read_hf_config(str(model)).vocab_size)
-    seconds = seconds_of(lambda: worker.update_actor(data), chosen.device, 1 if chosen.tiny else 5)
-    tokens = int(data.batch["attention_mask"].sum())
-    rate = needed_flops(worker.engine, data, True) / seconds
-    kernel = worker.engine.kernel
-    found: Figures = {
-        "attention": kernel.name if kernel else "no varlen kernel",
-        "seconds": seconds,
-        "tokens a second": tokens / seconds,
-        "TFLOP/s": rate / 1e12,
-    }
-    peak = peak_flops(torch.device(chosen.device))
-    return found | of_the_card("MFU", rate, peak) | memory_of(chosen.device)
+    with weights_from_a_seed():
+        worker.init_model(100)
+    return worker
 
 
-def decode(model: Path, chosen: argparse.Namespace) -> Figures:
-    """64 samples: bytes of weights and of the cache so far, which every token reads."""
-    from gpu_models import decoded_bytes
-    from transformers import AutoModelForCausalLM
+def rows(trial: Trial, num_rows: int, prompt: int = PROMPT, response: int = RESPONSE) -> Any:
+    """Rows of full length with every column that an update of the actor reads."""
+    from verl_like.batch.protocol import DataProto
 
-    from trainer.planner.devices import data_sheet
+    words = range(6, 500 if trial.tiny else 150_000)
+    drawn = ("advantages", "old_log_probs")
+    return DataProto.from_dict(
+        full_rows(num_rows, prompt, response, words, drawn, -math.log(len(words)))
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The parts
+# ---------------------------------------------------------------------------------------------
+
+
+def machine(trial: Trial) -> Iterator[Figure]:
+    """Facts that every other figure depends on."""
+    yield "python", platform.python_version()
+    for package in ("torch", "transformers", "triton", "ray", "vllm", "flash-attn"):
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+    yield "cores", len(os.sched_getaffinity(0))
+    if trial.device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        yield "device", properties.name
+        yield "memory GiB", properties.total_memory / GIB
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+        yield "driver", done.stdout.strip() or "unknown"
+        size = 8192
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        yield "bf16 product TFLOP/s", 2 * size**3 / trial.seconds(lambda: a @ b, 10) / 1e12
+        source = torch.randn(2**29, device="cuda")
+        target = torch.empty_like(source)
+        copied = 2 * source.nbytes / trial.seconds(lambda: target.copy_(source), 10)
+        yield "memory GB/s", copied / 1e9
+
+
+def local_rank_trap(trial: Trial) -> Iterator[Figure]:
+    """What DeviceMesh does with LOCAL_RANK=3 and one visible GPU, without our worker."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    os.environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}
+    backend = "cpu:gloo,cuda:nccl" if trial.device == "cuda" else "cpu:gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        init_device_mesh(trial.device, (1,))
+    except RuntimeError as error:
+        yield "init_device_mesh", str(error).splitlines()[0][:120]
+    else:
+        yield "init_device_mesh", "works"
+
+
+def local_rank_fixed(trial: Trial) -> Iterator[Figure]:
+    """The same in our worker: local rank 3 of 8, one visible GPU, a mesh and a collective."""
+    import torch.distributed as dist
+
+    from verl_like.process.facts import ProcessFacts
+    from verl_like.process.worker import Worker, construction
+    from workers.parallel.dims import ParallelDims
+    from workers.parallel.groups import Groups
+
+    os.environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}
+    facts = ProcessFacts(local_rank=3, local_world_size=8, device_kind=trial.device)
+    with construction(facts, {}):
+        worker = Worker()
+    worker.open_process_group()
+    groups = Groups(ParallelDims(), worker.device)
+    ones = torch.ones(8, device=worker.device)
+    dist.all_reduce(ones, group=groups.mesh.get_group("shard"))
+    yield "device", str(ones.device)
+    yield "sum", float(ones.sum())
+
+
+def fsdp(trial: Trial) -> Iterator[Figure]:
+    """FSDP2 on a mesh of one rank, beside the plain module: most of what eight GPUs execute."""
+    size, mini_batch, tokens = "0.5b", 8, 4096
+    if trial.tiny:
+        tokens = 2 * (PROMPT + RESPONSE)
+    data = rows(trial, mini_batch)
+    begin = time.perf_counter()
+    worker = actor(trial, size, tokens, mini_batch)
+    yield "build, plain, s", time.perf_counter() - begin
+    metrics = worker.update_actor(data)
+    yield "grad norm, plain", metrics["actor/grad_norm"]
+    yield "update, plain, s", trial.seconds(partial(worker.update_actor, data), 3)
+    log_probs = worker.compute_log_prob(data)[0].batch["old_log_probs"]
+    del worker
+    free(trial)
+
+    for strategy in ("fsdp", "shard_grad_op", "fsdp_offload"):
+        begin = time.perf_counter()
+        with sharded_over_one_rank():
+            worker = actor(trial, size, tokens, mini_batch, strategy=strategy)
+        yield f"build, {strategy}, s", time.perf_counter() - begin
+        metrics = worker.update_actor(data)
+        yield f"grad norm, {strategy}", metrics["actor/grad_norm"]
+        yield f"update, {strategy}, s", trial.seconds(partial(worker.update_actor, data), 3)
+        gap = (worker.compute_log_prob(data)[0].batch["old_log_probs"] - log_probs).abs().max()
+        yield f"largest log-prob difference, {strategy}", float(gap)
+
+    engine = worker.engine
+    begin = time.perf_counter()
+    num_bytes = sum(t.nbytes for _, t in engine.named_full_tensors(dtype=torch.bfloat16))
+    trial.synchronize()
+    yield "gather of offloaded weights, GB/s", num_bytes / (time.perf_counter() - begin) / 1e9
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        worker.save_checkpoint(f"{folder}/actor", 1)
+        yield "checkpoint written, s", time.perf_counter() - begin
+        before = worker.weights_checksum()
+        worker.update_actor(data)
+        begin = time.perf_counter()
+        worker.load_checkpoint(f"{folder}/actor")
+        yield "checkpoint read, s", time.perf_counter() - begin
+        yield "weights after reading are", "equal" if worker.weights_checksum() == before else "OFF"
+
+
+def memory(trial: Trial) -> Iterator[Figure]:
+    """Predicted, allocated and reserved memory of an update, by model, tokens and recomputation."""
+    from workers.memory import LargestPass, memory_of
+
+    lengths = (1024, 2048) if trial.tiny else (4096, 8192, 16384)
+    for size in ("1.5b", "7b-8-layers"):
+        for recompute in (True, False):
+            worker = actor(trial, size, 0, 0, enable_gradient_checkpointing=recompute)
+            held = worker.held_model(
+                SimpleNamespace(actor_rollout_ref=worker.policy, algorithm=None)
+            )
+            for tokens in lengths:
+                num_rows = 2 * tokens // (PROMPT + RESPONSE)
+                worker.budget = replace(worker.budget, tokens=tokens)
+                worker.config.ppo_mini_batch_size = num_rows
+                name = f"{size}, {tokens} tokens{', recomputed' * recompute}"
+                largest = LargestPass(tokens, num_rows // 2 * RESPONSE)
+                predicted = memory_of(held, "actor", "pool", 1, trial.device, largest)
+                yield f"{name}: predicted GiB", (predicted.kept + predicted.call) / GIB
+                if trial.device == "cuda":
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                try:
+                    seconds = trial.seconds(partial(worker.update_actor, rows(trial, num_rows)), 1)
+                except torch.OutOfMemoryError:
+                    yield f"{name}: allocated GiB", "out of memory"
+                    continue
+                if trial.device == "cuda":
+                    yield f"{name}: allocated GiB", torch.cuda.max_memory_allocated() / GIB
+                    yield f"{name}: reserved GiB", torch.cuda.max_memory_reserved() / GIB
+                yield f"{name}: s", seconds
+            del worker
+            free(trial)
+
+
+def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
+    """MFU of an update of the 1.5B model."""
+    from workers.training.mfu import needed_flops, peak_flops
+
+    mini_batch = 4 if trial.tiny else 32
+    for name, settings in cases.items():
+        begin = time.perf_counter()
+        worker = actor(trial, "1.5b", 16384, mini_batch, **settings)
+        data = rows(trial, mini_batch)
+        worker.update_actor(data)
+        trial.synchronize()
+        yield f"{name}: built, and first update, s", time.perf_counter() - begin
+        kernel = worker.engine.kernel
+        yield f"{name}: attention", kernel.name if kernel else "no varlen kernel"
+        if settings.get("compile") == "on":
+            yield f"{name}: compiled", str(worker.engine.compiled is not None)
+        if trial.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = trial.seconds(partial(worker.update_actor, data), 1 if trial.tiny else 3)
+        rate = needed_flops(worker.engine, data, True) / seconds
+        yield f"{name}: s", seconds
+        yield f"{name}: tokens/s", mini_batch * (PROMPT + RESPONSE) / seconds
+        yield f"{name}: TFLOP/s", rate / 1e12
+        if peak := peak_flops(torch.device(trial.device)):
+            yield f"{name}: MFU", rate / peak
+            yield f"{name}: peak GiB", torch.cuda.max_memory_allocated() / GIB
+        del worker
+        free(trial)
+
+
+def mfu_eager(trial: Trial) -> Iterator[Figure]:
+    """Updates without a compiler, with and without recomputation."""
+    yield from updates(
+        trial, {"eager, recomputed": {}, "eager": {"enable_gradient_checkpointing": False}}
+    )
+
+
+def mfu_compiled(trial: Trial) -> Iterator[Figure]:
+    """Updates through compiled layers."""
+    yield from updates(trial, {"compiled, recomputed": {"compile": "on"}})
+
+
+def micro(trial: Trial) -> Iterator[Figure]:
+    """Hashing, sampling, copies to the host: what a step does beside the model."""
+    from workers.rollout.base import SamplingParams
+    from workers.rollout.sampling import choose_tokens
+    from workers.weights.checksum import float32_hash
+
+    one = torch.ones(2**20 if trial.tiny else 2**28, device=trial.device, dtype=torch.bfloat16)
+    repeats = 1 if trial.tiny else 28
+    seconds = trial.seconds(lambda: [float32_hash(one) for _ in range(repeats)], 1)
+    yield "hash of bfloat16 weights, GB/s", repeats * one.nbytes / seconds / 1e9
+
+    num_rows, vocabulary = (8, 512) if trial.tiny else (256, 151936)
+    logits = torch.randn(num_rows, vocabulary, device=trial.device)
+    noise = torch.rand(num_rows, dtype=torch.float64, device=trial.device)
+    for name, settings in {
+        "plain": {},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-k 50": {"top_k": 50},
+        "min-p 0.05": {"min_p": 0.05},
+        "greedy": {"do_sample": False},
+    }.items():
+        sampling = SamplingParams(max_tokens=1, stop_token_ids=(), **settings)
+        if trial.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        seconds = trial.seconds(partial(choose_tokens, logits, noise, sampling), 5)
+        yield f"sampling of {num_rows} rows, {name}, ms", 1e3 * seconds
+        if trial.device == "cuda":
+            taken = torch.cuda.max_memory_allocated() - before
+            yield f"sampling of {num_rows} rows, {name}, GiB", taken / GIB
+
+    if trial.device == "cuda":
+        source = torch.ones(2**31, dtype=torch.uint8, device="cuda")
+        for name, pinned in {"pageable": False, "pinned": True}.items():
+            host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=pinned)
+            seconds = trial.seconds(partial(host.copy_, source, non_blocking=True), 3)
+            yield f"copy to {name} memory, GB/s", source.nbytes / seconds / 1e9
+            seconds = trial.seconds(partial(source.copy_, host, non_blocking=True), 3)
+            yield f"copy from {name} memory, GB/s", source.nbytes / seconds / 1e9
+
+
+def decode(trial: Trial) -> Iterator[Figure]:
+    """The native engine: bytes of weights and cache that every token reads, over the bandwidth."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeEngine
     from workers.rollout.sample import Sample
 
-    rows, prompt, response = (64, 8, 8) if chosen.tiny else (64, 128, 512)
-    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    module = module.to(chosen.device).eval()
-    engine = NativeEngine(module, EngineLimits(prompt, response), owns_weights=False)
-    engine.commit(0)
-    ids = torch.randint(1, module.config.vocab_size, (rows, prompt)).tolist()
-    requests = [Sample(row, key) for key, row in enumerate(ids)]
-    sampling = SamplingParams(max_tokens=response, stop_token_ids=())
-    seconds = seconds_of(
-        lambda: engine.generate(requests, sampling), chosen.device, 1 if chosen.tiny else 3
-    )
-    rate = decoded_bytes(model, rows, prompt, response) / seconds
-    found: Figures = {
-        "seconds": seconds,
-        "tokens a second": rows * response / seconds,
-        "GB/s": rate / 1e9,
-    }
-    card = data_sheet(torch.cuda.get_device_name()) if chosen.device == "cuda" else None
-    return found | of_the_card("of bandwidth", rate, card and card.memory)
+    sheet = data_sheet()
+    prompt, response = (8, 8) if trial.tiny else (128, 256)
+    folder = trial.model("0.5b")
+    torch.manual_seed(0)
+    with torch.device(trial.device):
+        module = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        ).eval()
+    for num_rows in (8,) if trial.tiny else (64, 256):
+        limits = EngineLimits(prompt, response, max_num_seqs=num_rows)
+        engine = NativeEngine(module, limits, owns_weights=False)
+        engine.commit(0)
+        ids = torch.randint(6, module.config.vocab_size, (num_rows, prompt)).tolist()
+        samples = [Sample(row, key) for key, row in enumerate(ids)]
+        sampling = SamplingParams(max_tokens=response, stop_token_ids=())
+        seconds = trial.seconds(partial(engine.generate, samples, sampling), 1)
+        yield f"{num_rows} rows: tokens/s", num_rows * response / seconds
+        yield f"{num_rows} rows: ms per step", 1e3 * seconds / response
+        rate = decoded_bytes(folder, num_rows, prompt, response) / seconds
+        yield f"{num_rows} rows: GB/s", rate / 1e9
+        if sheet:
+            yield f"{num_rows} rows: share of bandwidth", rate / sheet.memory
 
 
-def machine(model: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """What the figures are of."""
-    from trainer.cli.job_record import commit_of, machine_facts, versions
+def free(trial: Trial) -> None:
+    """Give back the memory of what is no longer referenced."""
+    import gc
 
-    return machine_facts() | {"versions": versions(), "commit": commit_of("verl-like")}
-
-
-def of_the_card(name: str, rate: float, peak: float | None) -> Figures:
-    """The share of what is promised; nothing where nobody has promised anything."""
-    return {name: rate / peak} if peak and math.isfinite(peak) else {}
+    gc.collect()
+    if trial.device == "cuda":
+        torch.cuda.empty_cache()
 
 
-def memory_of(device: str) -> Figures:
-    """The most that was allocated."""
-    return {"peak GiB": torch.cuda.max_memory_allocated() / 2**30} if device == "cuda" else {}
+PARTS: dict[str, Callable[[Trial], Iterator[Figure]]] = {
+    "machine": machine,
+    "trap": local_rank_trap,
+    "fixed": local_rank_fixed,
+    "fsdp": fsdp,
+    "memory": memory,
+    "mfu": mfu_eager,
+    "compiled": mfu_compiled,
+    "micro": micro,
+    "decode": decode,
+}
 
 
 def main() -> None:
-    """One part; its figures go into a file, too."""
+    """Run one part and write its figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--attention", choices=("auto", "torch"), default="auto")
-    parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    found = PARTS[chosen.part](chosen.model, chosen)
-    if chosen.out:
-        chosen.out.write_text(json.dumps(found), encoding="utf-8")
-    print(json.dumps(found))
+    options = parser.parse_args()
+    figures: dict[str, float | str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(options.device, options.tiny, Path(folder))
+        write_configs(trial.models, options.tiny)
+        for name, value in PARTS[options.part](trial):
+            figures[name] = value
+            print(f"{name}: {value}", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(figures), encoding="utf-8")
+    print(json.dumps(figures))
 
-
-PARTS = {"update": update, "decode": decode, "machine": machine}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

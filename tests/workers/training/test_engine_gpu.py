@@ -33,7 +33,7 @@ def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorke
     config = tiny_config(
         tiny_dir, strategy=strategy, ppo_mini_batch_size=8, entropy_coeff=0.01, use_kl_loss=True
     )
-    for name, value in model.items():
+    for name, value in {"compile": "off", **model}.items():
         setattr(config.actor_rollout_ref.model, name, value)
     made = started(ActorWorker, config, 10)
     assert made.engine.device.type == "cuda"
