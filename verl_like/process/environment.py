@@ -37,14 +37,16 @@ PROTECTED = (
 
 
 def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) -> dict[str, str]:
-    """What workers written for torchrun or for verl read.
+    """Return the variables that workers written for torchrun or for verl read.
 
-    `init_process_group()` then meets in the store that rank 0 holds.
+    `LOCAL_RANK` is the index of the worker's GPU among those it sees, because torch, transformers
+    and users pass it to `set_device`; on CPUs it is the rank on the node, as `RAY_LOCAL_RANK`
+    always is. `init_process_group()` meets in the store that rank 0 holds.
     """
     values: dict[str, object] = {
         "RANK": facts.rank,
         "WORLD_SIZE": facts.world_size,
-        "LOCAL_RANK": facts.local_rank,
+        "LOCAL_RANK": facts.local_rank if facts.device_index is None else facts.device_index,
         "LOCAL_WORLD_SIZE": facts.local_world_size,
         "RAY_LOCAL_RANK": facts.local_rank,
         "RAY_LOCAL_WORLD_SIZE": facts.local_world_size,

@@ -22,6 +22,8 @@ class ProcessFacts:
     local_world_size: int = 1
     """Processes of the group on its node."""
     device_kind: str = "cpu"
+    device_index: int | None = None
+    """The process's GPU among those that it sees; filled in inside the process, None on CPUs."""
     seed: int = 0
     log_dir: str | None = None
     rendezvous_s: float = 300.0

@@ -45,7 +45,7 @@ from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.role_state import RoleState
 from verl_like.process.store import open_store
-from verl_like.process.worker import Worker, construction
+from verl_like.process.worker import Worker, construction, device_of
 
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
@@ -71,7 +71,7 @@ class WorkerHost:
         Pickled roles are unpickled by `start`, which can say what went wrong. The instances go into
         `workers`, by role; whoever gives this dict makes the calls in a thread of their own.
         """
-        self.facts = facts
+        self.facts = replace(facts, device_index=device_of(facts).index)
         self._in_callers_thread = workers is not None
         self._turn: RoleState | None = None
         # nobody waits for it; `nullcontext` would be slower on every call

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,10 @@ def construction(facts: ProcessFacts, siblings: dict[str, Worker]) -> Iterator[N
 
 
 def _facts_from_environment() -> ProcessFacts:
-    """The convention of torchrun, for a worker made outside a group."""
+    """Return the facts that torchrun's variables give, for a worker made outside a group."""
     env = os.environ
     port = env.get("MASTER_PORT")
-    return ProcessFacts(
+    facts = ProcessFacts(
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
         local_rank=int(env.get("LOCAL_RANK", 0)),
@@ -61,13 +62,21 @@ def _facts_from_environment() -> ProcessFacts:
         master=(env.get("MASTER_ADDR", "127.0.0.1"), int(port)) if port else None,
         device_kind="cuda" if torch.cuda.is_available() else "cpu",
     )
+    # inside a group's process LOCAL_RANK is the index of the device, see `torchrun_environment`
+    local_rank = int(env.get("RAY_LOCAL_RANK", facts.local_rank))
+    return replace(facts, local_rank=local_rank, device_index=device_of(facts).index)
 
 
-def _device_of(facts: ProcessFacts) -> torch.device:
-    """Asked once: which devices a process sees may change while an engine starts."""
-    if facts.device_kind == "cuda":
-        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else facts.local_rank)
-    return torch.device("cpu")
+def device_of(facts: ProcessFacts) -> torch.device:
+    """Return the device that a process computes on, by its index among those it sees.
+
+    A process asks once: the devices that it sees may change while an engine starts.
+    """
+    if facts.device_kind != "cuda":
+        return torch.device("cpu")
+    if facts.device_index is not None:
+        return torch.device("cuda", facts.device_index)
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else facts.local_rank)
 
 
 class Worker:
@@ -83,7 +92,7 @@ class Worker:
         self = super().__new__(cls)
         self._facts, self._siblings = _construction.get() or (_facts_from_environment(), {})
         self._mesh_facts = {}
-        self._device = _device_of(self._facts)
+        self._device = device_of(self._facts)
         return self
 
     def __init__(self) -> None:
@@ -132,10 +141,13 @@ class Worker:
         return self._siblings
 
     def open_process_group(self) -> None:
-        """Open the process's one default process group.
+        """Open the process's one default process group, with the worker's GPU as the current one.
 
-        Later calls, of this role or a sibling, find it open.
+        Later calls, of this role or a sibling, find it open. Without a current device, a mesh
+        would take the GPU whose index is the environment's `LOCAL_RANK`.
         """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         if dist.is_initialized():
             if dist.get_world_size() != self.world_size:
                 raise WorkerError(

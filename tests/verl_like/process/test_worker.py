@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
+from verl_like.calls.messages import Call
 from verl_like.errors import WorkerError
 from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import WorkerHost
 from verl_like.process.store import new_secret, open_store
 from verl_like.process.worker import construction
 
@@ -113,6 +119,7 @@ def test_on_gpus_a_collective_ends_by_its_own_limit_in_groups_that_are_made_late
     monkeypatch.setattr(
         dist, "init_process_group", lambda *_, timeout, **__: limits.append(timeout)
     )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     on_gpus(call_s=7200.0, collective_s=90.0).open_process_group()
     assert limits == [timedelta(seconds=90)]
     assert distributed_c10d._get_default_timeout("cpu:gloo,cuda:nccl") == timedelta(seconds=90)
@@ -126,3 +133,57 @@ def test_a_workers_device_stays_what_it_was_when_the_process_is_told_of_others(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert worker.device == torch.device("cuda", 0)
     assert on_gpus(local_rank=1).device == torch.device("cuda", 1)
+
+
+class FirstContact(Worker):
+    """Makes a mesh on GPUs, which is the first thing that a model's ranks do there."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def make_mesh(self) -> tuple[int, ...]:
+        self.open_process_group()
+        return tuple(init_device_mesh("cuda", (self.world_size,)).shape)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def variables(self) -> tuple[str, str]:
+        return os.environ["LOCAL_RANK"], os.environ["RAY_LOCAL_RANK"]
+
+
+@pytest.fixture
+def rank_3_of_8(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, list[int]]]:
+    """A process of eight that sees one GPU, and the devices that it makes current."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(current))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: current.append(getattr(device, "index", device))
+    )
+    monkeypatch.setattr(Worker, "_meet", lambda *_: FakeStore())  # the other seven are not there
+    init_process_group = dist.init_process_group
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda _, **options: init_process_group("fake", **options)
+    )
+    # a mesh leaves devices alone under the fake backend
+    monkeypatch.setattr(device_mesh, "get_backend", lambda *_: "nccl")
+    facts = ProcessFacts(device_kind="cuda", rank=3, local_rank=3, world_size=8, local_world_size=8)
+    facts = replace(facts, master=("127.0.0.1", 29500))
+    host = WorkerHost({"actor": (FirstContact, (), {})}, facts, workers={})
+    assert host.start(("127.0.0.1", 29500)).error is None
+    yield host, current
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_rank_3_of_a_node_makes_its_mesh_on_the_one_gpu_that_it_sees(rank_3_of_8) -> None:
+    host, current = rank_3_of_8
+    shape, header = host.call(Call("actor", "make_mesh"), ())
+    assert header.error is None
+    assert shape == (8,)
+    assert set(current) == {0}
+
+
+def test_local_rank_is_the_index_of_a_visible_gpu_and_rays_is_the_rank_on_the_node(
+    rank_3_of_8,
+) -> None:
+    variables, header = rank_3_of_8[0].call(Call("actor", "variables"), ())
+    assert header.error is None
+    assert variables == ("0", "3")

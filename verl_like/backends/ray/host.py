@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class RayHost:
         import torch
 
         torch.set_num_threads(1)
-        self._host = WorkerHost(recipes, facts)
+        self._host = WorkerHost(recipes, replace(facts, device_index=_device_index(facts)))
 
     def facts(self) -> ProcessFacts:
         """What this process was started with."""
@@ -97,6 +97,21 @@ class RayHost:
 
 
 HostActor = ray.remote(RayHost)
+
+
+def _device_index(facts: ProcessFacts) -> int | None:
+    """Return the index of the GPU that Ray has assigned, among those that this process sees.
+
+    Ray shows a worker its own GPU only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    """
+    assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if facts.device_kind != "cuda" or len(assigned) != 1:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        names = visible.split(",")
+        return names.index(assigned[0]) if assigned[0] in names else None
+    return int(assigned[0])
 
 
 def _unpacked(
