@@ -60,8 +60,9 @@ def run(
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         if config.trainer.dry_run:
+            lines = look_at(config, trainer_cls)  # the plan shows the sizes of passes that it fits
             show_plan(nominal_placement(config), config, trainer_cls)
-            print("", *look_at(config, trainer_cls), sep="\n", flush=True)
+            print("", *lines, sep="\n", flush=True)
             return RunResult.of(config, trainer_cls.role)
 
         stop = at_end.enter_context(StopSignals())

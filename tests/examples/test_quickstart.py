@@ -18,6 +18,7 @@ from tests import ROOT
 from tests.conftest import load
 from tests.examples.scripts import EXAMPLES, bash
 from tests.integration.runs import lines
+from trainer.dry_run import ALL_FOUND
 
 
 def interrupted_in_a_terminal(
@@ -53,6 +54,18 @@ def interrupted_in_a_terminal(
     os.close(terminal)
     assert [other for other in seen if Path(f"/proc/{other}").exists()] == []
     return code, shown.decode()
+
+
+def test_the_quickstart_can_be_checked_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    done = bash(EXAMPLES / "quickstart" / "run.sh", "trainer.pretend=1xH100", RUN_DIR=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ALL_FOUND in done.stdout
+
+
+def test_the_quickstart_runs_on_cpus_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    done = bash(EXAMPLES / "quickstart" / "run.sh", "--cfg", "job", RUN_DIR=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n  device: cpu " in done.stdout
 
 
 @pytest.mark.ray

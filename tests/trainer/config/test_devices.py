@@ -10,6 +10,7 @@ from tests.integration.runs import overrides
 from trainer.config.compose import load_config
 from trainer.config.devices import GIB_OF_CARDS, devices_of
 from trainer.config.schema import TrainerConfig
+from trainer.dry_run import ALL_FOUND
 from trainer.launch import run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -39,6 +40,25 @@ def test_a_command_for_gpus_is_checked_without_any(
     assert f"devices: 8 of kind H100 on {nodes} machine(s)" in said
     assert "of 79.0: fits" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_fits_the_passes_before_it_shows_them(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ("data.max_prompt_length=256", "data.max_response_length=256")
+    rollout = (
+        "actor_rollout_ref.rollout.name=native",
+        "actor_rollout_ref.rollout.kv_cache_gb=0.001",
+    )
+    settings = (*lengths, *rollout, "trainer.pretend=1x0.01GiB")
+    run(config_of(tiny_dir, tmp_path, *settings))
+    said = capsys.readouterr().out
+    assert ": fits" in said
+    assert "does NOT fit" not in said
+    assert ALL_FOUND in said
+    default = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
+    with pytest.raises(ConfigError, match=r"does not fit: its roles take 0\.02.* which has 0\.01"):
+        run(config_of(tiny_dir, tmp_path, *settings, default))
 
 
 def test_a_folder_without_weights_is_enough(tiny_dir: Path, tmp_path: Path) -> None:
