@@ -250,7 +250,7 @@ class ExperienceBuffer:
         tokens, given_up = tokens_by_uid(experience), tokens_given_up(experience.samples)
         with self._changed:
             del self._in_flight[experience.number]
-            experience.rows = experience.submission = None
+            experience.rows = None
             self._changed.notify_all()
             if experience.is_validation:
                 return
@@ -260,27 +260,17 @@ class ExperienceBuffer:
                 self._drop(self._ready[0], "pushed out of the full buffer")
                 self._look_again()
 
-    def lost(self, maker: int, keeps: bool) -> int:
-        """What this maker was making is to be made again, by whoever may; gives the samples lost.
-
-        If it `keeps` what is there of them, that is the part which is not.
-        """
+    def lost(self, maker: int) -> int:
+        """Hand back the pieces of a lost maker, to be generated again; return their samples."""
         with self._change():
             lost = self.in_flight(maker)
-            num_lost = num_samples_of(lost)
             for one in lost:
                 del self._in_flight[one.number]
-                there = one.submission
-                if there is not None and not (keeps and there.has_begun):
-                    if not one.is_validation:
-                        self.ledger.leave_out({LOST: there.num_tokens})
-                    one.submission = None
-                num_lost -= len(one.uids_there)
                 if not one.is_validation:
-                    self.ledger.drop(one.uids, LOST, one.uids_there)
+                    self.ledger.drop(one.uids, LOST)
             self.stream.hand_back(one for one in lost if not one.is_validation)
             self._to_validate += [one for one in lost if one.is_validation]
-            return num_lost
+            return num_samples_of(lost)
 
     # ---------------------------------------------------------------------------- trainer's side
 
@@ -377,15 +367,9 @@ class ExperienceBuffer:
         which is not in the first.
         """
         with self._changed:
-            being_made = list(self._in_flight.values())
-            begun = [one for one in [*being_made, *self.stream.waiting] if one.submission]
-            ledger = self.ledger.as_dict()
-            ledger["tokens"]["in_flight"] = sum(
-                one.submission.num_tokens for one in begun if one.submission
-            )
             state = {
-                "stream": self.stream.state_dict(being_made),
-                "ledger": ledger,
+                "stream": self.stream.state_dict(self._in_flight.values()),
+                "ledger": self.ledger.as_dict(),
                 "num_taken": self._num_taken,
             }
             return state, list(self._ready)
@@ -540,11 +524,7 @@ class ExperienceBuffer:
 
     def _hand_out(self, piece: Experience, maker: int, version: int) -> Experience:
         self.stream.waiting.remove(piece)
-        if piece.submission is not None and not self._has_room(piece, piece.version):
-            there = piece.submission
-            self.ledger.drop_there(piece.maker, there.num_there, there.num_tokens)
-            piece.submission = None
-        piece.version = version if piece.submission is None else min(version, piece.version)
+        piece.version = version
         piece.rows, piece.attempt = self.stream.rows(piece), self._demand.attempt
         self.ledger.begin(maker, piece.uids, piece.num_samples // len(piece.uids))
         return piece

@@ -2,14 +2,13 @@
 
     made = trained + queued + dropped (by reason) + in flight
 
-and so is every token that has come with its sample, or with a turn of a lost maker's:
+and so is every token that has come with its sample:
 
     drawn = trained + queued + left out (by reason)
 
 A sample is made from the moment that a maker begins it. One that was lost with its maker counts as
-dropped there, and as made again where it is made again; what was there of its group counts as made
-by whoever makes the rest. Groups (a prompt's samples) stay together, so a uid stands for all of
-them.
+dropped there, and as made again where it is made again. Groups (a prompt's samples) stay together,
+so a uid stands for all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from verl_like.terminal import draw_table
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """Where an open group is: being made, in the buffer, in the trainer's present step."""
 LOST = "lost with its maker"
-TOO_OLD = "kept of a lost maker, and too old since"
 MADE_AGAIN = "made again after a resume"
 
 
@@ -116,24 +114,12 @@ class Ledger:
         self.left_out.update(tokens)
         self.left_out += Counter()  # a reason without tokens is none
 
-    def drop(self, uids: Iterable[str], reason: str, there: Iterable[str] = ()) -> None:
-        """These groups are not trained on, but for samples that are `there`, by their uids.
-
-        Those are then of the maker that makes the rest of their group.
-        """
-        num_there = Counter(there)
+    def drop(self, uids: Iterable[str], reason: str) -> None:
+        """These groups are not trained on."""
         for uid in uids:
             group = self._close(uid)
-            account = self.makers[group.maker]
-            account.made -= num_there[uid]
-            account.dropped[reason] += group.num_samples - num_there[uid]
+            self.makers[group.maker].dropped[reason] += group.num_samples
             self.leave_out({reason: group.num_tokens})
-
-    def drop_there(self, maker: int, num_samples: int, num_tokens: int) -> None:
-        """Samples of a lost maker were there, or turns, and are made again all the same."""
-        self.makers[maker].made += num_samples
-        self.makers[maker].dropped[TOO_OLD] += num_samples
-        self.leave_out({TOO_OLD: num_tokens})
 
     def uids(self, state: str) -> list[str]:
         """The open groups in that state."""
@@ -188,7 +174,7 @@ class Ledger:
             setattr(self, name, Counter({int(key): n for key, n in state[name].items()}))
         tokens = state["tokens"]
         self.trained_tokens, self.left_out = tokens["trained"], Counter(tokens["left_out"])
-        self.leave_out({MADE_AGAIN: tokens["queued"] + tokens.get("in_flight", 0)})
+        self.leave_out({MADE_AGAIN: tokens["queued"]})
         self._open, self.makers = {}, {}
         for maker, row in state["makers"].items():
             account = Account(row["made"], row["trained"], Counter(row["dropped"]))

@@ -37,7 +37,6 @@ from verl_like.errors import (
     NoRoomError,
     PlacementError,
     RolloutError,
-    VerlLikeError,
     WorkerDiedError,
 )
 from verl_like.placement.roles import expand_roles
@@ -79,7 +78,6 @@ class Maker:
 
         With `max_new_tokens_per_call` a take draws so many of a response (and waits for no slow
         environment), pieces begin beside unfinished ones, and newer weights are taken in between.
-        Where a lost rank does not end the run, samples of the others are waited for.
         """
         self._number, self._role, self._trainer = number, maker_role(number), trainer
         self._buffer = trainer.buffer
@@ -92,14 +90,9 @@ class Maker:
         slice_s = max(SLICE_S, trainer.config.num_maker_ranks / TAKES_PER_S)
         self._take_s = slice_s if plays(trainer.config) or not self._max_tokens else None
         self._takes_weights_within = detached.new_weights == "at_once" or bool(self._max_tokens)
-        self._keeps_samples = detached.on_maker_loss != "fail"
-        self._client = self._new_client()
+        self._client = RolloutClient(trainer.groups[self._role])
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name=f"maker {number}", daemon=True)
-
-    def _new_client(self) -> RolloutClient:
-        keeps_turns = self._keeps_samples and plays(self._trainer.config)
-        return RolloutClient(self._trainer.groups[self._role], keeps_turns)
 
     def start(self) -> None:
         """Generate until the buffer is closed."""
@@ -152,14 +145,12 @@ class Maker:
             self._client.submit(*alike)
 
     def _submission_of(self, experience: Experience) -> Submission:
-        if experience.submission is None:
-            assert experience.rows is not None, "of what is being made"
-            asked = experience.rows
-            if not experience.is_validation:
-                asked = self._trainer.needed(asked, self._role, "generate_sequences")
-                asked.meta_info = asked.meta_info | {"attempt": experience.attempt}
-            experience.submission = Submission(asked)
-        return experience.submission
+        assert experience.rows is not None, "of what is being made"
+        rows = experience.rows
+        if not experience.is_validation:
+            rows = self._trainer.needed(rows, self._role, "generate_sequences")
+            rows.meta_info = rows.meta_info | {"attempt": experience.attempt}
+        return Submission(rows)
 
     def _put(self, submission: Submission, experience: Experience) -> None:
         samples = submission.samples()
@@ -176,26 +167,18 @@ class Maker:
             self._buffer.put(experience)
 
     def _replace(self, error: WorkerDiedError) -> None:
-        """The group has lost a process: what it was making is made by whoever comes, or by others.
+        """The group has lost a process: its pieces are generated again by it or by other makers.
 
-        Samples that are there stay. Raises where the run cannot go on.
+        Raises where the run cannot go on.
         """
-        if self._keeps_samples:
-            try:
-                self._client.take_from_living()
-            except VerlLikeError as problem:
-                logger.warning("its other ranks give nothing more: %s", problem)
-            for there in self._running:
-                if there.has_begun:
-                    logger.warning("maker %d: %s", self._number, there.in_words())
-        num_lost = self._buffer.lost(self._number, self._keeps_samples)
+        num_lost = self._buffer.lost(self._number)
         self._running, self._weights = {}, Weights(0, 0)
         with self._activity.gone("others are to come in the place of the lost ones"):
             self._is_lost = not self._trainer.losses(self._number, error, num_lost)
         if self._is_lost:
             self._activity.leave("the other makers have taken over")
         else:
-            self._client = self._new_client()
+            self._client = RolloutClient(self._trainer.groups[self._role])
 
 
 class ToldToStop(Exception):

@@ -24,7 +24,6 @@ from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_methods
 from workers.columns import count_ones
-from workers.rollout.client import Submission
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,8 +52,6 @@ class Experience:
     """One for each prompt."""
     rows: DataProto | None = field(default=None, repr=False)
     """The rows of prompts, one for each sample, while it is being made."""
-    submission: Submission | None = field(default=None, repr=False)
-    """What of it is there, while it is being made and after its maker was lost."""
     samples: DataProto | None = field(default=None, repr=False)
     """What the maker has made of it."""
     metrics: Metrics = field(default_factory=dict)
@@ -64,14 +61,6 @@ class Experience:
     def is_validation(self) -> bool:
         """Whether it is a part of a validation's rows."""
         return self.number < 0
-
-    @property
-    def uids_there(self) -> list[str]:
-        """Of the samples of a lost maker that are there."""
-        if self.submission is None:
-            return []
-        uids = self.submission.rows.non_tensor_batch["uid"]
-        return [str(uids[row]) for row in self.submission.rows_there]
 
     def place(self) -> dict[str, int]:
         """Which prompts it is, as JSON has it."""

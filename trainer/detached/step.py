@@ -44,7 +44,7 @@ from verl_like.calls.future import gather
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
-from workers.agents.loop import GIVEN_UP, NOT_AGAIN
+from workers.agents.loop import GIVEN_UP
 from workers.columns import has_column, read_columns, rm_column
 from workers.config import plays
 
@@ -186,7 +186,7 @@ class DetachedTrainer(PPOTrainer):
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
             trained, left_out = tokens_of([metrics])
-            for reason in (FILTERED, GIVEN_UP, NOT_AGAIN):  # the buffer counts them itself
+            for reason in (FILTERED, GIVEN_UP):  # the buffer counts them itself
                 left_out.pop(reason, None)
             self.buffer.trained(self._ranks_and_versions(batch), trained, left_out)
         return metrics

@@ -73,17 +73,18 @@ class SamplingTrainer(Trainer):
     def ask_rollout(self, asked: DataProto) -> DataProto:
         """The rollout's samples of these rows.
 
-        If it loses a process meanwhile and can be replaced, its samples alone are made again, of
-        trajectories what comes after their last turn.
+        If it loses a process meanwhile and can be replaced, the samples that the process had not
+        finished are generated again from their prompts.
         """
         replace = self.replace_rollout if self.can_replace("rollout") else None
-        return RolloutClient(self.groups["rollout"], plays(self.config)).generate(asked, replace)
+        return RolloutClient(self.groups["rollout"]).generate(asked, replace)
 
-    def replace_rollout(self, error: LostSamplesError, begun: Submission) -> Any:
+    def replace_rollout(self, error: LostSamplesError, submission: Submission) -> Any:
         """The rollout's group that comes in the place of a lost one, with the weights of now."""
         self.replace_lost(error)
         self.send_weights()
-        self.restarts.note_samples(self.global_step, begun.num_there, len(begun.missing))
+        missing = len(submission.missing)
+        self.restarts.note_samples(self.global_step, submission.num_samples, missing)
         return self.groups["rollout"]
 
     def send_weights(self) -> Metrics:

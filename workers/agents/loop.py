@@ -34,7 +34,6 @@ from workers.agents.host import BROKEN, LATE, EnvironmentHost
 from workers.agents.recorded import RecordedHost
 from workers.agents.requests import TOO_LONG, check_sampling, ids_to_read, last_stop, segment_of
 from workers.rollout.base import Budget, RolloutEngine, SamplingParams
-from workers.rollout.begun import Begun
 from workers.rollout.sample import CUT_BY_LENGTH, KeptStates, Sample
 from workers.rollout.sampling import noise_key
 
@@ -45,8 +44,7 @@ TERMINATED, MAX_TURNS = "terminated", "max_turns"
 OBSERVED = -1
 """The version of a token that was observed."""
 GIVEN_UP = "in an environment that failed"
-NOT_AGAIN = "of a lost process, whose environment is not reproducible"
-"""Reasons for which a trajectory begins anew, and what it had drawn is not trained on."""
+"""Why tokens of a trajectory that started over are not trained on."""
 TAKE_S = 0.05
 """Longest time between two looks at the environments while the engine draws."""
 BESIDE_S = 0.005
@@ -71,18 +69,6 @@ class Start:
     name: str
     faults: Faults = NO_FAULTS
     """Of its environment, on purpose."""
-    begun: Begun | None = None
-    """What a lost process had played of it."""
-
-    def trajectory(self) -> Trajectory:
-        """Yet to be played, or to be played on."""
-        begun = self.begun
-        if begun is None:
-            return Trajectory(self)
-        # faults on purpose strike once more where they have struck the first attempt
-        faults = begun.faults if begun.attempts > 1 else Counter[str]()
-        facts = {"faults": faults.copy(), "given_up": begun.given_up.copy()}
-        return Trajectory(self, attempts=begun.attempts, num_told=begun.num_turns, **facts)
 
 
 @dataclass
@@ -129,10 +115,6 @@ class Trajectory:
     num_call_errors: int = 0
     given_up: Counter[str] = field(default_factory=Counter)
     """Reason -> tokens that were drawn before it was begun anew."""
-    reasons: list[str] = field(default_factory=list)
-    """Why each turn has ended: a `finish_reason`."""
-    num_told: int = 0
-    """Turns that are known where this process might be missed."""
     faults: Counter[str] = field(default_factory=Counter)
     """Faults on purpose that it has had, by their key."""
     answers: list[Mapping[str, Any]] = field(default_factory=list)
@@ -212,7 +194,7 @@ class TurnLoop:
                 "settings; take or abort them first."
             )
         self._sampling, self._num_open = sampling, num_open
-        added = {next(self._numbers): start.trajectory() for start in starts}
+        added = {next(self._numbers): Trajectory(start) for start in starts}
         self._played |= added
         self._unopened.extend(added)
         return list(added)
@@ -237,16 +219,6 @@ class TurnLoop:
             raise
         ended, self._ended = self._ended, []
         return {number: self._played.pop(number) for number in ended}
-
-    def begun(self) -> dict[int, Begun]:
-        """Those with turns that have been finished since the last call, and have not ended."""
-        found = {}
-        for number in sorted(self._open):
-            one = self._played[number]
-            if one.num_turns > one.num_told:
-                one.num_told = one.num_turns
-                found[number] = _begun(one)
-        return found
 
     def abort(self) -> None:
         """Let go of all of them and of their environments."""
@@ -320,11 +292,8 @@ class TurnLoop:
         """An environment's answer: the first observation, the next, the end, or a failure."""
         one = self._played[number]
         self._note_answer(number, answer)
-        begun = one.start.begun
         if "request" in answer:
             self._requested(number, answer["request"], answer["messages"])
-        elif begun is not None and not begun.follows(one.answers):
-            self._begin_anew(number, NOT_AGAIN)
         elif "failed" in answer:
             self._failed(number, answer)
         elif not one.num_turns and not one.sample.prompt:
@@ -383,7 +352,7 @@ class TurnLoop:
         one = self._played[number]
         key, name = one.start.key, one.start.name
         one.sample = Sample(prompt, key, name, end_at=end_at, kept=KeptStates())
-        self._go_on(number)
+        self._ready.append(number)
 
     def _observed(self, number: int, messages: Sequence[Message]) -> None:
         one = self._played[number]
@@ -432,21 +401,7 @@ class TurnLoop:
             segments=(*one.sample.segments, *([len(one.sample.tokens)] if is_whole else [])),
         )
         one.turns += [one.num_turns - 1] * len(ids)
-        self._go_on(number)
-
-    def _go_on(self, number: int) -> None:
-        """Have the next turn drawn, or say what a lost process has drawn in it."""
-        one = self._played[number]
-        begun, turn = one.start.begun, one.num_turns
-        if begun is None or turn >= begun.num_turns:
-            self._ready.append(number)
-            return
-        one.times.append(Times(waiting=one.lap()))
-        sample = begun.drawn_after(one.sample, turn)
-        if sample is None:
-            self._begin_anew(number, NOT_AGAIN)
-        else:
-            self._drawn(number, sample)
+        self._ready.append(number)
 
     def _requested(
         self, number: int, request: Mapping[str, Any], messages: Sequence[Message]
@@ -495,15 +450,9 @@ class TurnLoop:
         """The engine has drawn a turn."""
         one = self._played[number]
         one.times[-1].engine += one.lap()
-        self._drawn(number, _joined(one.sample, sample))
-
-    def _drawn(self, number: int, sample: Sample) -> None:
-        """A trajectory has a further turn."""
-        one = self._played[number]
-        one.sample = sample
+        one.sample = sample = _joined(one.sample, sample)
         drawn = sample.tokens[len(one.turns) :].tolist()
         one.turns += [one.num_turns] * len(drawn)
-        one.reasons.append(sample.finish_reason)
         one.num_turns += 1
         self._num_drawn[number] += len(drawn)
         if (
@@ -563,21 +512,19 @@ class TurnLoop:
         )
         if one.attempts <= self._config.retries and has_time:
             one.attempts += 1
-            self._begin_anew(number, GIVEN_UP)
+            self._start_over(number)
             return
         self._end(number, answer["reason"], str(answer["failed"]))
 
-    def _begin_anew(self, number: int, reason: str) -> None:
-        """What was drawn so far is given up."""
+    def _start_over(self, number: int) -> None:
+        """Play the trajectory from its start; its tokens so far are counted as given up."""
         one = self._played[number]
-        begun = one.start.begun
-        before = 0 if begun is None else begun.num_drawn
-        given_up = max(before, int((one.sample.versions >= 0).sum()))
+        given_up = int((one.sample.versions >= 0).sum())
         self._played[number] = Trajectory(
-            replace(one.start, begun=None),
+            one.start,
             attempts=one.attempts,
             was_late=one.was_late,
-            given_up=+(one.given_up + Counter({reason: given_up})),
+            given_up=+(one.given_up + Counter({GIVEN_UP: given_up})),
             faults=one.faults,
         )
         self._host.end(number)
@@ -664,22 +611,6 @@ def _joined_choices(whole: Sample, drawn: Sample) -> torch.Tensor | None:
     begin = len(whole.prompt) + whole.segments[-1]
     unread = before.new_zeros(max(begin - len(before), 0), *before.shape[1:])
     return torch.cat([before[:begin], unread, more])
-
-
-def _begun(one: Trajectory) -> Begun:
-    """The turns that are drawn."""
-    end = _end_of(one, one.num_turns - 1) + 1
-    sample, truncated = one.sample, one.sample.truncated_log_probs
-    sample = replace(
-        sample,
-        tokens=sample.tokens[:end],
-        log_probs=sample.log_probs[:end],
-        versions=sample.versions[:end],
-        truncated_log_probs=None if truncated is None else truncated[:end],
-        kept=None,
-    )
-    played = one.turns[:end], tuple(one.reasons), one.answers[: one.num_turns]
-    return Begun(sample, *played, one.attempts, one.given_up.copy(), one.faults.copy())
 
 
 def _end_of(one: Trajectory, turn: int) -> int:

@@ -24,7 +24,6 @@ from workers.columns import require
 from workers.rewards.decoding import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import NoiseOf
-from workers.rollout.begun import BEGUN, Begun
 
 if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
@@ -101,10 +100,6 @@ class Players:
         """Trajectories that have ended after so many further tokens of one, or so long."""
         return {} if self._loop is None else self._loop.take(max_tokens, seconds)
 
-    def begun(self) -> dict[int, Begun]:
-        """Those with turns that have been finished since the last call, and have not ended."""
-        return {} if self._loop is None else self._loop.begun()
-
     def abort(self) -> None:
         """Let go of all that are played."""
         if self._loop is not None:
@@ -137,8 +132,7 @@ def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
         key = noise_of(uid, indices[number])
         name = f"uid {uid} sample {indices[number]}"
         seeds = noise_of(uid, OF_ALL), key
-        begun = columns[BEGUN][number] if BEGUN in columns else None
-        starts.append(Start(row["prompt"], row, seeds, key, name, faults, begun))
+        starts.append(Start(row["prompt"], row, seeds, key, name, faults))
     return starts
 
 

@@ -41,7 +41,6 @@ from workers.rollout.batches import (
     sample_columns,
     samples_of,
 )
-from workers.rollout.begun import Begun
 from workers.rollout.build import (
     build_engine,
     check_engine,
@@ -146,19 +145,6 @@ class RolloutWorker(WeightReceiver, Worker):
             if not draws.num_running:
                 self._submitted = {}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    @in_step(list)
-    def begun(self) -> list[tuple[int, Begun]]:
-        """Of trajectories that have not ended, by `request`: turns, where some were finished since
-        the last call.
-        """
-        assert self.players is not None, "samples of one turn have no finished ones"
-        found = []
-        for number, turns in self.players.begun().items():
-            data, row = self._submitted[number]
-            found.append((int(data.padded(REQUEST)[row]), turns))
-        return found
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @in_step(lambda: None)
     def abort(self) -> DataProto | None:
@@ -195,8 +181,8 @@ class RolloutWorker(WeightReceiver, Worker):
 
     def _batch_of_played(self, data: DataProto, played: list[Trajectory]) -> DataProto:
         """Trajectories as rows."""
-        begun = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
-        batch = self._batch_of(begun, [one.sample for one in played])
+        prompts = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
+        batch = self._batch_of(prompts, [one.sample for one in played])
         return batch.union(trajectory_columns(batch, played))
 
     def _batch_of(self, data: DataProto, samples: list[Sample]) -> DataProto:

@@ -186,22 +186,16 @@ class WaitsForWeights(RolloutWorker):
 
 
 class DiesWithTurns(RolloutWorker):
-    """Killed once two turns are known of trajectories that have not ended."""
+    """Killed in its third take, while trajectories are being played."""
 
     is_frozen = True
+    num_takes = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
+        self.num_takes += 1
         has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
-        if self.num_told and not has_died.exists():
-            has_died.write_text(str(self.num_told), encoding="utf-8")
+        if self.num_takes == 3 and self.players.num_running and not has_died.exists():
+            has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().take(PART_TOKENS, min(seconds or PART_S, PART_S))
-
-    num_told = 0
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def begun(self) -> Any:
-        found = super().begun()
-        self.num_told = sum(turns.num_drawn for _, turns in found if turns.num_turns > 1)
-        return found

@@ -76,7 +76,7 @@ def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
 def test_what_a_lost_maker_was_making_comes_next_for_the_others() -> None:
     buffer = make_buffer(max_staleness=4)
     lost, kept = begin(buffer, maker=0), begin(buffer, maker=1)
-    assert buffer.lost(0, keeps=False) == 2
+    assert buffer.lost(0) == 2
     again = begin(buffer, maker=1)
     assert (again.uids, again.maker) == (["0", "1"], 1)
     assert again is lost

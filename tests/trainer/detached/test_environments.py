@@ -10,9 +10,9 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, calls, lines, overrides
 from tests.trainer.detached.test_run import ledger_of, shared_numbers
-from tests.trainer.test_recovery import CHILD
 from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
+from trainer.detached.ledger import LOST
 from trainer.detached.recipe import DETACHED
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
@@ -21,7 +21,7 @@ from trainer.report.page import write_report
 from trainer.report.tokens import tokens_of
 from trainer.rollouts.turns import ENVIRONMENTS
 from verl_like.errors import CallbackError
-from workers.agents.loop import GIVEN_UP, NOT_AGAIN
+from workers.agents.loop import GIVEN_UP
 
 GAMES = "tests.workers.agents.games"
 FEW = ("data.train_batch_size=4",)
@@ -109,44 +109,15 @@ LOSES = "role_workers.rollout=tests.trainer.detached.rigged_workers.DiesWithTurn
 SLOW = "environment.kwargs={sleep: 0.05}"
 
 
-def test_a_lost_makers_trajectories_go_on_from_their_turns_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_lost_makers_trajectories_are_played_again_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path
 ) -> None:
     plain = play(tiny_dir, tmp_path / "plain", SLOW, recipe=PPO)
     ours = ("detached.max_staleness=0", "detached.on_maker_loss=restart", LOSES, SLOW)
-    with caplog.at_level("WARNING"):
-        folder = play(tiny_dir, tmp_path / "detached", *ours)
+    folder = play(tiny_dir, tmp_path / "detached", *ours)
+    assert (folder / "has_died").is_file()
     assert numbers(folder) == numbers(plain)
-    assert "of them from their last turn on" in caplog.text
-    assert int((folder / "has_died").read_text()) > 0
     trained, _ = tokens_of(lines(plain))
-    assert ledger_of(folder)["tokens"] == {"trained": trained, "queued": 0, "left_out": {}}
-
-
-def test_where_the_environment_is_not_reproducible_the_ledger_has_the_lost_turns(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    ours = ("detached.max_staleness=0", "detached.on_maker_loss=restart", LOSES)
-    folder = play(tiny_dir, tmp_path, *ours, "environment.max_turns=3", game="Clock")
-    tokens = ledger_of(folder)["tokens"]
-    assert tokens["left_out"].keys() == {NOT_AGAIN}
-    assert tokens["left_out"] == tokens_of(lines(folder))[1]
-    assert 0 < tokens["left_out"][NOT_AGAIN] < tokens["trained"]
-
-
-@pytest.mark.slow
-def test_a_rollout_that_is_replaced_within_a_step_goes_on_from_the_lost_turns(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pools = (
-        "resource_pool_spec={train_pool: [1], rollout_pool: [2]}",
-        "role_mapping={actor: train_pool, rollout: rollout_pool}",
-        "trainer.n_gpus_per_node=3",
-        "trainer.device=cpu",
-    )
-    plain = play(tiny_dir, tmp_path / "plain", SLOW, recipe=PPO)
-    with caplog.at_level("WARNING"):
-        folder = play(tiny_dir, tmp_path / "lost", SLOW, LOSES, *pools, recipe=CHILD)
-    assert numbers(folder) == numbers(plain)
-    assert "of them from their last turn on" in caplog.text
-    assert tokens_of(lines(folder)) == tokens_of(lines(plain))
+    ledger = ledger_of(folder)
+    assert ledger["tokens"] == {"trained": trained, "queued": 0, "left_out": {}}
+    assert ledger["makers"]["0"]["dropped"] == {LOST: 8}

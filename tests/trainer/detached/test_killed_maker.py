@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_numbers
 from tests.trainer.detached.uids import uids_in_order, uids_of
 from trainer import load_config, run
 from trainer.detached.ledger import LOST
@@ -105,3 +106,20 @@ def test_a_run_outlives_a_maker_that_is_killed_as_it_is_to_validate(
     assert len(scores) == 4
     files = sorted(path.name for path in (tmp_path / "validation").glob("*.jsonl"))
     assert len(files) == 4, "before the first step, and after each of three"
+
+
+def test_a_maker_that_loses_one_of_two_ranks_makes_its_piece_again_to_the_same_numbers(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *POLICY_ALONE)))
+    two_ranks = (
+        "resource_pool_spec={trainer_pool: [1], maker_0_pool: [2]}",
+        "trainer.n_gpus_per_node=3",
+        "trainer.device=cpu",
+        "role_workers.rollout=tests.trainer.detached.rigged_workers.DiesOnce",
+    )
+    more = ("detached.max_staleness=0", "detached.on_maker_loss=restart", *two_ranks)
+    folder = detached(tiny_dir, tmp_path / "detached", *POLICY_ALONE, *more)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+    (maker,) = ledger_of(folder)["makers"].values()
+    assert (maker["made"], maker["trained"], maker["dropped"]) == (64, 48, {LOST: 16})

@@ -77,7 +77,7 @@ def test_a_part_is_the_makers_own_while_it_lives_and_anyones_then() -> None:
     lost = buffer.begin(0, buffer.weights)
     assert lost is not None
     assert (lost.maker, len(lost.rows or [])) == (0, 2)
-    assert buffer.lost(0, keeps=True) == 2
+    assert buffer.lost(0) == 2
     make_part(buffer, 1)
     assert buffer.begin(1, buffer.weights, waits=False) is None, "maker 0 may be started anew"
     buffer.leave(0)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from tests.workers.agents.test_begun import COUNT, LIMITS, NUM, begins, loop_of
+from tests.workers.agents.test_loop import HERE, fresh_engine
 from tests.workers.agents.test_segments import SHORTENS
-from tests.workers.agents.test_takes import OPEN, sampling
+from tests.workers.agents.test_takes import OPEN, sampling, starts
 from tests.workers.models.test_routing import model_of
 from tests.workers.rollout.test_routed_experts import choices
+from tests.workers.rollout_engines import load
 from trainer.cli.make_tiny import make_tokenizer
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import EnvironmentSpec
+from workers.agents.host import EnvironmentHost
 from workers.agents.loop import Trajectory, TurnLoop
-from workers.rollout.begun import Begun
+from workers.config import EnvironmentConfig
+from workers.rollout.base import EngineLimits
 
+LIMITS = EngineLimits(prompt_width=16, response_width=160, kv_cache_gb=0.5)
+NUM = 4
 HISTORIES = [{}, {"history": "as_template", "template": SHORTENS}]
 
 
@@ -27,12 +35,23 @@ def model() -> Any:
     return model_of("qwen3-moe", vocab_size=vocabulary, max_position_embeddings=2 * width)
 
 
+@contextmanager
+def loop_of(model: Any, template: str = "", **more: Any) -> Iterator[TurnLoop]:
+    """A loop with an engine and a host of environments."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    config = EnvironmentConfig(max_tokens_per_turn=6, retries=1, **more)
+    host = EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", {}), config.step_s)
+    chat, engine = TurnRenderer(tokenizer, [], (2,)), fresh_engine(model, LIMITS)
+    load(engine, model, 3)
+    try:
+        yield TurnLoop(engine, host, chat, config, tokenizer.decode)
+    finally:
+        host.close()
+
+
 def asked() -> Any:
     return sampling(make_tokenizer(), max_tokens=LIMITS.response_width, routed_experts=True)
-
-
-def played(loop: TurnLoop, begin: list[Any]) -> list[Trajectory]:
-    return loop.play(begin, asked(), OPEN)
 
 
 def assert_routed(model: Any, one: Trajectory) -> None:
@@ -52,28 +71,9 @@ def assert_routed(model: Any, one: Trajectory) -> None:
 
 @pytest.mark.parametrize("more", HISTORIES, ids=["as_drawn", "as_template"])
 def test_every_turn_has_the_experts_of_what_it_read(model: Any, more: dict[str, Any]) -> None:
-    with loop_of(COUNT, model, **more) as loop:
-        found = played(loop, begins())
+    with loop_of(model, **more) as loop:
+        found = loop.play(starts(0, NUM), asked(), OPEN)
     assert any(one.num_turns > 2 for one in found)
     assert any(one.sample.segments for one in found) == bool(more)
     for one in found:
-        assert_routed(model, one)
-
-
-@pytest.mark.parametrize("more", HISTORIES, ids=["as_drawn", "as_template"])
-def test_a_trajectory_whose_process_was_lost_has_them_too(model: Any, more: dict[str, Any]) -> None:
-    with loop_of(COUNT, model, **more) as loop:
-        expected = played(loop, begins())
-    with loop_of(COUNT, model, **more) as loop:
-        numbers = loop.submit(begins(), asked(), OPEN)
-        known: dict[int, Begun] = {}
-        while sum(one.num_turns > 1 for one in known.values()) < NUM // 2:
-            loop.take(max_tokens=1, seconds=0.01)
-            known |= loop.begun()
-        loop.abort()
-    with loop_of(COUNT, model, **more) as loop:
-        pairs = zip(numbers, begins(), strict=True)
-        found = played(loop, [replace(start, begun=known.get(n)) for n, start in pairs])
-    for one, other in zip(found, expected, strict=True):
-        assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
         assert_routed(model, one)

@@ -85,7 +85,7 @@ def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
 
     def replace(error: LostSamplesError, found: Submission) -> Any:
         assert f"samples {len(found.missing)} (uid/index) were not finished" in str(error)
-        numbers_kept.append(found.num_there - sum(numbers_kept))
+        numbers_kept.append(found.num_samples - sum(numbers_kept))
         return engines(config, 2, of_next.pop(0))
 
     assert equal(RolloutClient(engines(config, 3, dead)).generate(prompts, replace), whole)

@@ -57,17 +57,3 @@ def test_submissions_that_begin_together_are_few_on_each_rank_and_come_back_whol
     assert client.take() == submissions
     for submission, piece in zip(submissions, pieces, strict=True):
         assert torch.equal(submission.samples().padded("x")[:, 0], piece)
-
-
-def test_a_submission_of_which_all_is_there_asks_for_nothing_and_is_taken_next() -> None:
-    rows = DataProto.from_dict({"x": torch.arange(4)[:, None]})
-    whole, other = Submission(rows), Submission(rows)
-    whole.add(range(len(rows)), rows)
-    group = Echoing()
-    client = RolloutClient(group)
-    client.submit(whole)
-    assert not group.asked
-    assert client.take() == [whole]
-    client.submit(whole, other)
-    assert sum(map(len, group.asked.values())) == len(rows)
-    assert client.take() == [whole, other]
