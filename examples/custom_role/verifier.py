@@ -20,7 +20,9 @@ from verl_like import DataProto, Dispatch, Worker, register
 from workers.columns import read_columns
 from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
+from workers.training.loss import Loss
 from workers.training.score_engine import ScoreEngine
+from workers.training.update import update
 
 GOOD = 0.5
 """A score from which on a response is good."""
@@ -52,10 +54,9 @@ class VerifierWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update_verifier(self, data: DataProto) -> dict[str, float]:
         """One optimizer step on the whole batch."""
-        rows, names = len(data) if data.shard is None else data.shard.total, ["token_level_scores"]
-        metrics = self.engine.update(
-            data, names, mini_batch_size=rows, budget=self.budget, epochs=1, loss_fn=self.loss
-        )
+        loss = Loss("verifier", self.loss, columns=("token_level_scores",))
+        num_rows = len(data) if data.shard is None else data.shard.total
+        metrics = update(self.engine, data, loss, mini_batch_size=num_rows, budget=self.budget)
         return {f"verifier/{name}": value for name, value in metrics.items()}
 
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from verl_like.batch.protocol import DataProto
 from workers.parallel.fsdp import full_tensor
 from workers.training.engine import INPUTS
 from workers.training.lm_head import Wanted
+from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
 
 Gradients = dict[str, torch.Tensor]
@@ -37,13 +39,20 @@ def gradients(
     rows = Rows.take(data, (*INPUTS, *names), engine.dims.data_size)
     batch = mini_batch(rows, 0, 1, engine.groups.data)
     with engine.running(engine.optimizer):
-        engine.accumulate(batch, budget, worker.loss, Wanted(entropy=True))
+        engine.forward_backward(batch, budget, loss_of(worker, data))
+        engine.sum_gradients()
     full = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad and name.startswith(of):
             full[name] = full_tensor(parameter.grad).clone()
     engine.optimizer.zero_grad()
     return full
+
+
+def loss_of(worker: Any, data: DataProto) -> Loss:
+    """The worker's own loss, which asks for entropies, too."""
+    make, *_ = worker.losses().values()
+    return replace(make(data), wanted=Wanted(entropy=True))
 
 
 def assert_equal_gradients(grads: Gradients, expected: Gradients) -> None:

@@ -5,34 +5,30 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
-from workers.columns import SEQUENCES, batch_columns, drawn_from
+from workers.columns import SEQUENCES, batch_columns
 from workers.config import replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
-from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
-from workers.losses.correction_gauge import CorrectionGauge
-from workers.losses.kl import kl_penalty
-from workers.losses.lm import compute_lm_loss
-from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import facts_of, get_policy_loss
+from workers.losses.registry import get_policy_loss
 from workers.memory import HeldModel
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
+from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import Wanted
+from workers.training.loss import lm_loss
 from workers.training.mfu import utilization
-from workers.training.microbatch import Columns, MiniBatch, pass_budget
+from workers.training.microbatch import pass_budget
 from workers.training.router_loss import BalancedEngine
+from workers.training.update import update
 from workers.weights.sender import WeightSender
 
 if TYPE_CHECKING:
@@ -48,20 +44,22 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
-    gauge: MismatchGauge | None = None
-    correction_gauge: CorrectionGauge
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.policy = config.actor_rollout_ref
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
-        self.entropy_coeff = self.config.entropy_coeff
-        self.bypasses: bool = config.algorithm.rollout_correction.bypass_mode
-        self.correction = RolloutCorrection.of(config.algorithm.rollout_correction)
-        self.policy_loss = get_policy_loss(policy_loss_of(config))
-        self.chooses_tokens = facts_of(self.policy_loss).choose_tokens is not None
-        self.ptx_coef = config.ptx.coef
+        correction = config.algorithm.rollout_correction
+        self.objective_settings = PolicySettings(
+            self.config,
+            get_policy_loss(policy_loss_of(config)),
+            RolloutCorrection.of(correction),
+            correction.bypass_mode,
+            self.temperature,
+            replays_routing(self.policy),
+        )
+        self.ptx_loss = lm_loss(config.ptx.coef, "ptx_loss", is_balanced=False)
         self.budget = pass_budget(config, self.config.ppo_micro_batch_size_per_gpu)
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu
         self.log_prob_budget = pass_budget(config, rows)
@@ -135,55 +133,38 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         one under `bypass_mode`, where they are the rollout's. `meta_info["entropy_coeff"]` is the
         weight of the bonus, in the place of the configured one.
         """
-        self.entropy_coeff = data.meta_info.get("entropy_coeff", self.config.entropy_coeff)
-        on_policy = bool(data.meta_info.get("on_policy", False))
-        if on_policy:
+        objective = self.objective(data)
+        if objective.on_policy:
             self.require_one_step(data)
-        without_old = on_policy or self.bypasses
-        measures = without_old and "rollout_log_probs" in data.columns
-        self.gauge = MismatchGauge(data.column("responses").shape[1]) if measures else None
-        self.correction_gauge = self.correction.gauge()
-
         epochs = self.config.ppo_epochs
         with utilization("actor", self.engine, data, passes=epochs) as mfu:
-            metrics = self.engine.update(
+            metrics = update(
+                self.engine,
                 data,
-                self.columns_of_update(data, on_policy),
+                objective.loss,
                 mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
                 budget=self.budget,
                 epochs=epochs,
-                loss_fn=self.loss,
-                wanted=Wanted(self.temperature, entropy=self.config.entropy_coeff != 0),
                 shuffle_seed=shuffle_seed(self.config),
                 beside=[] if ptx is None else [(ptx, self.ptx_loss)],
             )
         if self.average is not None:
             self.average.update()
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
-        if self.gauge is not None:
-            self.gauge.all_reduce(self.engine.groups.batch)
-            metrics |= self.gauge.metrics()
-        if self.bypasses:
-            self.correction_gauge.all_reduce(self.engine.groups.batch)
-            metrics |= self.correction_gauge.metrics()
+        metrics |= objective.metrics(self.engine.groups.batch)
         return metrics | mfu | memory_in_use(self.engine.device)
 
-    def columns_of_update(self, data: DataProto, on_policy: bool) -> list[str]:
-        """What an update reads beside tokens and masks."""
-        names = ["advantages", *self.routed]
-        if self.config.use_kl_loss:
-            names.append("ref_log_prob")
-        if self.gauge is not None:
-            names.append("rollout_log_probs")
-        if self.bypasses:
-            names.append(drawn_from(data.columns))
-        elif self.correction.weighs:
-            names.append("rollout_is_weights")
-        if not (on_policy or self.bypasses):
-            names.append("old_log_probs")
-        if self.chooses_tokens:
-            names.append("chosen_tokens")
-        return list(dict.fromkeys(names))
+    def objective(self, data: DataProto) -> PolicyObjective:
+        """Return the objective of one update on this batch."""
+        return PolicyObjective(self.objective_settings, data)
+
+    def losses(self) -> dict[str, MakesLoss]:
+        """`policy`: the loss of `update_actor`. `ptx` and `lm`: of language modelling."""
+        return {
+            "policy": lambda data: self.objective(data).loss,
+            "ptx": lambda _: self.ptx_loss,
+            "lm": lambda _: lm_loss(),
+        }
 
     def require_one_step(self, data: DataProto) -> None:
         """Refuse a batch said to be on-policy of which the second mini-batch would not be."""
@@ -210,62 +191,3 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
     def weights_checksum(self, as_sent: bool = False) -> str:
         """Hash of the full weights; `as_sent`: of the type that a rollout gets them in."""
         return self.engine.weights_checksum(self.sent_dtype if as_sent else None)
-
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The micro-batch's share of the policy loss, entropy bonus and KL to the reference."""
-        config, mask = self.config, columns["response_mask"]
-        divisors: Denominators = {
-            **batch.denominators,
-            "loss_scale_factor": config.loss_scale_factor,
-        }
-
-        log_probs = outputs["log_probs"].detach()
-        if self.gauge is not None:
-            self.gauge.add(columns["rollout_log_probs"], log_probs, mask)
-
-        # the columns of an on-policy update have none: the policy is the one that drew the samples
-        old_log_probs = columns.get("old_log_probs", log_probs)
-        weights = columns.get("rollout_is_weights")
-        if self.bypasses:
-            old_log_probs = columns[drawn_from(columns)]
-            # what is rejected here stays in the denominators, which the mini-batch has counted
-            weights, mask = self.correction(log_probs, old_log_probs, mask, self.correction_gauge)
-
-        chosen = {"chosen_tokens": columns["chosen_tokens"]} if self.chooses_tokens else {}
-        loss, metrics = self.policy_loss(
-            old_log_prob=old_log_probs,
-            log_prob=outputs["log_probs"],
-            advantages=columns["advantages"],
-            response_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            config=config,
-            rollout_is_weights=weights,
-            **chosen,
-            **divisors,
-        )
-
-        metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
-        metrics["pg_loss"] = loss
-
-        if config.entropy_coeff != 0:
-            metrics["entropy"] = agg_loss(
-                outputs["entropys"], mask, config.loss_agg_mode, **divisors
-            )
-            loss = loss - self.entropy_coeff * metrics["entropy"]
-        if config.target_entropy is not None:  # what steers the weight, whatever the aggregation
-            metrics["token_entropy"] = agg_loss(outputs["entropys"], mask, "token-mean", **divisors)
-        if config.use_kl_loss:
-            kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
-            metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
-            loss = loss + config.kl_loss_coef * metrics["kl_loss"]
-        return loss, metrics
-
-    def ptx_loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The micro-batch's share of the language-model loss of PTX."""
-        mask = columns["response_mask"]
-        loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
-        return self.ptx_coef * loss, {"ptx_loss": loss}

@@ -15,11 +15,13 @@ from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.memory import HeldModel
 from workers.models.precision import precision_of
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
+from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch, pass_budget
+from workers.training.update import update
 from workers.weights.sender import WeightSender
 
 if TYPE_CHECKING:
@@ -93,23 +95,27 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
     @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> Metrics:
-        """One update towards the returns; gives metrics, which but for perf/ all ranks share."""
+        """Update the model towards the returns. Metrics outside perf/ are equal on all ranks."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
-            metrics = self.engine.update(
+            metrics = update(
+                self.engine,
                 data,
-                ("values", "returns"),
+                self.losses()["value"](data),
                 mini_batch_size=self.mini_batch_size,
                 budget=self.budget,
                 epochs=self.epochs,
-                loss_fn=self.loss,
                 shuffle_seed=self.shuffle_seed,
             )
         return {f"critic/{name}": value for name, value in metrics.items()} | mfu
 
+    def losses(self) -> dict[str, MakesLoss]:
+        """`value`: the loss of `update_critic`."""
+        return {"value": lambda _: Loss("value", self.loss, ("values", "returns"))}
+
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The value loss: this micro-batch's share."""
+        """Return the micro-batch's share of the value loss, and of its metrics."""
         predicted, mask = outputs["values"], columns["response_mask"]
         divisors: Denominators = {**batch.denominators, "loss_scale_factor": self.loss_scale_factor}
         if self.config.value_loss == "huber":

@@ -6,6 +6,7 @@ the critic's weights version by version, as a rollout gets the actor's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from verl_like.errors import WeightSyncError
 from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.roles.critic import CriticWorker, value_budget
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN, VERB, ModelWorker
 from workers.training.refresh import FollowingEngine
 from workers.weights.receiver import WeightReceiver
 
@@ -46,13 +47,17 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` as the critic writes them, and `value_version`, that of the weights."""
-        version = self.engine.version
-        if version is None:
+        columns = self.forward(data)
+        version = torch.full((len(data),), self.engine.version)
+        return DataProto.from_dict({**columns.columns, "value_version": version})
+
+    @register(dispatch_mode=VERB, readonly=True)
+    def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
+        """Return the values under the version that was delivered last."""
+        if self.engine.version is None:
             raise WeightSyncError(
                 f"{self.role}: this copy of the critic holds no version of its weights; it was "
                 "sent none, or a rank has refused them. deliver_weights(critic_group, copy_group) "
                 "brings them."
             )
-        columns = self.engine.forward_rows(data, self.budget)
-        columns["value_version"] = torch.full((len(data),), version)
-        return DataProto.from_dict(columns)
+        return super().forward(data, wanted)

@@ -33,6 +33,7 @@ def engine_class(config: PreferenceWorkerConfig) -> type[TrainEngine]:
 class PreferenceWorker(RowWorker):
     """Learns pairs, or rows with a label; before training it is the reference."""
 
+    loss_name = "preference"
     config: PreferenceWorkerConfig
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:

@@ -7,6 +7,7 @@ the actor's weights now and then, as it does to a rollout, and checkpoints hold 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from workers.config import is_actors_module, reference_model
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN, VERB, ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import SavesInBackground
 from workers.training.lm_head import Wanted
@@ -87,6 +88,12 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
         with adapter_off(self.engine.module):
             outputs = self.engine.forward_rows(data, self.budget, Wanted(self.temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+
+    @register(dispatch_mode=VERB, readonly=True)
+    def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
+        """Return the columns `wanted` under the reference's weights."""
+        with adapter_off(self.engine.module):
+            return super().forward(data, wanted)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

@@ -23,6 +23,7 @@ from workers.training.pairs import PairScoreEngine
 class RewardTrainingWorker(RowWorker):
     """Learns to score a pair's chosen side above its rejected one, and scores pairs."""
 
+    loss_name = "pairwise"
     config: RewardTrainingConfig
     engine: PairScoreEngine
     engine_class = PairScoreEngine

@@ -18,11 +18,13 @@ from workers.config.rows import RowWorkerConfig
 from workers.memory import HeldModel
 from workers.models.causal_lm import Head
 from workers.models.memory import memory_in_use
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
+from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.update import update
 
 
 class RowWorker(Checkpointed, ModelWorker):
@@ -30,6 +32,8 @@ class RowWorker(Checkpointed, ModelWorker):
 
     engine_class: type[TrainEngine] = TrainEngine
     head: ClassVar[Head] = "token"
+    loss_name: ClassVar[str] = "loss"
+    """What `forward_backward` calls the loss."""
     loss_columns: Sequence[str] = ()
     """Columns that the loss reads beside those of every pass."""
 
@@ -67,6 +71,10 @@ class RowWorker(Checkpointed, ModelWorker):
         """What the engine of this worker takes beside that."""
         return {}
 
+    def losses(self) -> dict[str, MakesLoss]:
+        """The loss of `update_model`."""
+        return {self.loss_name: lambda _: Loss(self.loss_name, self.loss, self.loss_columns)}
+
     @abstractmethod
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
@@ -78,13 +86,7 @@ class RowWorker(Checkpointed, ModelWorker):
         """One optimizer step on all of these rows; gives its metrics."""
         num_rows = len(data) if data.shard is None else data.shard.total
         with utilization("model", self.engine, data) as mfu:
-            metrics = self.engine.update(
-                data,
-                self.loss_columns,
-                mini_batch_size=num_rows,
-                budget=self.budget,
-                epochs=1,
-                loss_fn=self.loss,
-            )
+            loss = self.losses()[self.loss_name](data)
+            metrics = update(self.engine, data, loss, mini_batch_size=num_rows, budget=self.budget)
         named = {f"train/{name}": value for name, value in metrics.items()}
         return named | mfu | memory_in_use(self.engine.device)

@@ -15,6 +15,8 @@ from workers.training.microbatch import Columns, MiniBatch
 class SFTWorker(RowWorker):
     """Learns the tokens of rows that are in the loss, and says how likely they are."""
 
+    loss_name = "lm"
+
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`log_probs` of the tokens in the loss, zero elsewhere."""

@@ -6,14 +6,10 @@ what is its own: a loss.
     engine = TrainEngine(model_config, fsdp_config, head="token", optim_config=optim)
     engine.build(worker, total_steps)           # opens the process group, shards, loads
     columns = engine.forward_rows(data, Budget(tokens=16384))    # {"log_probs": [rows, R]}
-    metrics = engine.update(
-        data, names, mini_batch_size=64, budget=Budget(rows=8), epochs=1, loss_fn=loss_fn
-    )
+    metrics, outputs = engine.forward_backward_rows(data, Budget(rows=8), loss)
+    metrics |= engine.optim_step()
 
-The loss function gets what the model says about a micro-batch, its columns, and the counts of the
-whole mini-batch. It returns its share of the loss and of every metric: shares are added over
-micro-batches and the ranks with unlike rows (`workers.parallel.groups`). So neither the cut nor the
-number of ranks changes a result beyond float rounding.
+`workers.training.update` composes these two into an update: epochs over mini-batches.
 
 Rows run without their padding where that is proven right (`workers.training.row_proof`). The
 strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp without
@@ -70,24 +66,29 @@ from workers.training.attention import describe, packed_rows
 from workers.training.compiled import CompiledLayers, why_not_over
 from workers.training.float8 import check_float8, float8_layers, float8_linears
 from workers.training.lm_head import DEFAULT, Wanted, token_columns
+from workers.training.loss import Loss
 from workers.training.microbatch import (
     Budget,
-    Columns,
     MiniBatch,
     RowColumns,
     Rows,
     all_reduce,
-    count_mini_batches,
+    detached,
+    mini_batch,
     passes,
     spread,
 )
-from workers.training.moved import count_moved, moved_share, sample_weights
 from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
-from workers.training.optim import Schedule, build_optimizer, guarded_step
+from workers.training.optim import (
+    CONFIGURED,
+    Schedule,
+    StepSettings,
+    build_optimizer,
+    guarded_step,
+)
 from workers.training.packing import Feed, check_rows, model_inputs, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows, rounding, short_pass
-from workers.training.shuffle import order_columns, passes_over, steps_over
 from workers.training.stage_proof import check_stages
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
@@ -97,11 +98,6 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
     from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig, ParallelConfig
 
-LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics).
-
-One with a method `of_stage(columns)` says by it what layers before the last stage add to the loss.
-"""
 Made = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 INPUTS = (*TOKENS, "responses", "response_mask")
@@ -137,6 +133,9 @@ class TrainEngine:
         self.head: Head = head
         self.grad_clip = grad_clip
         self.optimizer: torch.optim.Optimizer | None = None
+        self.has_gradients = False
+        self.names_of_step: list[str] = []
+        """What messages call the rows whose gradients the next optimizer step takes."""
         self.host_blocks = HostBlocks()
         self.compiled: CompiledLayers | None = None
         self.float8_layers: list[nn.Linear] = []
@@ -289,7 +288,7 @@ class TrainEngine:
         Each is [rows, R], zero outside the response mask, and ragged where that is. A pass reads
         the columns `names`, too.
         """
-        rows = self._take(data, (*self.forward_inputs, *names))
+        rows = self.take(data, names, self.forward_inputs)
         cuts = self._cut(rows.columns, budget)
         pieces: dict[str, list[Column]] = {}
         self.module.eval()
@@ -308,87 +307,90 @@ class TrainEngine:
         of_all_stages: RowColumns = self.pipeline.from_last(restored)
         return of_all_stages
 
-    def update(
-        self,
-        data: DataProto,
-        names: Sequence[str],
-        *,
-        mini_batch_size: int,
-        budget: Budget,
-        epochs: int,
-        loss_fn: LossFn,
-        wanted: Wanted = DEFAULT,
-        shuffle_seed: int | None = None,
-        beside: Sequence[tuple[DataProto, LossFn]] = (),
-    ) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch, the samples reshuffled if there is a seed.
-
-        The metrics are means over the steps that were not skipped. Of the rows `beside` every step
-        has its share, and adds the gradient of their loss to its own.
-        """
-        assert self.optimizer is not None, "a frozen engine was asked for an update"
-        rows = self._take(data, (*INPUTS, *names, *order_columns(shuffle_seed)))
-        count = count_mini_batches(rows.total, mini_batch_size)
-        others = [(self._take(more, INPUTS), its_loss) for more, its_loss in beside]
-        to_training(self.module)
-
-        is_first = self.scheduler.num_steps == 0
-        before = sample_weights(self.parameters()) if is_first else []
-        steps: list[dict[str, float]] = []
-        orders = passes_over(rows, epochs, shuffle_seed, self.scheduler.num_steps)
-        with self.running(self.optimizer):
-            data_ranks = self.groups.data
-            for batch, more in steps_over(orders, count, others, data_ranks, self.device):
-                try:
-                    metrics = self.accumulate(batch, budget, loss_fn, wanted, more)
-                except BaseException:
-                    # a part of a mini-batch must not reach the next update
-                    self.optimizer.zero_grad(set_to_none=True)
-                    raise
-                norm = guarded_step(
-                    self.optimizer, self.parameters(), self.grad_clip, self.groups, self._copied()
-                )
-                self.guard.note(norm, batch.names)
-                steps.append({**metrics, "grad_norm": norm})
-        self.module.eval()
-
-        taken = [step for step in steps if math.isfinite(step["grad_norm"])]
-        result = _mean_metrics(taken or steps)
-        if is_first and taken:
-            counts = count_moved(before, self.parameters(), self.device)
-            counts = all_reduce(counts, self.groups.world)
-            result["moved_share"] = moved_share(*counts.tolist(), self.scheduler.lr)
-        result["lr"] = self.scheduler.lr
-        result["skipped_steps"] = float(len(steps) - len(taken))
-        self.scheduler.step()
-        return result
-
-    def accumulate(
+    def forward_backward(
         self,
         batch: MiniBatch,
         budget: Budget,
-        loss_fn: LossFn,
-        wanted: Wanted = DEFAULT,
-        beside: Sequence[tuple[MiniBatch, LossFn]] = (),
+        loss: Loss,
+        pieces: dict[str, list[Column]] | None = None,
     ) -> dict[str, float]:
-        """Add the gradients of one mini-batch, and of others with a loss of their own `beside` it.
+        """Add the gradients of a mini-batch's loss to those that are there.
 
-        Gives their metrics, added over micro-batches and over the ranks with unlike rows.
+        Returns the metrics, summed over micro-batches and over the ranks with unlike rows. The
+        model's outputs are appended to `pieces`, one column per micro-batch.
         """
-        totals = self._run_passes(batch, budget, loss_fn, wanted)
-        for other, its_loss in beside:
-            totals |= self._run_passes(other, budget, its_loss)
-        if not self.is_sharded:
-            add_up_gradients(self.parameters(), self.groups.loss)
-        if self.cut is not None:
-            self.cut.add_up_gradients()
-        self._add_up_tied()
+        assert self.optimizer is not None, "a frozen engine was asked for gradients"
+        to_training(self.module)
+        try:
+            totals = self._run_passes(batch, budget, loss, pieces)
+        except BaseException:
+            # a part of a mini-batch must not reach a step
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        finally:
+            self.module.eval()
+        self.has_gradients = True
+        self.names_of_step += batch.names
         metrics: dict[str, float] = {}
         if self.pipeline.has_last:
             summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
             metrics = dict(zip(totals, summed.tolist(), strict=True))
         metrics = self.pipeline.from_last(metrics)
         return metrics
+
+    def forward_backward_rows(
+        self,
+        data: DataProto,
+        budget: Budget,
+        loss: Loss,
+        denominators: Mapping[str, int] | None = None,
+    ) -> tuple[dict[str, float], RowColumns]:
+        """`forward_backward` of a whole batch; also returns the model's outputs for every row.
+
+        `denominators` (`num_rows`, `num_tokens`) are the counts of a mini-batch of which the batch
+        is a part. By default they are the batch's own.
+        """
+        rows = self.take(data, loss.columns)
+        batch = mini_batch(rows, 0, 1, self.groups.data, self.device)
+        batch = replace(batch, **(denominators or {}))
+        pieces: dict[str, list[Column]] = {}
+        with self.running(self.optimizer):
+            metrics = self.forward_backward(batch, budget, loss, pieces)
+        cuts = self._cut(batch.columns, budget)
+        outputs = {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
+        of_all_stages: RowColumns = self.pipeline.from_last(outputs)
+        return metrics, of_all_stages
+
+    def optim_step(self, settings: StepSettings = CONFIGURED) -> dict[str, float]:
+        """Clip the gradients, take an optimizer step with them, and clear them.
+
+        A norm that is not finite clears them without a step. Gives `grad_norm`, `lr`, and whether
+        the step was skipped.
+        """
+        assert self.optimizer is not None, "a frozen engine was asked for a step"
+        if not self.has_gradients:
+            raise ConfigError("optim_step: no gradients are there; call forward_backward before.")
+        self.sum_gradients()
+        grad_clip = self.grad_clip if settings.grad_clip is None else settings.grad_clip
+        with settings.applied_to(self.optimizer):
+            lr: float = self.optimizer.param_groups[0]["lr"]
+            norm = guarded_step(
+                self.optimizer, self.parameters(), grad_clip, self.groups, self._copied()
+            )
+        names, self.names_of_step = self.names_of_step, []
+        self.has_gradients = False
+        self.guard.note(norm, names)
+        if settings.ends_update:
+            self.scheduler.step()
+        return {"grad_norm": norm, "lr": lr, "skipped_steps": float(not math.isfinite(norm))}
+
+    def sum_gradients(self) -> None:
+        """Add up the gradients that ranks have parts of; once before a step."""
+        if not self.is_sharded:
+            add_up_gradients(self.parameters(), self.groups.loss)
+        if self.cut is not None:
+            self.cut.add_up_gradients()
+        self._add_up_tied()
 
     def _add_up_tied(self) -> None:
         """The gradient of a weight that the first stage has as embeddings, the last as head."""
@@ -408,9 +410,16 @@ class TrainEngine:
         return {stages.tied_to}
 
     def _run_passes(
-        self, batch: MiniBatch, budget: Budget, loss_fn: LossFn, wanted: Wanted = DEFAULT
+        self,
+        batch: MiniBatch,
+        budget: Budget,
+        loss: Loss,
+        pieces: dict[str, list[Column]] | None = None,
     ) -> dict[str, Tensor]:
-        """Forward and backward passes over a mini-batch; this rank's shares of its metrics."""
+        """Forward and backward passes over a mini-batch; returns this rank's shares of its metrics.
+
+        The outputs of the passes over real rows are appended to `pieces`.
+        """
         totals: dict[str, Tensor] = {}
         cuts = self._cut(batch.columns, budget)
         found = [*passes(batch.columns, cuts, self.groups.data, self.device)]
@@ -433,21 +442,24 @@ class TrainEngine:
                 def compute(
                     columns: RowColumns = columns, num_real: int = num_real
                 ) -> list[Tensor]:
-                    outputs = self.outputs(columns, wanted)
+                    outputs = self.outputs(columns, loss.wanted)
+                    if pieces is not None:
+                        for name, column in outputs.items():
+                            pieces.setdefault(name, []).append(detached(column[:num_real]))
                     # losses are formulas of rectangles
                     said = {name: rectangle_of(column) for name, column in outputs.items()}
                     for_loss = columns.keys() - {ROUTED}
                     asked = {name: self._for_loss(columns[name]) for name in for_loss}
-                    loss, shares = loss_fn(said, asked, batch)
+                    total, shares = loss.compute(said, asked, batch)
                     for name, share in shares.items():
                         if num_real:
                             share = share.detach().float()
                         else:  # a dummy adds nothing
                             share = torch.zeros((), device=self.device)
                         totals[name] = totals[name] + share if name in totals else share
-                    return [loss]
+                    return [total]
 
-                of_stage = getattr(loss_fn, "of_stage", None)
+                of_stage = getattr(loss.compute, "of_stage", None)
                 self._forward(action, columns, compute, of_stage)
         return totals
 
@@ -549,8 +561,11 @@ class TrainEngine:
             self.routers.replay(feed.routed)
         return feed
 
-    def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
-        rows = Rows.take(data, names, self.dims.data_size)
+    def take(
+        self, data: DataProto, names: Sequence[str] = (), inputs: Sequence[str] = INPUTS
+    ) -> Rows:
+        """This rank's real rows of a batch: the columns `inputs` of a pass, and `names`."""
+        rows = Rows.take(data, (*inputs, *names), self.dims.data_size)
         check_rows(self.module, rows.columns["input_ids"])
         if self.routers is not None and ROUTED in rows.columns:
             self.routers.check(rows.columns[ROUTED].values)
@@ -654,7 +669,3 @@ class TrainEngine:
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
         """A hash of the full weights, cast to `dtype`; equal at every sharding; collective."""
         return checksum_of(self.named_full_tensors(dtype=dtype))
-
-
-def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}

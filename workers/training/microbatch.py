@@ -354,6 +354,13 @@ def _dummy(column: Column) -> Column:
     return column.new_zeros((1, *column.shape[1:]))
 
 
+def detached(column: Column) -> Column:
+    """Return the column without its gradient, in the same memory."""
+    if isinstance(column, Ragged):
+        return column.with_values(column.values.detach())
+    return column.detach()
+
+
 def all_reduce(
     values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:

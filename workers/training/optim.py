@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, signature_of
 from workers.training.schedules import lr_factor
@@ -78,6 +81,43 @@ def build_optimizer(
         settings["fused"] = True
     optimizer: torch.optim.Optimizer = cls(parameters, **settings)
     return optimizer
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What one optimizer step does otherwise than configured; None leaves a setting as it is."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip: float | None = None
+    """The largest norm of the gradients."""
+    ends_update: bool = True
+    """Whether the learning rate's schedule moves on after the step."""
+
+    @contextmanager
+    def applied_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, the optimizer has these settings; they must be ones that it takes."""
+        wanted = {name: getattr(self, name) for name in SETTINGS}
+        changes = {name: value for name, value in wanted.items() if value is not None}
+        for name in changes:
+            if name not in optimizer.defaults:
+                raise ConfigError(
+                    f"optim_step: {type(optimizer).__name__} has no setting {name!r}; it has "
+                    f"{', '.join(n for n in SETTINGS if n in optimizer.defaults)}."
+                )
+        before = [{name: group[name] for name in changes} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.update(changes)
+        try:
+            yield
+        finally:
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                group.update(values)
+
+
+CONFIGURED = StepSettings()
 
 
 class Schedule:

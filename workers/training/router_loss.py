@@ -9,20 +9,21 @@ neither the cut nor the number of ranks changes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from verl_like.batch.ragged import Column
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 from workers.models.precision import computing_in
-from workers.training.engine import LossFn, TrainEngine
-from workers.training.lm_head import DEFAULT, Wanted
+from workers.training.engine import TrainEngine
+from workers.training.loss import Loss, LossFn
 from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce, passes
 from workers.training.packing import Feed
 
@@ -65,17 +66,22 @@ class BalancedEngine(TrainEngine):
         self.fed, self.router_logits = super().feed(columns), []
         return self.fed
 
-    def accumulate(
+    def forward_backward(
         self,
         batch: MiniBatch,
         budget: Budget,
-        loss_fn: LossFn,
-        wanted: Wanted = DEFAULT,
-        beside: Sequence[tuple[MiniBatch, LossFn]] = (),
+        loss: Loss,
+        pieces: dict[str, list[Column]] | None = None,
     ) -> dict[str, float]:
-        """Add the gradients of the load-balancing loss, too; it is the metric `router_aux_loss`."""
-        balanced = _Balanced(self, loss_fn, self.count_choices(batch, budget))
-        metrics = super().accumulate(batch, budget, balanced, wanted, beside)
+        """Add the gradients of the load-balancing loss, too; it is the metric `router_aux_loss`.
+
+        A loss of the kind that trains no policy (PTX) stays as it is.
+        """
+        if not loss.is_balanced:
+            return super().forward_backward(batch, budget, loss, pieces)
+        balanced = _Balanced(self, loss.compute, self.count_choices(batch, budget))
+        loss = replace(loss, compute=balanced)
+        metrics = super().forward_backward(batch, budget, loss, pieces)
         auxiliary = all_reduce(balanced.total, self.groups.batch)
         return {**metrics, "router_aux_loss": float(auxiliary)}
 

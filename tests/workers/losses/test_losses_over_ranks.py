@@ -9,7 +9,7 @@ import pytest
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, assert_equal_gradients, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
@@ -29,7 +29,7 @@ def gradients_by_loss(one_layer_dir: Path, rows_of_a_pass: int) -> dict[str, Gra
 
     found = {}
     for name, loss in POLICY_LOSSES.items():
-        actor.policy_loss, actor.chooses_tokens = loss, facts_of(loss).choose_tokens is not None
+        actor.objective_settings.policy_loss = loss
         data = own_piece(batch, actor.rank, actor.world_size)
         found[name] = gradients(actor, data, (*ACTOR_COLUMNS, "chosen_tokens"), budget, HEADS)
     for name in ("clipped", "huber"):

@@ -34,6 +34,7 @@ from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.hf_export import export_huggingface
 from workers.training.lm_head import Wanted
+from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
 
 PROMPT, RESPONSE = 60, 100
@@ -184,7 +185,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
     batch = mini_batch(Rows.take(data, (*INPUTS, "advantages"), 1), 0, 1, None)
     to_training(engine.module)
     with engine.running(engine.optimizer):
-        engine.accumulate(batch, Budget(rows=2), loss)
+        engine.forward_backward(batch, Budget(rows=2), Loss("weighted", loss))
     engine.module.eval()
     named = engine.module.named_parameters()
     return {name: each.grad.clone() for name, each in named if each.grad is not None}

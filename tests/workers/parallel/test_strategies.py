@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradi
 from tests.workers.kept_ranks import run_kept
 from tests.workers.parallel.test_fsdp import Collectives
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import FrozenFSDPConfig, FSDPConfig, ParallelConfig
 from workers.parallel import sharding
 from workers.parallel.sharding import Sharding, settle
 from workers.roles.actor import ActorWorker
+from workers.roles.policy_objective import PolicyObjective
 from workers.training.microbatch import Budget
 
 NUM_LAYERS, NUM_PASSES = 2, 3
@@ -47,17 +49,24 @@ def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
     config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=2 * NUM_PASSES)
     actor = started(ActorWorker, config, 10)
     data = own_piece(make_batch(2 * NUM_PASSES), actor.rank, actor.world_size)
-    module, its_loss, held = actor.engine.module, actor.loss, Held()
+    module, objective, held = actor.engine.module, actor.objective, Held()
     total = sum(parameter.numel() for parameter in module.parameters())
 
     def share(tensors: Any) -> float:
         return sum(getattr(t, "_local_tensor", t).numel() for t in tensors) / total
 
-    def loss(*args: Any) -> Any:
-        held.weights_at_loss.append(share(module.parameters()))
-        return its_loss(*args)
+    def noting(data: DataProto) -> PolicyObjective:
+        noted = objective(data)
+        compute = noted.loss.compute
 
-    actor.loss = loss
+        def loss(*args: Any) -> Any:
+            held.weights_at_loss.append(share(module.parameters()))
+            return compute(*args)
+
+        noted.loss = replace(noted.loss, compute=loss)
+        return noted
+
+    actor.objective = noting
     with Collectives() as collectives:
         held.full_gradients = gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1))
     held.gathers = collectives.counts["_allgather_base_"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import pytest
 
 from tests.workers.samples import make_batch, tiny_config
 from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.batch.protocol import DataProto
 from verl_like.calls.waiting import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import WorkerDiedError
 from verl_like.placement.pools import ResourcePool
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
+from workers.roles.policy_objective import PolicyObjective
+from workers.training.loss import LossFn
 
 
 class Doomed(ActorWorker):
@@ -27,13 +32,19 @@ class Doomed(ActorWorker):
         super().__init__(config)
         self.how, self.num_passes = how, 0
 
-    def loss(self, *args: Any) -> Any:
+    def objective(self, data: DataProto) -> PolicyObjective:
+        objective = super().objective(data)
+        loss = partial(self._loss, objective.loss.compute)
+        objective.loss = replace(objective.loss, compute=loss)
+        return objective
+
+    def _loss(self, compute: LossFn, *args: Any) -> Any:
         self.num_passes += 1
         if self.rank == 1 and self.num_passes == 2:
             if self.how == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("this rank has had enough")
-        return super().loss(*args)
+        return compute(*args)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl_like.batch.protocol import DataProto
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
+from workers.training.loss import lm_loss
 from workers.training.microbatch import Budget, MiniBatch, Rows, mini_batch
 
 COEF = 0.7
@@ -37,14 +39,16 @@ def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:
     engine = actor.engine
     policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
     text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)
-    beside = [(whole(actor, text), actor.ptx_loss)]
+    text_batch = whole(actor, text)
     with engine.running(engine.optimizer):
         if parts == "ptx":
-            engine.accumulate(*beside[0][:1], budget, actor.ptx_loss)
+            engine.forward_backward(text_batch, budget, actor.ptx_loss)
         else:
             batch = whole(actor, policy, "old_log_probs", "advantages")
-            more = beside if parts == "both" else []
-            engine.accumulate(batch, budget, actor.loss, beside=more)
+            engine.forward_backward(batch, budget, actor.objective(policy).loss)
+            if parts == "both":
+                engine.forward_backward(text_batch, budget, actor.ptx_loss)
+        engine.sum_gradients()
     found = {}
     for name, weight in engine.module.named_parameters():
         found[name] = full_tensor(weight.grad).clone()
@@ -106,9 +110,9 @@ def test_every_optimizer_step_has_its_share_of_the_rows(one_layer_dir: Path) -> 
 
     def counted(outputs: Any, columns: Any, batch: MiniBatch) -> Any:
         seen.append(batch.num_rows)
-        return ptx_loss(outputs, columns, batch)
+        return ptx_loss.compute(outputs, columns, batch)
 
-    actor.ptx_loss = counted
+    actor.ptx_loss = replace(ptx_loss, compute=counted)
     metrics = actor.update_actor(make_batch(POLICY), text_rows(12))
     assert seen == [3, 3, 3, 3]
     assert 3 < metrics["actor/ptx_loss"] < 5
@@ -116,7 +120,7 @@ def test_every_optimizer_step_has_its_share_of_the_rows(one_layer_dir: Path) -> 
 
 def test_a_coefficient_of_zero_changes_nothing_but_the_metric(one_layer_dir: Path) -> None:
     with_text, without = actor_of(one_layer_dir), actor_of(one_layer_dir)
-    with_text.ptx_coef = 0.0
+    with_text.ptx_loss = lm_loss(0.0, "ptx_loss")
     metrics = with_text.update_actor(make_batch(POLICY), text_rows(TEXT))
     assert metrics["actor/ptx_loss"] > 0
     assert "actor/ptx_loss" not in without.update_actor(make_batch(POLICY))

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.gradients import loss_of
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import INPUTS
-from workers.training.lm_head import Wanted
 from workers.training.microbatch import Budget, Rows, mini_batch
 
 META = torch.device("meta")
@@ -45,10 +45,11 @@ def batch_with_more() -> DataProto:
 
 
 def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
-    rows = Rows.take(batch_with_more(), (*INPUTS, *names))
+    data = batch_with_more()
+    rows = Rows.take(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
         totals: dict[str, torch.Tensor] = worker.engine._run_passes(
-            mini_batch(rows, 0, 1, None), Budget(rows=3), worker.loss, Wanted(entropy=True)
+            mini_batch(rows, 0, 1, None), Budget(rows=3), loss_of(worker, data)
         )
     return totals
 
@@ -67,9 +68,8 @@ def test_the_stand_in_refuses_tensors_of_another_device() -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_a_policy_loss_is_of_the_model_s_device(actor: ActorWorker, name: str) -> None:
-    actor.policy_loss = get_policy_loss(name)
-    actor.chooses_tokens = name in ("clip_cov", "kl_cov")
-    names = actor.columns_of_update(batch_with_more(), False)
+    actor.objective_settings.policy_loss = get_policy_loss(name)
+    names = actor.objective(batch_with_more()).loss.columns
     totals = run_passes(actor, [*names, "rollout_is_weights"])
     assert {total.device for total in totals.values()} == {META}
     assert {weight.grad.device for weight in actor.engine.parameters()} == {META}

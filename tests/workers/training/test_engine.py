@@ -231,15 +231,16 @@ def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_upda
         tiny_actor(tiny_dir, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
         for _ in range(2)
     )
-    loss, passes = actor.loss, []
+    passes: list[int] = []
+    policy_loss = actor.objective_settings.policy_loss
 
-    def breaks_once(*args: Any) -> Any:
+    def breaks_once(**columns: Any) -> Any:
         passes.append(1)
         if len(passes) == 2:
             raise ArithmeticError("in the second of two passes")
-        return loss(*args)
+        return policy_loss(**columns)
 
-    actor.loss = breaks_once
+    actor.objective_settings.policy_loss = breaks_once
     with pytest.raises(ArithmeticError):
         actor.update_actor(make_batch(4))
     actor.update_actor(make_batch(4))

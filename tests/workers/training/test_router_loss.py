@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
+from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients, loss_of
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
@@ -16,6 +16,7 @@ from workers.models.load import load_model
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
+from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Columns, MiniBatch, Rows, mini_batch
 from workers.training.router_loss import check_routers, load_balancing_loss
 
@@ -139,9 +140,13 @@ def test_rows_with_a_loss_of_their_own_beside_it_are_not_counted(experts_dir: Pa
         mini_batch(Rows.take(make_batch(6, seed), names), 0, 1, None) for seed in (0, 1)
     )
     found = []
-    for beside in ([], [(others, log_likelihood)]):
+    data, text = make_batch(6), Loss("text", log_likelihood, is_balanced=False)
+    for beside in ([], [(others, text)]):
         with engine.running(engine.optimizer):
-            found.append(engine.accumulate(ours, Budget(rows=2), actor.loss, beside=beside))
+            metrics = engine.forward_backward(ours, Budget(rows=2), loss_of(actor, data))
+            for batch, loss in beside:
+                metrics |= engine.forward_backward(batch, Budget(rows=2), loss)
+            found.append(metrics)
     alone, both = found
     assert both.keys() - alone.keys() == {"likelihood"}
     assert both["router_aux_loss"] == pytest.approx(alone["router_aux_loss"], rel=1e-6)

@@ -24,6 +24,7 @@ from workers.training import row_proof
 from workers.training.attention import RowLayout
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.lm_head import Wanted
+from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
 from workers.training.row_proof import prove_class
 
@@ -172,7 +173,8 @@ def by_the_engine(
     to_training(engine.module)
     batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
     with engine.running(engine.optimizer):
-        engine.accumulate(batch, NEIGHBOURS, sum_of_both, Wanted(entropy=True))
+        loss = Loss("both", sum_of_both, wanted=Wanted(entropy=True))
+        engine.forward_backward(batch, NEIGHBOURS, loss)
     grads = {n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None}
     return found, grads
 

@@ -1,0 +1,153 @@
+"""The policy's objective over one update: surrogate loss, entropy bonus, KL to the reference.
+
+objective = PolicyObjective(worker.settings, data)
+update(engine, data, objective.loss, ...)
+metrics |= objective.metrics(engine.groups.batch)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from workers.columns import drawn_from
+from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.correction import RolloutCorrection
+from workers.losses.kl import kl_penalty
+from workers.losses.mismatch import MismatchGauge
+from workers.losses.registry import PolicyLoss, facts_of
+from workers.models.routing import COLUMN as ROUTED
+from workers.training.lm_head import Wanted
+from workers.training.loss import Loss
+from workers.training.microbatch import Columns, MiniBatch
+
+if TYPE_CHECKING:
+    from workers.config import ActorConfig
+
+
+@dataclass
+class PolicySettings:
+    """What every update of a policy has in common."""
+
+    config: ActorConfig
+    policy_loss: PolicyLoss
+    correction: RolloutCorrection
+    bypasses: bool
+    """Whether the rollout's log-probs are the old ones."""
+    temperature: float
+    replays_routing: bool = False
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the policy loss treats some tokens apart."""
+        return facts_of(self.policy_loss).choose_tokens is not None
+
+
+class PolicyObjective:
+    """The loss of one update on a batch, and gauges of what its passes saw."""
+
+    def __init__(self, settings: PolicySettings, data: DataProto) -> None:
+        config = settings.config
+        self.settings = settings
+        self.entropy_coeff = data.meta_info.get("entropy_coeff", config.entropy_coeff)
+        self.on_policy = bool(data.meta_info.get("on_policy", False))
+        """Whether the samples are of the policy as it is now, so that it needs no old log-probs."""
+        without_old = self.on_policy or settings.bypasses
+        measures = without_old and "rollout_log_probs" in data.columns
+        width = data.column("responses").shape[1]
+        self.mismatch = MismatchGauge(width) if measures else None
+        self.correction_gauge = settings.correction.gauge()
+        self.loss = Loss(
+            "policy",
+            self.compute,
+            self._columns(data),
+            Wanted(settings.temperature, entropy=config.entropy_coeff != 0),
+            self.metrics,
+        )
+
+    def _columns(self, data: DataProto) -> list[str]:
+        settings = self.settings
+        names = ["advantages", *([ROUTED] if settings.replays_routing else [])]
+        if settings.config.use_kl_loss:
+            names.append("ref_log_prob")
+        if self.mismatch is not None:
+            names.append("rollout_log_probs")
+        if settings.bypasses:
+            names.append(drawn_from(data.columns))
+        elif settings.correction.weighs:
+            names.append("rollout_is_weights")
+        if not (self.on_policy or settings.bypasses):
+            names.append("old_log_probs")
+        if settings.chooses_tokens:
+            names.append("chosen_tokens")
+        return list(dict.fromkeys(names))
+
+    def compute(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the micro-batch's share of the loss, and of its metrics."""
+        config, mask = self.settings.config, columns["response_mask"]
+        divisors: Denominators = {
+            **batch.denominators,
+            "loss_scale_factor": config.loss_scale_factor,
+        }
+
+        log_probs = outputs["log_probs"].detach()
+        if self.mismatch is not None:
+            self.mismatch.add(columns["rollout_log_probs"], log_probs, mask)
+
+        # a batch of the policy's own samples has no old log-probs: they are these
+        old_log_probs = columns.get("old_log_probs", log_probs)
+        weights = columns.get("rollout_is_weights")
+        if self.settings.bypasses:
+            old_log_probs = columns[drawn_from(columns)]
+            # rejected tokens stay in the denominators, which the mini-batch has counted
+            weights, mask = self.settings.correction(
+                log_probs, old_log_probs, mask, self.correction_gauge
+            )
+
+        chosen: dict[str, Any] = {}
+        if self.settings.chooses_tokens:
+            chosen["chosen_tokens"] = columns["chosen_tokens"]
+        loss, metrics = self.settings.policy_loss(
+            old_log_prob=old_log_probs,
+            log_prob=outputs["log_probs"],
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            config=config,
+            rollout_is_weights=weights,
+            **chosen,
+            **divisors,
+        )
+
+        metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
+        metrics["pg_loss"] = loss
+
+        if config.entropy_coeff != 0:
+            metrics["entropy"] = agg_loss(
+                outputs["entropys"], mask, config.loss_agg_mode, **divisors
+            )
+            loss = loss - self.entropy_coeff * metrics["entropy"]
+        if config.target_entropy is not None:  # it steers the weight, whatever the aggregation
+            metrics["token_entropy"] = agg_loss(outputs["entropys"], mask, "token-mean", **divisors)
+        if config.use_kl_loss:
+            kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
+            metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
+            loss = loss + config.kl_loss_coef * metrics["kl_loss"]
+        return loss, metrics
+
+    def metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+        """Return what the gauges have measured over the ranks of `group`; collective."""
+        found: dict[str, float] = {}
+        if self.mismatch is not None:
+            self.mismatch.all_reduce(group)
+            found |= self.mismatch.metrics()
+        if self.settings.bypasses:
+            self.correction_gauge.all_reduce(group)
+            found |= self.correction_gauge.metrics()
+        return found

@@ -1,0 +1,55 @@
+"""A loss by name: what a training engine computes gradients of.
+
+    loss = Loss("lm", compute, columns=("weights",))
+    engine.forward_backward(batch, budget, loss)
+
+`compute(outputs, columns, batch)` gets the model's outputs of a micro-batch, the micro-batch's
+columns, and the counts of the whole mini-batch. It returns the micro-batch's share of the loss, and
+of every metric. Shares are sums, divided by counts of the whole mini-batch: they add up over
+micro-batches and ranks, so neither the cut nor the number of ranks changes a result beyond float
+rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.losses.lm import compute_lm_loss
+from workers.training.lm_head import DEFAULT, Wanted
+from workers.training.microbatch import Columns, MiniBatch
+
+LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A named loss, and what it reads."""
+
+    name: str
+    compute: LossFn
+    columns: Sequence[str] = ()
+    """Columns that it reads beside tokens and masks."""
+    wanted: Wanted = DEFAULT
+    """What it asks of the model beside log-probs."""
+    measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
+    """Return what gauges measured in its passes, over the ranks of a group."""
+    is_balanced: bool = True
+    """Whether a mixture of experts adds its load-balancing loss to it."""
+
+
+def lm_loss(coef: float = 1.0, metric: str = "loss", **settings: Any) -> Loss:
+    """Return the language-model loss, `coef` times; the metric is the loss itself."""
+
+    def compute(
+        outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = columns["response_mask"]
+        loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
+        return coef * loss, {metric: loss}
+
+    return Loss("lm", compute, **settings)

@@ -1,0 +1,69 @@
+"""One update of a model: epochs over mini-batches, composed of `forward_backward` and `optim_step`.
+
+metrics = update(engine, data, loss, mini_batch_size=64, budget=Budget(rows=8), epochs=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workers.training.loss import Loss
+from workers.training.microbatch import Budget, all_reduce, count_mini_batches
+from workers.training.moved import count_moved, moved_share, sample_weights
+from workers.training.optim import StepSettings
+from workers.training.shuffle import order_columns, passes_over, steps_over
+
+if TYPE_CHECKING:
+    from verl_like.batch.protocol import DataProto
+    from workers.training.engine import TrainEngine
+
+Metrics = dict[str, float]
+
+
+def update(
+    engine: TrainEngine,
+    data: DataProto,
+    loss: Loss,
+    *,
+    mini_batch_size: int,
+    budget: Budget,
+    epochs: int = 1,
+    shuffle_seed: int | None = None,
+    beside: Sequence[tuple[DataProto, Loss]] = (),
+) -> Metrics:
+    """Take one optimizer step per mini-batch and epoch, then move the learning rate's schedule.
+
+    With a seed the samples are reshuffled for every epoch. Each step also adds the gradient of its
+    share of the batches `beside`, which have losses of their own. The metrics are means over the
+    steps that were not skipped.
+    """
+    rows = engine.take(data, (*loss.columns, *order_columns(shuffle_seed)))
+    others = [(engine.take(more, own.columns), own) for more, own in beside]
+    update_call = engine.scheduler.num_steps
+    before = sample_weights(engine.parameters()) if update_call == 0 else None
+
+    count = count_mini_batches(rows.total, mini_batch_size)
+    orders = passes_over(rows, epochs, shuffle_seed, update_call)
+    steps: list[Metrics] = []
+    with engine.running(engine.optimizer):
+        for batch, more in steps_over(orders, count, others, engine.groups.data, engine.device):
+            metrics = engine.forward_backward(batch, budget, loss)
+            for other, own in more:
+                metrics |= engine.forward_backward(other, budget, own)
+            steps.append(metrics | engine.optim_step(StepSettings(ends_update=False)))
+
+    taken = [step for step in steps if not step["skipped_steps"]]
+    result = _means(taken or steps)
+    result["lr"] = engine.scheduler.lr
+    result["skipped_steps"] = float(len(steps) - len(taken))
+    if before is not None and taken:
+        counts = count_moved(before, engine.parameters(), engine.device)
+        counts = all_reduce(counts, engine.groups.world)
+        result["moved_share"] = moved_share(*counts.tolist(), engine.scheduler.lr)
+    engine.scheduler.step()
+    return result
+
+
+def _means(steps: Sequence[Metrics]) -> Metrics:
+    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
