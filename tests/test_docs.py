@@ -1,5 +1,4 @@
-"""The README and the docs hold: their Python runs, their commands compose, their pools have room,
-their quotes are true.
+"""What the README and the docs show works: Python blocks run, commands compose, quotes are true.
 
 The ```python blocks of one page share their names.
 """
@@ -83,7 +82,7 @@ def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
     assert [part for part in quoted if part.strip() not in code] == []
 
 
-TYPED = (
+COMPLAINTS = (
     "CUDA out of memory",
     "OOM",
     "stuck",
@@ -95,12 +94,12 @@ TYPED = (
     "response length",
     "slow",
 )
+"""Words that people type into a search when a run goes wrong."""
 
 
-def test_a_search_for_what_people_type_leads_to_a_heading_of_troubleshooting() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    headings = "\n".join(re.findall("^## .*", text, re.M)).lower()
-    assert [words for words in TYPED if words.lower() not in headings] == []
+def test_troubleshooting_contains_the_words_that_people_search_for() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").lower()
+    assert [words for words in COMPLAINTS if words.lower() not in text] == []
 
 
 def load_and_plan(*arguments: Any) -> Any:
@@ -128,12 +127,6 @@ def test_the_python_blocks_run(
             line = text.count("\n", 0, match.start("code"))
             code = "\n" * line + match["code"]
             exec(compile(code, str(path), "exec", dont_inherit=True), space)
-
-
-def test_the_first_run_of_ones_own_is_fifteen_lines() -> None:
-    text = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
-    (listing,) = [match["code"] for match in BLOCK.finditer(text)]
-    assert len(listing.splitlines()) <= 15
 
 
 @pytest.mark.parametrize("page", ["troubleshooting.md", "reading_the_report.md"])

@@ -29,3 +29,10 @@ def test_the_layout_is_one_page_and_names_every_folder_of_a_package() -> None:
     ]
     names = [str(path.relative_to(ROOT)) for path in folders if (path / "__init__.py").is_file()]
     assert [name for name in names if f"`{name}/`" not in page] == []
+
+
+def test_the_index_links_to_every_page() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\((\w+\.md)", index)) | {"index.md"}
+    assert {page.name for page in docs.glob("*.md")} - linked == set()
