@@ -37,7 +37,6 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.detached.recipe import DETACHED
 from trainer.migrate import verl
-from trainer.migrate.systems import migrate
 from trainer.migrate.table import doc_rows
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
@@ -550,20 +549,6 @@ def _joined(names: list[str]) -> str:
     )
 
 
-def listing_table(system: str, name: str) -> str:
-    """A listing beside ours, and the command that it becomes."""
-    text = (DOCS / "data" / "listings" / f"{name}.txt").read_text("utf-8")
-    (done,) = migrate(system, text)
-    command = f"```text\n{done.command()}\n```"
-    if not done.lines:
-        return f"```text\n{text.rstrip()}\n```\n\nbecomes\n\n{command}"
-    lines: dict[str, list[str]] = {}
-    for line, said in done.lines:
-        lines.setdefault(said, []).append(f"`{line}`")
-    rows = [[" ".join(dict.fromkeys(those)), said] for said, those in lines.items()]
-    return f"{command}\n\n{_list(rows)}"
-
-
 def axes_table() -> str:
     """What goes with what; a layout that goes with nothing stands below."""
     alone = {layout: words for (beside, layout), words in axes.REFUSED.items() if not beside}
@@ -615,19 +600,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "coati": (
         "coming_from_colossalchat.md",
         partial(migration_table, partial(doc_rows, "coati", "--")),
-    ),
-    "listing-split_placement": (
-        "coming_from_verl.md",
-        partial(listing_table, "verl", "split_placement"),
-    ),
-    "listing-makers_and_trainers": (
-        "coming_from_colossalchat.md",
-        partial(listing_table, "coati", "makers_and_trainers"),
-    ),
-    "listing-chatgpt": ("coming_from_chatgpt.md", partial(listing_table, "chatgpt", "chatgpt")),
-    "listing-train_ppo_ray": (
-        "coming_from_openrlhf.md",
-        partial(listing_table, "openrlhf", "train_ppo_ray"),
     ),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),

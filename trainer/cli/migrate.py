@@ -1,4 +1,4 @@
-"""usage: verl-like migrate verl|openrlhf|trl|coati|chatgpt SCRIPT-OR-COMMAND [ARGUMENT ...]
+"""usage: verl-like migrate verl|openrlhf|trl|colossalchat|chatgpt SCRIPT-OR-COMMAND [ARGUMENT ...]
 
 Runs a shell script in a sandbox where nothing trains, and prints every training that it would have
 started as a command of ours: variables, loops and files are the shell's business, arguments behind
@@ -10,8 +10,7 @@ command sets. A command that would be another experiment here is refused.
   NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, train_sft, _rm, _dpo
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo, kto; or a YAML
-  verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
-  verl-like migrate chatgpt listing.py                     Python, line by line; verl, coati, too
+  verl-like migrate colossalchat mmmt_prompt.sh            train_prompts, 1mmt_prompt, mmmt_prompt
   verl-like migrate verl python3 -m verl.trainer.main_ppo data.train_files=x ...
                                                            words of a command: no sandbox is needed
 """

@@ -18,7 +18,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
 from trainer.detached.recipe import DETACHED
-from trainer.migrate import coati, listing, openrlhf, trl, verl
+from trainer.migrate import coati, openrlhf, trl, verl
 from trainer.migrate.record import SECRET, record, source_text
 from trainer.migrate.recorder import LAUNCHERS, Command, Recording
 from trainer.migrate.translation import Translation
@@ -43,11 +43,12 @@ class System:
 
 
 SYSTEMS: Mapping[str, System] = {
-    "verl": System("main_ppo", verl.translate, lambda text: listing.read("verl", text)),
+    "verl": System("main_ppo", verl.translate),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
     "trl": System("grpo, sft, reward, dpo, kto", trl.translate, trl.read_yaml),
-    "coati": System("train_prompts", coati.translate, lambda text: listing.read("chatgpt", text)),
-    "chatgpt": System("train_prompts", coati.translate, lambda text: listing.read("chatgpt", text)),
+    "coati": System("train_prompts", coati.translate),
+    "colossalchat": System("train_prompts", coati.translate),
+    "chatgpt": System("train_prompts", coati.translate),
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
     "ppo": PPO,

@@ -38,8 +38,6 @@ class Translation:
     """Flags without which the experiment would be another one: there is no translation."""
     joined: list[str] = field(default_factory=list)
     """Flags that a line about another one covers, or that do nothing in that run."""
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    """Line of a listing -> what it is here."""
     unread: list[str] = field(default_factory=list)
     """Settings that nothing would read in that run, left out of the command."""
     variables: Collection[str] = ()
@@ -84,7 +82,6 @@ class Translation:
         """The command, then a paragraph for every kind of flag that there is."""
         parts = [self.command()]
         for title, lines in (
-            ("Line by line", [f"{line} -> {here}" for line, here in self.lines]),
             ("Renamed", self.renamed),
             ("Their defaults that differ from ours", self._default_lines()),
             ("Part of the above, or without effect in that run", self.joined),

@@ -195,7 +195,7 @@ def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> No
         "trainer.val_only=True",
     ]
     with pytest.raises(
-        ConfigError, match="(?s)sharded by FSDP.*take tensor parallelism.*steps once"
+        ConfigError, match="(?s)sharded by FSDP.*take tensor parallelism.*verl-like eval"
     ):
         load_config([*NEEDED, *script])
 
