@@ -333,16 +333,17 @@ def of_one_gpu(makes: Makes) -> Iterator[Part]:
     yield makes.side("LOCAL_RANK fixed", 15, "fixed")
     yield makes.tests(60)
     yield makes.side("FSDP2 on a mesh of one", 50, "fsdp")
-    yield makes.side("memory", 90, "memory")
+    yield makes.side("memory", 60, "memory")
     yield makes.side("MFU, eager", 60, "mfu")
+    yield makes.side("profile of an update", 40, "profile")
     yield makes.side("hash, sampling, copies", 40, "micro")
     yield makes.side("decode", 50, "decode")
     seeded = {"samples": 4, "reads_weights": False}
     yield makes.run("GRPO 0.5B", 100, "0.5b", (*GRPO, EAGER), **seeded)
     yield makes.side("MFU, compiled", 80, "compiled", needs_gpu=True)
-    yield makes.run("GRPO 0.5B, compiled", 100, "0.5b", GRPO, needs_gpu=True, **seeded)
+    yield makes.run("GRPO 0.5B, compiled", 90, "0.5b", GRPO, needs_gpu=True, **seeded)
     yield makes.weights("0.5b")
-    yield makes.run("PPO 0.5B", 90, "0.5b", (*PPO, EAGER), samples=4)
+    yield makes.run("PPO 0.5B", 90, "0.5b", (*PPO, EAGER), samples=4, prompts=32, response=256)
 
 
 def of_several(makes: Makes) -> Iterator[Part]:

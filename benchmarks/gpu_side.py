@@ -78,16 +78,18 @@ def data_sheet() -> Any:
 def weights_from_a_seed() -> Iterator[None]:
     """Have engines that are built inside draw their weights on the device."""
     from workers.models.load import materialize
+    from workers.parallel.placements import local_part
 
     @torch.no_grad()
     def draw(module: Any, config: Any, head: str, device: torch.device, whole: Any = None) -> None:
         materialize(module, device)
         torch.manual_seed(0)
         for name, weight in module.named_parameters():
+            own = local_part(weight)  # a DTensor would draw other numbers than a plain tensor
             if weight.dim() > 1:
-                weight.normal_(0, 0.02)
+                own.normal_(0, 0.02)
             else:
-                weight.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                own.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
     with patch("workers.training.engine.load_weights", draw):
         yield
@@ -335,6 +337,70 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
         free(trial)
 
 
+def profile(trial: Trial) -> Iterator[Figure]:
+    """Where the GPU time of an update goes, and what is allocated when memory is at its peak."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    mini_batch = 4 if trial.tiny else 32
+    worker = actor(trial, "1.5b", 16384, mini_batch)
+    data = rows(trial, mini_batch)
+    worker.update_actor(data)
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (trial.device == "cuda")]
+    begin = time.perf_counter()
+    with profiler(activities=kinds) as trace:
+        worker.update_actor(data)
+        trial.synchronize()
+    yield "profiled update, s", time.perf_counter() - begin
+    events = [event for event in trace.key_averages() if event.self_device_time_total]
+    yield "GPU busy, s", sum(event.self_device_time_total for event in events) / 1e6
+    kernels = [event for event in events if event.device_type.name == "CUDA"]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    for number, event in enumerate(kernels[:30]):
+        yield (
+            f"kernel {number:02}, {event.key[:90]}",
+            f"{event.self_device_time_total / 1e3:.1f} ms in {event.count} calls",
+        )
+    del worker
+    free(trial)
+    if trial.device == "cuda":
+        yield from peak(trial, "1.5b", 4096, 8)
+
+
+def peak(trial: Trial, size: str, tokens: int, mini_batch: int) -> Iterator[Figure]:
+    """The largest allocations that are alive when an update has most memory, by where they came."""
+    worker = actor(trial, size, tokens, mini_batch)
+    data = rows(trial, mini_batch)
+    worker.update_actor(data)
+    torch.cuda.memory._record_memory_history(max_entries=500_000, stacks="python")
+    worker.update_actor(data)
+    trial.synchronize()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    alive: dict[int, tuple[int, str]] = {}
+    now = most = 0
+    at_peak: dict[int, tuple[int, str]] = {}
+    for event in snapshot["device_traces"][0]:
+        if event["action"] == "alloc":
+            lines = [
+                f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+                for frame in event.get("frames", [])
+                if "/torch/" not in frame["filename"]
+            ]
+            alive[event["addr"]] = event["size"], " < ".join(lines[:3])
+            now += event["size"]
+            if now > most:
+                most, at_peak = now, dict(alive)
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            now -= alive.pop(event["addr"])[0]
+    yield f"peak of {size}: above what stays, GiB", most / GIB
+    places: dict[str, int] = {}
+    for num_bytes, place in at_peak.values():
+        places[place] = places.get(place, 0) + num_bytes
+    for place, num_bytes in sorted(places.items(), key=lambda item: -item[1])[:12]:
+        yield f"peak of {size}: GiB from {place}", num_bytes / GIB
+
+
 def mfu_eager(trial: Trial) -> Iterator[Figure]:
     """Updates without a compiler, with and without recomputation."""
     yield from updates(
@@ -437,6 +503,7 @@ PARTS: dict[str, Callable[[Trial], Iterator[Figure]]] = {
     "memory": memory,
     "mfu": mfu_eager,
     "compiled": mfu_compiled,
+    "profile": profile,
     "micro": micro,
     "decode": decode,
 }

@@ -263,7 +263,7 @@ def test_no_part_begins_after_the_time_for_all_of_them(hour: ModuleType, tmp_pat
     assert "only 1 s were left" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
-QUICK_PARTS = ("machine", "trap", "fixed", "fsdp", "memory", "micro", "decode")
+QUICK_PARTS = ("machine", "trap", "fixed", "fsdp", "memory", "profile", "micro", "decode")
 """Without those that only multiply matrices for longer."""
 
 

@@ -80,6 +80,7 @@ from workers.training.microbatch import (
 )
 from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
+from workers.training.on_gpu import prepare_gpu_process
 from workers.training.optim import (
     CONFIGURED,
     Schedule,
@@ -152,6 +153,8 @@ class TrainEngine:
         self.device = worker.device
         if self.device.type == "cpu":
             prepare_cpu_process()
+        else:
+            prepare_gpu_process()
 
         self.dims = dims_of(worker.world_size, self.sharding)
         self.groups = Groups(self.dims, self.device)
