@@ -230,9 +230,7 @@ def local_rank_fixed(trial: Trial) -> Iterator[Figure]:
 
 def fsdp(trial: Trial) -> Iterator[Figure]:
     """FSDP2 on a mesh of one rank, beside the plain module: most of what eight GPUs execute."""
-    size, mini_batch, tokens = "0.5b", 8, 4096
-    if trial.tiny:
-        tokens = 2 * (PROMPT + RESPONSE)
+    size, mini_batch, tokens = "0.5b", 2 if trial.tiny else 8, 4096
     data = rows(trial, mini_batch)
     begin = time.perf_counter()
     worker = actor(trial, size, tokens, mini_batch)

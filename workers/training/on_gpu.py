@@ -16,5 +16,8 @@ def prepare_gpu_process() -> None:
     Passes of unequal length leave holes in segments of a fixed size: on an H100, 7.1 of 79 GiB were
     reserved and unusable when an update of a 1.5B model ran out of memory.
     """
-    if not any(name in os.environ for name in USER_SETTINGS):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if any(name in os.environ for name in USER_SETTINGS):
+        return
+    by_accelerator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    set_allocator = by_accelerator or torch.cuda.memory._set_allocator_settings
+    set_allocator("expandable_segments:True")
