@@ -15,11 +15,11 @@ def prepare_cpu_process() -> None:
 
     The allocator of a process that is not ours, such as a notebook's, stays as it is.
     """
-    from workers.cpu.allocator import LARGEST_OF_RANK, keep_freed_memory
+    from workers.cpu.allocator import keep_freed_memory
     from workers.cpu.onednn import limit_kernel_caches
 
     if OWN_PROCESS in os.environ:
-        keep_freed_memory(LARGEST_OF_RANK)
+        keep_freed_memory()
     limit_kernel_caches()
 
 

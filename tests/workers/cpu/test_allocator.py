@@ -52,7 +52,7 @@ def test_buffers_of_syncs_do_not_lengthen_the_heap() -> None:
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_the_allocator_of_a_notebook_stays(is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
-    monkeypatch.setattr(allocator, "keep_freed_memory", called.append)
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: called.append(1))
     monkeypatch.delenv(OWN_PROCESS, raising=False)
     if is_ours:
         monkeypatch.setenv(OWN_PROCESS, "1")

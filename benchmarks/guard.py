@@ -1,0 +1,388 @@
+"""The speed guard of CI: five of our times over floors that are measured in the same run.
+
+    python benchmarks/guard.py                 # print a table; exit with 1 if a ratio is too large
+    python benchmarks/guard.py --only grpo     # one of: grpo, sft, echo, call, start
+    python benchmarks/guard.py --record        # write the ratios of this run to guard.json
+
+    ratio   ours                                           floor
+    grpo    update and generation of a default GRPO step   the products of its linear layers
+    sft     an SFT step on full rows                       the products of its linear layers
+    echo    a batch to two workers on Ray and back         the same columns through two bare actors
+    call    an empty call of a group of two workers        an empty call of two bare actors
+    start   a run up to its first step                     imports of torch and transformers
+
+Ours and the floor take turns, and the least time of each counts, so neither the machine nor its
+neighbours matter. A ratio fails above 1.25 times the one in guard.json, in three tries. Where the
+floor itself varies by more than a factor of two, the machine is too loaded to tell: that is a
+warning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sides import ENV, HERE, ask, full_rows
+
+RECORD = HERE / "guard.json"
+TOLERANCE = 1.25
+"""How many times the recorded ratio a ratio may be."""
+LOADED = 2.0
+"""The largest spread of a floor's times on a machine that can tell."""
+TRIES = 3
+PROMPT, RESPONSE, NUM_ROWS = 16, 32, 256
+Work = Callable[[], Any]
+Times = dict[str, list[float]]
+"""`ours` and `floor`, in seconds, a round each."""
+
+
+def alternate(ours: Work, floor: Work, rounds: int, least_s: float = 0.05) -> Times:
+    """Run both in turn; a round repeats each of them for at least `least_s` seconds."""
+    ours(), floor()
+    times: Times = {"ours": [], "floor": []}
+    for _ in range(rounds):
+        for name, work in (("ours", ours), ("floor", floor)):
+            count, begin = 0, time.perf_counter()
+            while count == 0 or time.perf_counter() - begin < least_s:
+                work()
+                count += 1
+            times[name].append((time.perf_counter() - begin) / count)
+    return times
+
+
+# ---------------------------------------------------------------------------------------------
+# Training and generation
+# ---------------------------------------------------------------------------------------------
+
+
+def products(module: Any, num_tokens: int, num_reads: int, trains: bool) -> Work:
+    """The products of a module's linear layers; the head multiplies `num_reads` tokens."""
+    import torch
+
+    looked_up = {id(module.get_input_embeddings().weight)}
+    head = module.get_output_embeddings().weight
+    weights = [w for w in module.parameters() if w.dim() == 2 and id(w) not in looked_up]
+    weights = [w.detach() for w in weights]
+    operands = []
+    for weight in weights:
+        rows = num_reads if weight.data_ptr() == head.data_ptr() else num_tokens
+        states, grads = torch.randn(rows, weight.shape[1]), torch.randn(rows, weight.shape[0])
+        outputs = torch.empty_like(grads), torch.empty_like(states), torch.empty_like(weight)
+        operands.append((weight, states, grads, outputs))
+
+    def multiply() -> None:
+        for weight, states, grads, (forward, of_states, of_weight) in operands:
+            torch.mm(states, weight.t(), out=forward)
+            if trains:
+                torch.mm(grads, weight, out=of_states)
+                torch.mm(grads.t(), states, out=of_weight)
+
+    return multiply
+
+
+def grpo(folder: Path) -> Times:
+    """The update and the generation of 256 samples."""
+    import torch
+    from grpo_side import make
+
+    from verl_like.batch.protocol import DataProto
+    from workers.config import (
+        ActorRolloutRefConfig,
+        ModelConfig,
+        OptimConfig,
+        RolloutConfig,
+        RolloutCorrectionConfig,
+        WorkersConfig,
+    )
+    from workers.roles.actor import ActorWorker
+    from workers.rollout.base import EngineLimits, SamplingParams
+    from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.sample import Sample
+
+    make(folder)
+    policy = ActorRolloutRefConfig(
+        model=ModelConfig(path=str(folder / "fixed")), rollout=RolloutConfig(n=1)
+    )
+    policy.actor.optim = OptimConfig(lr=1e-3)
+    policy.actor.ppo_mini_batch_size = NUM_ROWS
+    worker = ActorWorker(
+        WorkersConfig(
+            actor_rollout_ref=policy,
+            data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
+            trainer=SimpleNamespace(device="cpu", seed=0),
+            algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
+        )
+    )
+    worker.init_model(1000)
+    drawn = ("old_log_probs", "advantages")
+    data = DataProto.from_dict(full_rows(NUM_ROWS, PROMPT, RESPONSE, range(6, 60), drawn, -4.2))
+    data.meta_info["on_policy"] = True
+
+    module = worker.engine.module
+    engine = NativeEngine(module, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
+    engine.commit(0)
+    prompts = data.batch["prompts"].tolist()
+    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=())
+    samples = [Sample(prompt, key) for key, prompt in enumerate(prompts)]
+
+    num_tokens, num_reads = NUM_ROWS * (PROMPT + RESPONSE), NUM_ROWS * RESPONSE
+    of_update = products(module, num_tokens, num_reads, trains=True)
+    of_prompts = products(module, NUM_ROWS * PROMPT, NUM_ROWS, trains=False)
+    of_token = products(module, NUM_ROWS, NUM_ROWS, trains=False)
+
+    def step() -> None:
+        with torch.no_grad():
+            engine.generate(samples, sampling)
+        worker.update_actor(data)
+
+    def floor() -> None:
+        of_update()
+        of_prompts()
+        for _ in range(RESPONSE - 1):
+            of_token()
+
+    return alternate(step, floor, rounds=6)
+
+
+def sft(folder: Path) -> Times:
+    """An SFT step on 64 rows of 40 tokens, as `bench_recipes.py` has them."""
+    from recipes_side import KINDS, make, our_step
+
+    make(folder)
+    rows = json.loads((folder / "rows.json").read_text("utf-8"))[KINDS[0]]
+    step, module = our_step_and_module(our_step, folder, rows)
+    num_tokens = 64 * 40
+    floor = products(module, num_tokens, 64 * 32, trains=True)
+    return alternate(step, floor, rounds=10)
+
+
+def our_step_and_module(our_step: Any, folder: Path, rows: Any) -> tuple[Work, Any]:
+    """The step of `recipes_side.py`, and the module that it trains."""
+    from workers.training.engine import TrainEngine
+
+    engines: list[Any] = []
+    build = TrainEngine.build
+
+    def noting_build(self: Any, *args: Any, **more: Any) -> None:
+        engines.append(self)
+        build(self, *args, **more)
+
+    TrainEngine.build = noting_build  # type: ignore[method-assign]
+    step = our_step("sft", folder, rows)
+    return lambda: step(1), engines[0].module
+
+
+# ---------------------------------------------------------------------------------------------
+# Calls on Ray
+# ---------------------------------------------------------------------------------------------
+
+
+def on_ray() -> tuple[Any, Any]:
+    """A group of two workers, and two bare actors with the same methods."""
+    import ray
+
+    from verl_like import ClassWithInitArgs, DataProto, Dispatch, Worker, register
+    from verl_like.backends.ray.group import RayWorkerGroup
+    from verl_like.backends.ray.pools import RayResourcePool
+
+    class Role(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+        def echo(self, data: DataProto) -> DataProto:
+            return data
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def empty(self) -> None: ...
+
+    class Bare:
+        def echo(self, columns: dict[str, Any]) -> dict[str, Any]:
+            return columns
+
+        def empty(self) -> None: ...
+
+    ray.init(num_cpus=4, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), ClassWithInitArgs(Role))
+    actors = [ray.remote(Bare).remote() for _ in range(2)]
+    ray.get([actor.empty.remote() for actor in actors])
+    return group, actors
+
+
+def echo(folder: Path) -> Times:
+    """27 MB of columns, split over two workers, and concatenated again."""
+    import numpy as np
+    import ray
+    from core_side import columns
+
+    from verl_like import DataProto
+
+    group, actors = on_ray()
+    tensors = columns(1024, 512)
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    batch = DataProto.from_dict(tensors)
+
+    def floor() -> None:
+        halves = [
+            {name: array[rows] for name, array in arrays.items()}
+            for rows in (slice(0, 512), slice(512, 1024))
+        ]
+        echoed = [actor.echo.remote(half) for actor, half in zip(actors, halves, strict=True)]
+        back = ray.get(echoed)
+        for name in arrays:
+            np.concatenate([half[name] for half in back])
+
+    return alternate(lambda: group.echo(batch), floor, rounds=8, least_s=0.3)
+
+
+def call(folder: Path) -> Times:
+    """An empty call and its answers."""
+    import ray
+
+    group, actors = on_ray()
+
+    def floor() -> None:
+        ray.get([actor.empty.remote() for actor in actors])
+
+    return alternate(group.empty, floor, rounds=8, least_s=0.3)
+
+
+# ---------------------------------------------------------------------------------------------
+# The start of a run
+# ---------------------------------------------------------------------------------------------
+
+IMPORTS = "import torch, tensordict, transformers.models.qwen2.modeling_qwen2"
+
+
+def start(folder: Path) -> Times:
+    """From the start of the process to the first step of a local run of the tiny model."""
+    from bench_start import CHECKOUT, bare, until_ready
+
+    make_tiny = ["-P", "-m", "trainer.cli.main", "make-tiny", str(folder)]
+    environment = ENV | {"PYTHONPATH": str(CHECKOUT)}
+    subprocess.run(
+        [sys.executable, *make_tiny], check=True, env=environment, stdout=subprocess.DEVNULL
+    )
+    ours, floor = until_ready("local", folder), bare(IMPORTS)
+    times: Times = {"ours": [], "floor": []}
+    for number in range(3):
+        run, imports = ours()["seconds"], floor()["seconds"]
+        if number > 0:  # the first one reads the files from disk
+            times["ours"].append(run)
+            times["floor"].append(imports)
+    return times
+
+
+# ---------------------------------------------------------------------------------------------
+# The verdict
+# ---------------------------------------------------------------------------------------------
+
+MEASURES: dict[str, Callable[[Path], Times]] = {
+    "grpo": grpo,
+    "sft": sft,
+    "echo": echo,
+    "call": call,
+    "start": start,
+}
+
+
+def ratio_of(times: Times) -> float:
+    """The least of our times over the least of the floor's."""
+    return min(times["ours"]) / min(times["floor"])
+
+
+def spread_of(times: Times) -> float:
+    """How much the floor varies."""
+    return max(times["floor"]) / min(times["floor"])
+
+
+def verdict(ratio: float, spread: float, recorded: float) -> str:
+    """ok, SLOWER, or LOADED where the machine cannot tell."""
+    if ratio <= TOLERANCE * recorded:
+        return "ok"
+    return "LOADED" if spread > LOADED else "SLOWER"
+
+
+def row_of(name: str, recorded: float, measure: Callable[[str], Times]) -> dict[str, Any]:
+    """Measure until the ratio is fine, in three tries at most; the best try counts."""
+    best: dict[str, Any] = {}
+    for number in range(1, TRIES + 1):
+        times = measure(name)
+        ratio, spread = ratio_of(times), spread_of(times)
+        row = {
+            "name": name,
+            "ours_ms": 1e3 * min(times["ours"]),
+            "floor_ms": 1e3 * min(times["floor"]),
+            "spread": spread,
+            "ratio": ratio,
+            "recorded": recorded,
+            "verdict": verdict(ratio, spread, recorded),
+            "tries": number,
+        }
+        if not best or ratio < best["ratio"]:
+            best = row
+        best["tries"] = number
+        if best["verdict"] == "ok":
+            break
+    return best
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'':8}{'ours ms':>10}{'floor ms':>10}{'ratio':>8}{'limit':>8}{'spread':>8}  verdict")
+    for row in rows:
+        limit = TOLERANCE * row["recorded"]
+        times = f"{row['ours_ms']:>10.1f}{row['floor_ms']:>10.1f}"
+        tries = f", {row['tries']} tries" if row["tries"] > 1 else ""
+        ratios = f"{row['ratio']:>8.2f}{limit:>8.2f}{row['spread']:>8.2f}"
+        print(f"{row['name']:8}{times}{ratios}  {row['verdict']}{tries}", flush=True)
+
+
+def in_own_process(name: str) -> Times:
+    """The times of one measure, from a process of one thread."""
+    times: Times = ask(sys.executable, __file__, "--measure", name)
+    return times
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", choices=MEASURES)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ.setdefault("VERL_LIKE_PROCESS", "1")
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(MEASURES[options.measure](Path(folder))), flush=True)
+        os._exit(0)  # without waiting for Ray's processes
+
+    recorded = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+    rows = []
+    for name in options.only or MEASURES:
+        limit = float("inf") if options.record else recorded[name]
+        rows.append(row_of(name, limit, in_own_process))
+    show(rows)
+    if options.record:
+        recorded |= {row["name"]: round(row["ratio"], 3) for row in rows}
+        RECORD.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+        return
+    if loaded := [row["name"] for row in rows if row["verdict"] == "LOADED"]:
+        print(f"warning: this machine is too loaded to tell: {', '.join(loaded)}")
+    if slower := [row["name"] for row in rows if row["verdict"] == "SLOWER"]:
+        sys.exit(f"slower than {TOLERANCE} times the record: {', '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()
