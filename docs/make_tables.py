@@ -31,8 +31,8 @@ from cards import (
 )
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
-from trainer.cli.explain import field_docs, said_of
-from trainer.config.keys import Key, config_keys, leaf_keys, read
+from trainer.cli.explain import said_of
+from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.detached.recipe import DETACHED

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from trainer.run_folder.result import RunResult
 
 C = TypeVar("C", bound=RunConfig)
+COMPLETION = "(install|uninstall|query)=(bash|fish|zsh)"
+"""What Hydra's completion is asked for; it has a plugin for each of these shells."""
+COMPLETION_USAGE = "install=SHELL, uninstall=SHELL or query=SHELL, with bash, fish or zsh"
 
 
 def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
@@ -49,6 +53,11 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
     `given` are settings below the user's; of those that nothing reads are no error.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
+        if not any(re.fullmatch(COMPLETION, argument) for argument in arguments):
+            sys.exit(
+                f"error: -sc needs {COMPLETION_USAGE}. To have tab completion in bash: "
+                'eval "$(verl-like -sc install=bash)"'
+            )
         register(recipe, recipe.schema)
         hydra.main(str(recipe.config_dir), recipe.config_name, version_base="1.3")(print)()
         return
@@ -104,8 +113,9 @@ def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namesp
     known = known_settings(settings, recipe)
     tree = compose_tree(known, recipe)
     recipe.load_registries()  # the comments list the registered names
-    left_out = set() if options.cfg == "all" else left_out_of(tree, keys_of(known), recipe)
-    print(annotated_yaml(tree, recipe.schema, options.resolve, left_out), end="")
+    all_keys = options.cfg == "all"
+    left_out = set() if all_keys else left_out_of(tree, keys_of(known), recipe)
+    print(annotated_yaml(tree, recipe.schema, options.resolve, left_out, all_keys), end="")
 
 
 def load_in_words(recipe: Recipe[C], settings: Sequence[str], given: Sequence[str]) -> C:

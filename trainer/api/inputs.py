@@ -21,7 +21,8 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
-FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".gz")
+FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
+"""Of file names in a list; a list of other texts is data."""
 DATA_SOURCE = "prompts"
 """The `data_source` of prompts that have none: a word in validation metrics."""
 

@@ -17,16 +17,13 @@ the PPO run in RUN_DIR, how long a step will take and what limits it.
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
 import inspect
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config.devices import devices_of
-from trainer.config.keys import config_keys, leaf_keys, read
+from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.detached.config import DetachedConfig
@@ -164,31 +161,6 @@ def _show(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
-
-
-@functools.cache
-def field_docs(schema: type = PPOConfig, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> the docstring under its field."""
-    docs: dict[str, str] = {}
-    for cls in reversed(schema.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-        assert isinstance(body, ast.ClassDef), f"{cls} is a class"
-        docs |= {prefix + name: text for name, text in _documented(body.body)}
-    for key in config_keys(schema):
-        if key.is_section and "." not in key.name:
-            docs |= field_docs(key.kind, f"{prefix}{key.name}.")
-    return docs
-
-
-def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """(field, docstring) of the annotated assignments that a string follows."""
-    for field, after in zip(statements, statements[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-        ):
-            yield field.target.id, inspect.cleandoc(ast.literal_eval(after.value))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -62,6 +62,7 @@ COMMANDS = {
 }
 """Command -> its recipe, or a function of its arguments; the module's docstring is its help."""
 ASKS_FOR_HELP = {"-h", "--help"}
+PREFERENCE_LOSSES = {"hinge", "ipo", "kto", "orpo", "simpo"}
 
 
 def main() -> None:
@@ -70,7 +71,7 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if only_prints(command, arguments):
         end_with_the_reader()
-    if command in ASKS_FOR_HELP:
+    if command in ASKS_FOR_HELP or [command, *arguments] == ["help"]:
         print(fit((__doc__ or "").rstrip(), terminal_width()))
     elif command == "--version":
         from importlib.metadata import version
@@ -82,14 +83,25 @@ def main() -> None:
         os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(" ppo", "", 1)
         main_ppo.main()
     elif command not in COMMANDS:
-        from verl_like.errors import nearest
-
-        hint = nearest(command, COMMANDS)
-        sys.exit(f"verl-like: no command {command!r}.{hint}\n{__doc__}")
+        sys.exit(f"verl-like: no command {command!r}.{hint_for(command)}\n{__doc__}")
     elif ASKS_FOR_HELP & set(arguments):
         print(fit(help_of(command), terminal_width()))
     else:
         _run(command, arguments)
+
+
+def hint_for(name: str) -> str:
+    """Return a sentence about the command that the user may have meant, or ""."""
+    from verl_like.errors import nearest
+
+    presets = Path(__file__).resolve().parents[1] / "ppo" / "algorithm"
+    if (presets / f"{name}.yaml").is_file():
+        return f" Use: verl-like ppo algorithm={name}"
+    if name in PREFERENCE_LOSSES:
+        return f" Use: verl-like dpo loss={name}"
+    if name == "train":
+        return " Use: verl-like ppo"
+    return nearest(name, COMMANDS)
 
 
 def help_of(command: str) -> str:

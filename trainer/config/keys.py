@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +79,7 @@ class Key:
         if rules.above is not None:
             words.append(f"above {rules.above:g}")
         if rules.at_least is not None:
-            words.append(f"{rules.at_least:g} or {'above' if self.kind is float else 'more'}")
+            words.append(f"{rules.at_least:g} or more")
         if rules.at_most is not None:
             words.append(f"at most {rules.at_most:g}")
         if rules.below is not None:
@@ -144,6 +148,26 @@ def _never_read(key: Key, reason: str) -> Key:
 def leaf_keys(schema: type) -> list[Key]:
     """The keys of a schema that have a value, without the sections."""
     return [key for key in config_keys(schema) if not key.is_section]
+
+
+@functools.cache
+def field_docs(schema: type, prefix: str = "") -> dict[str, str]:
+    """Return the docstring under each field of a schema, by dotted key."""
+    docs: dict[str, str] = {}
+    for cls in reversed(schema.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef), f"{cls} is a class"
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+            ):
+                docs[prefix + field.target.id] = inspect.cleandoc(ast.literal_eval(after.value))
+    for key in config_keys(schema):
+        if key.is_section and "." not in key.name:
+            docs |= field_docs(key.kind, f"{prefix}{key.name}.")
+    return docs
 
 
 def path_to(schema: type, name: str) -> list[Key]:

@@ -33,9 +33,9 @@ class DataConfig:
     train_files: Any = key(
         "",
         allows="a file, a list, or a number",
-        required="give a parquet or JSONL file, or a list of them",
+        required="give a parquet, JSONL or CSV file, or a list of them",
     )
-    """Parquet or JSONL files in verl's schema; a number of games whose environment says all."""
+    """Parquet, JSONL or CSV files in verl's schema, or a number of games of an environment."""
     val_files: Any = key(
         "",
         allows="a file, a list, or a number",

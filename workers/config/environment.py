@@ -52,12 +52,12 @@ class EnvironmentConfig:
     """
     failed_reward: float | None = key(
         None,
-        allows="a number, or null to leave them out",
+        allows="a number",
         read_when=PLAYS,
         may_change_on_resume=True,
     )
-    """Reward of trajectories whose environments fail, in place of leaving them out. Set it below
-    every reward of the game.
+    """Reward of trajectories whose environments fail; null leaves them out. Set it below every
+    reward of the game.
     """
     max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
     """Share of failed trajectories in a batch above which the run ends; 1: never."""

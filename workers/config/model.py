@@ -174,7 +174,9 @@ class ModelConfig:
     """A Hugging Face model folder and how it is loaded."""
 
     path: str = key(
-        "", allows="a folder or a name", required="give the folder of a model with its tokenizer"
+        "",
+        allows="a folder or a name",
+        required="give a folder with a model and its tokenizer, or a name on the Hugging Face hub",
     )
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)

@@ -288,7 +288,7 @@ class PTXConfig:
     """Rows whose language-model loss is trained with the policy's: InstructGPT's PPO-ptx."""
 
     train_files: Any = key("", allows="a file, or a list")
-    """Parquet or JSONL files of texts, prompts with responses, or chats."""
+    """Parquet, JSONL or CSV files of texts, prompts with responses, or chats."""
     coef: float = key(1.0, at_least=0)
     """Weight of that loss."""
     batch_size: int | None = key(None, above=0, hint="or null")

@@ -67,6 +67,7 @@ def test_rows_of_texts_and_chats_get_the_column_that_they_are() -> None:
 def test_texts_that_end_like_files_are_file_names() -> None:
     assert is_file_name("org/dataset")
     assert is_file_name([Path("a.parquet"), "b.jsonl"])
+    assert is_file_name(["a.csv", "b.csv"])
     assert not is_file_name(["a.parquet", "say a"])
     assert file_names([Path("a.parquet"), "b.jsonl"]) == ["a.parquet", "b.jsonl"]
 

@@ -185,6 +185,33 @@ def test_a_run_that_fails_ends_without_hydras_words(
     assert "Error executing job" not in err
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("grpo", "verl-like ppo algorithm=grpo"),
+        ("kto", "verl-like dpo loss=kto"),
+        ("train", "verl-like ppo"),
+        ("stf", "Did you mean 'sft'"),
+    ],
+)
+def test_a_word_that_is_no_command_gets_the_one_that_is_meant(word: str, meant: str) -> None:
+    assert meant in main.hint_for(word)
+
+
+def test_help_is_a_command_too(decoys: Path) -> None:
+    assert forked(decoys, "help").stdout == forked(decoys, "--help").stdout
+
+
+@pytest.mark.parametrize("arguments", [["-sc"], ["-sc", "install=tcsh"], ["sft", "-sc"]])
+def test_a_completion_that_there_is_none_for_ends_with_one_line(
+    decoys: Path, arguments: list[str]
+) -> None:
+    done = forked(decoys, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: -sc needs install=SHELL")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_tab_completes_keys(decoys: Path) -> None:
     done = forked(decoys, "-sc", "query=bash", COMP_LINE="verl-like ppo data.tr")
     assert done.stdout.split() == [

@@ -173,7 +173,7 @@ SETTINGS = [
     ),
     ("actor_rollout_ref.actor.optim.optimizer=AdmW", ["'AdmW'", "Did you mean 'AdamW'"]),
     ("actor_rollout_ref.actor.clip_ratio=-1", ["actor_rollout_ref.actor.clip_ratio=-1", "above 0"]),
-    ("critic.optim.lr=-1e-5", ["critic.optim.lr=-1e-05", "0 or above"]),
+    ("critic.optim.lr=-1e-5", ["critic.optim.lr=-1e-05", "0 or more"]),
     ("actor_rollout_ref.rollout.name=natve", ["rollout.name=natve", "Did you mean 'native'"]),
     (
         "trainer.logger=[wandbb]",
@@ -216,9 +216,9 @@ SETTINGS = [
     ),
     ("algorithm.running_norm=[reward]", ["rewards or advantages", "Did you mean 'rewards'"]),
     ("algorithm.pf_ppo.weight_pow=3", ["pf_ppo.weight_pow", "algorithm.use_pf_ppo is false"]),
-    ("algorithm.use_pf_ppo=true algorithm.pf_ppo.weight_pow=-1", ["weight_pow=-1.0", "0 or above"]),
+    ("algorithm.use_pf_ppo=true algorithm.pf_ppo.weight_pow=-1", ["weight_pow=-1.0", "0 or more"]),
     ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "from 0 to 1"]),
-    ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=-1", ["kl_coef=-1", "0 or above"]),
+    ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=-1", ["kl_coef=-1", "0 or more"]),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=luspo "
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",

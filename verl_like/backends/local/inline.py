@@ -1,8 +1,9 @@
-"""Calls in the caller's own process and thread: `breakpoint()` in a worker works.
+"""Calls in the caller's own process and thread, for pools of one process.
 
-A call runs when it is made; its future keeps the result or the error. Calls of several threads run
-in turn, whichever inline group they are for: they share the process's random state and environment.
-A call past the queue runs in a thread of its own, beside the others.
+`breakpoint()` works in their workers. A call runs when it is made; its future keeps the result or
+the error. Calls of several threads take turns, whichever inline group they are for, because they
+share the process's random state and environment. A call past the queue runs in a thread of its own,
+next to the others.
 """
 
 from __future__ import annotations
