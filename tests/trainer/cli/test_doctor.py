@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.requirements import Requirement
 
 from tests.programs import VERL_LIKE
 from trainer.cli import doctor, probes
@@ -71,19 +75,114 @@ def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyP
         "ray works",
         "local works",
         "CPUs",
-        "cards",
+        "GPUs",
+        "allocator",
         "memory",
         "shared memory",
     } <= set(lines)
 
 
-def test_cards_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_cards", lambda: ["NVIDIA H200 143771 MiB"])
-    monkeypatch.setattr(doctor, "_version", lambda package: "2.13.0+cpu")
-    (line,) = [str(finding) for finding in doctor.check_machine() if finding.subject == "cards"]
+NVIDIA_SMI = """\
+NVIDIA A100-SXM4-80GB, 81920 MiB, 550.54.15
+NVIDIA A100-SXM4-80GB, 81920 MiB, 550.54.15
+"""
+"""What `nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader` printed."""
+TORCH = Requirement("torch>=2.11,<2.14")
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the driver's tool print a text."""
+
+    def prints(text: str) -> None:
+        done = subprocess.CompletedProcess([], 0, text, "")
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+
+    return prints
+
+
+def test_a_driver_that_is_too_old_for_torch_fails_with_both_ways_out(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(NVIDIA_SMI)
+    monkeypatch.setattr(doctor, "cuda_of_torch", lambda: "13.0")
+    line = str(doctor.check_gpus(TORCH))
+    assert line.startswith("FAIL  GPUs          NVIDIA A100-SXM4-80GB 81920 MiB, NVIDIA A100")
+    assert "driver 550.54.15, but torch is built for CUDA 13.0, which needs driver 580" in line
+    assert "→ install the NVIDIA driver 580 or newer" in line
+    assert line.endswith("'torch<2.14,>=2.11' --index-url https://download.pytorch.org/whl/cu126")
+    nvidia_smi(NVIDIA_SMI.replace("550.54.15", "470.82.01"))
+    assert str(doctor.check_gpus(TORCH)).endswith("580 or newer, for CUDA 13")
+
+
+@pytest.mark.parametrize(("cuda", "driver"), [("12.6", "550.54.15"), ("13.0", "580.65.06")])
+def test_a_driver_that_runs_torch_is_ok(
+    cuda: str, driver: str, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(NVIDIA_SMI.replace("550.54.15", driver))
+    monkeypatch.setattr(doctor, "cuda_of_torch", lambda: cuda)
+    assert str(doctor.check_gpus(TORCH)).endswith(f"driver {driver}, torch for CUDA {cuda}")
+
+
+def test_gpus_that_torch_cannot_use_are_told(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi("NVIDIA H200, 143771 MiB, 580.65.06\n")
+    monkeypatch.setattr(doctor, "cuda_of_torch", lambda: None)
+    line = str(doctor.check_gpus(TORCH))
     assert line.startswith(
-        "-     cards         NVIDIA H200 143771 MiB, but torch is built for the CPU alone → "
+        "-     GPUs          NVIDIA H200 143771 MiB, driver 580.65.06, but torch"
     )
+    assert line.endswith("--force-reinstall 'torch<2.14,>=2.11'")
+
+
+def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
+    assert doctor.cuda_of_torch() == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "ok    allocator     no variable sets it"),
+        ({"MALLOC_ARENA_MAX": ""}, "ok    allocator     no variable sets it"),
+        (
+            {"MALLOC_ARENA_MAX": "many"},
+            "-     allocator     MALLOC_ARENA_MAX=many is left as it is",
+        ),
+        ({"GLIBC_TUNABLES": "x", "MALLOC_A": "1"}, "GLIBC_TUNABLES=x, MALLOC_A=1 is left as"),
+    ],
+)
+def test_an_allocator_that_the_user_has_set_is_left_alone_and_told(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUN"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert said in str(doctor.check_allocator())
+
+
+@pytest.mark.ray
+def test_the_probe_of_two_gpus_takes_a_step_on_two_cpu_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "an FSDP step on two ranks (cpu): loss" in probes.fsdp("cpu")
+    plan = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["sft", "2"] in [line[-3:-1] for line in plan]
+
+
+@pytest.mark.parametrize(("count", "probed"), [(0, False), (1, False), (2, True)])
+def test_two_ranks_take_a_step_where_there_are_two_gpus(
+    count: int, probed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [doctor.Gpu("NVIDIA H100", "81559 MiB", "580.65.06")] * count
+    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr(
+        doctor, "check_works", lambda probe, mend: Finding(f"{probe} works", "yes", "")
+    )
+    subjects = [finding.subject for finding in doctor.findings()]
+    assert ("fsdp works" in subjects) == probed
 
 
 def test_memory_is_what_the_container_leaves(tmp_path: Path) -> None:
