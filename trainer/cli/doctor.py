@@ -58,7 +58,7 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok  " if not self.mend else "-   " if self.is_optional else "FAIL"
-        return f"{mark}  {self.subject:<14}{self.detail}" + (f" → {self.mend}" if self.mend else "")
+        return f"{mark}  {self.subject:<13} {self.detail}" + (f" → {self.mend}" if self.mend else "")
 
 
 def findings() -> Iterator[Finding]:
