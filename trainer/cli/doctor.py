@@ -42,7 +42,7 @@ PIP = f"{sys.executable} -m pip install"
 GB = 2.0**30
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """CUDA's major version -> the oldest NVIDIA driver that programs built for it run with."""
-TORCH_FOR_CUDA_12 = "--index-url https://download.pytorch.org/whl/cu126"
+TORCH_FOR_CUDA_12 = "--index-url INDEX  (INDEX: the address of PyTorch's wheels cu126 or cu128)"
 PROBE_LIMIT_S = 300
 """A busy machine is not a broken one: on an idle one a probe takes up to 30 s."""
 
@@ -58,7 +58,8 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok  " if not self.mend else "-   " if self.is_optional else "FAIL"
-        return f"{mark}  {self.subject:<13} {self.detail}" + (f" → {self.mend}" if self.mend else "")
+        line = f"{mark}  {self.subject:<13} {self.detail}"
+        return f"{line} → {self.mend}" if self.mend else line
 
 
 def findings() -> Iterator[Finding]:
