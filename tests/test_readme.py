@@ -37,9 +37,11 @@ def test_links_and_images_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
-def test_the_headings_that_the_readme_links_to_exist() -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:]+)#([^)]*)\)", README):
-        headings = re.findall(r"^#+ (.*)", (ROOT / target).read_text(encoding="utf-8"), re.M)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_headings_that_a_page_links_to_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text(encoding="utf-8")):
+        named = page.parent / target if target else page
+        headings = re.findall(r"^#+ (.*)", named.read_text(encoding="utf-8"), re.M)
         slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
         assert anchor in slugs, f"{target}#{anchor}"
 
