@@ -50,7 +50,7 @@ COMPLETION_USAGE = "install=SHELL, uninstall=SHELL or query=SHELL, with bash, fi
 def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
     """Run by the settings among the arguments, several times for a sweep, or show the keys.
 
-    `given` are settings below the user's; of those that nothing reads are no error.
+    `given` are settings below the user's, and get no notice where this run does not read them.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
         if not any(re.fullmatch(COMPLETION, argument) for argument in arguments):

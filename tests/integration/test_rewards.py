@@ -102,12 +102,8 @@ def test_further_models_stand_beside_the_first_unless_they_are_mapped(
         (["rewards=[{name: a, kind: modle, path: m}]"], r"rewards\[0\].kind=modle.*Did you mean"),
         (["rewards=[{name: a, kind: model}]"], r"rewards\[0\] is a model: give path"),
         (["rewards=[{name: a, kind: remote, url: host}]"], "url='host' is not of the form"),
-        (["rewards=[{name: a, retries: 2}]"], r"rewards\[0\].retries is set, but nothing reads it"),
         (["rewards=[{name: a, timeout_s: 0}]"], r"rewards\[0\].timeout_s=0.*above 0"),
         (["rewards=[{name: a, wieght: 2}]"], "wieght"),
-        (["rewards=[{name: a}]", "reward_model.default_score=1"], "the list `rewards` says"),
-        (["rewards=[{name: a}]", "custom_reward_function.path=x.py"], "the list `rewards` says"),
-        (["rewards=[{name: a}]", "reward_model.enable=true"], "the list `rewards` says"),
         (
             ["rewards=[{name: a, normalize: true}]", "algorithm.adv_estimator=remax"],
             "would be normalised apart",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.keys import Key, leaf_keys, read
+from trainer.config.keys import Key, items_of, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool
@@ -22,21 +22,13 @@ if TYPE_CHECKING:
 
 
 def check_fields(config: RunConfig) -> None:
-    """Refuse a value that its field does not allow."""
+    """Reject a value that its field does not allow."""
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
         _check_value(key, value)
-        for prefix, item in _items(key, value):
-            _check_item(item, prefix, config)
-
-
-def _items(key: Key, value: Any) -> list[tuple[str, Any]]:
-    """The sections in the value of a key, each with the beginning of its keys' names."""
-    if not key.item_schema:
-        return []
-    if isinstance(value, dict):
-        return [(f"{key.name}.{name}.", item) for name, item in value.items()]
-    return [(f"{key.name}[{number}].", item) for number, item in enumerate(value)]
+        for name, item in items_of(key, value):
+            for field in leaf_keys(type(item)):
+                _check_value(replace(field, name=f"{name}.{field.name}"), read(item, field.name))
 
 
 def _check_value(key: Key, value: Any) -> None:
@@ -45,21 +37,6 @@ def _check_value(key: Key, value: Any) -> None:
     _check_registered(key, value)
     _check_choices(key, value)
     _check_range(key, value)
-
-
-def _check_item(item: Any, prefix: str, config: RunConfig) -> None:
-    """The fields of one section of a list; one that is set and that nothing reads is refused."""
-    unset = type(item)()
-    for key in leaf_keys(type(item)):
-        named, value = replace(key, name=prefix + key.name), read(item, key.name)
-        _check_value(named, value)
-        for condition in key.rules.read_when:
-            if value != read(unset, key.name) and not condition.holds(item, config):
-                missing = condition.missing(named.name.rpartition(".")[0])
-                raise ConfigError(
-                    f"{named.name} is set, but nothing reads it: {missing}. Drop it, or change "
-                    "that."
-                )
 
 
 def _check_registered(key: Key, value: Any) -> None:
@@ -126,10 +103,11 @@ def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
 
 
 def check_checkpoint_of(config: RunConfig, role: str, held: HeldModel) -> None:
-    """Refuse to go on from a checkpoint of another model; what is damaged, the load refuses."""
-    if config.trainer.resume_from_path is None:
-        return  # a folder that a run goes on in by itself is of the same settings
-    folder = Path(config.trainer.resume_from_path).resolve() / role
+    """Reject a resume from a checkpoint of another model; the load rejects a damaged one."""
+    trainer = config.trainer
+    if trainer.resume_mode != "resume_path" or trainer.resume_from_path is None:
+        return  # a folder that a run resumes from by itself has the same settings
+    folder = Path(trainer.resume_from_path).resolve() / role
     if (folder / "shards").is_dir():
         from workers.training.checkpoint_export import refuse_if_of_other_model  # with torch
 
@@ -175,13 +153,12 @@ def check_run(config: RunConfig) -> None:
 
 
 def _check_resume(config: RunConfig) -> None:
-    """`resume_mode=resume_path` and the path go together."""
+    """Reject `resume_mode=resume_path` without a path."""
     trainer = config.trainer
-    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         raise ConfigError(
-            f"trainer.resume_mode={trainer.resume_mode} and "
-            f"trainer.resume_from_path={trainer.resume_from_path}: resume_mode=resume_path and a "
-            "global_step_N folder go together; set both or neither."
+            "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a "
+            "global_step_N folder, or leave resume_mode out."
         )
 
 

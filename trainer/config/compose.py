@@ -50,7 +50,7 @@ from trainer.config.settings import (
     overrides_of,
     parse,
 )
-from trainer.config.unused_keys import check_unused, keys_left_out
+from trainer.config.unused_keys import keys_left_out, unused_notices
 from verl_like.errors import ConfigError, nearest
 from verl_like.masking import show_by_name
 from workers.config.rollout import RolloutConfig
@@ -88,8 +88,8 @@ def load_config(
 ) -> C:
     """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration.
 
-    Names in a dict are dotted, or dicts within dicts. `defaults` are settings below these; of
-    those that nothing reads are no error.
+    Names in a dict are dotted, or dicts within dicts. `defaults` are settings below these, and get
+    no notice where this run does not read them.
     """
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
@@ -106,8 +106,7 @@ def load_config(
     for check in recipe.checks:
         check(config)
 
-    check_unused(config, keys)
-    for notice in notices:
+    for notice in [*notices, *unused_notices(config, keys)]:
         logging.getLogger(__name__).warning(notice)
     return config
 

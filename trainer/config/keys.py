@@ -180,6 +180,15 @@ def path_to(schema: type, name: str) -> list[Key]:
     return [known[each] for each in around if each in known]
 
 
+def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:
+    """Return (name, section) of the sections in the value of a key, such as `rewards[0]`."""
+    if not key.item_schema:
+        return []
+    if isinstance(value, dict):
+        return [(f"{key.name}.{name}", item) for name, item in value.items()]
+    return [(f"{key.name}[{number}]", item) for number, item in enumerate(value)]
+
+
 def may_change_on_resume(schema: type, name: str) -> bool:
     """Whether a resumed run may have another value: the key, or a section around it, says so."""
     return any(key.rules.may_change_on_resume for key in path_to(schema, name))

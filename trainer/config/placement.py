@@ -15,6 +15,7 @@ from typing import Any
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.config.unused_keys import notice_of
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_named
 from verl_like.registry import load_object
@@ -51,15 +52,16 @@ def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> 
 def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> list[str]:
     """Complete `config`, drop what this run does not use, refuse roles that cannot work.
 
-    `keys` are those that the user set: a pool or a worker class of theirs that nothing uses is
-    refused, one of a preset or of the recipe's YAML is dropped. Returns notices to show.
+    `keys` are those that the user set: a pool of theirs that no role uses is an error, one of a
+    preset is dropped. Return notices to show.
     """
     named_roles = names_below("role_mapping", keys)
     config.role_mapping = own_names_first(config.role_mapping, named_roles)
     notices = [*recipe.complete(config, keys)]
     inactive = recipe.inactive_roles(config)
     weights = _weight_bytes(config)
-    dropped = _drop_inactive_roles(config, inactive, keys)
+    dropped = _drop_inactive_roles(config, inactive)
+    notices += _notices_of_roles(inactive, keys)
     _add_extra_roles(config, recipe.extra_roles(config))
     _check_roles(config, roles_of(recipe), inactive)
 
@@ -204,15 +206,20 @@ def names_below(section: str, keys: Collection[str]) -> set[str]:
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 
 
-def _drop_inactive_roles(
-    config: RunConfig, inactive: Mapping[str, str], keys: Collection[str]
-) -> dict[str, str]:
-    """Take the roles that this run does not need out of the mapping; returns role -> pool."""
-    dropped = {}
+def _notices_of_roles(inactive: Mapping[str, str], keys: Collection[str]) -> list[str]:
+    """Return a notice for each inactive role that the user mapped or gave a class."""
+    notices = []
     for role, why in inactive.items():
-        for key in (f"role_workers.{role}", f"role_mapping.{role}"):
-            if key in keys:
-                raise ConfigError(f"{key} is set, but this run has no such role: {why}. Drop it.")
+        names = [key for key in (f"role_workers.{role}", f"role_mapping.{role}") if key in keys]
+        if names:
+            notices.append(notice_of(names, f"this run has no role {role!r}, because {why}"))
+    return notices
+
+
+def _drop_inactive_roles(config: RunConfig, inactive: Mapping[str, str]) -> dict[str, str]:
+    """Take the roles that this run does not need out of the mapping; return role -> pool."""
+    dropped = {}
+    for role in inactive:
         config.role_workers.pop(role, None)
         if role in config.role_mapping:
             dropped[role] = config.role_mapping.pop(role)

@@ -1,44 +1,54 @@
-"""Keys that nothing reads in this run: an error where the user set them.
+"""Keys that are valid, but that this run does not read.
 
-When a key is read stands at its field (`read_when`); a condition of a section covers all of it.
-The tree of a run, as `--cfg job` prints it, has the keys that it reads, however many its schema
-knows.
+A key says at its field when it is read (`read_when`). A condition of a section covers all its keys.
+A key that the user set and that this run does not read is a notice, never an error: people switch
+estimators and keep their scripts. `--cfg job` prints only the keys that the run reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer.config.keys import Key, config_keys, leaf_keys, path_to, read
+from trainer.config.keys import Key, config_keys, items_of, leaf_keys, path_to, read
 from trainer.config.schema import RunConfig
-from verl_like.errors import ConfigError
 
 
-def check_unused(config: RunConfig, keys: Iterable[str]) -> None:
-    """Refuse those of the user's `keys` that nothing reads, all at once."""
-    unread: dict[str, list[str]] = {}
+def unused_notices(config: RunConfig, keys: Collection[str]) -> list[str]:
+    """Return one notice per reason that leaves some of the user's `keys` without effect."""
+    unused: dict[str, list[str]] = {}
     for key in keys:
         reason = why_unused(config, key)
         if reason is not None:
-            unread.setdefault(reason, []).append(key)
-    if not unread:
-        return
+            unused.setdefault(reason, []).append(key)
+    for key, reason in _unused_in_items(config, keys):
+        unused.setdefault(reason, []).append(key)
+    return [notice_of(names, reason) for reason, names in unused.items()]
 
-    lines = []
-    for reason, of_reason in unread.items():
-        verb, them = ("are", "them") if of_reason[1:] else ("is", "it")
-        names = ", ".join(of_reason)
-        lines.append(f"{names} {verb} set, but nothing reads {them} in this run: {reason}.")
-    taken_back = " ".join(f"~{key}" for of_reason in unread.values() for key in of_reason)
-    lines.append(
-        f"Drop what nothing reads, or take it back behind it, {taken_back}, or change that."
-    )
-    raise ConfigError("\n".join(lines) if lines[2:] else " ".join(lines))
+
+def notice_of(names: Collection[str], reason: str) -> str:
+    """Return the notice that these keys have no effect."""
+    verb = "has" if len(names) == 1 else "have"
+    return f"notice: {', '.join(names)} {verb} no effect: {reason}"
+
+
+def _unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) of keys such as `rewards[0].retries` in the lists that the user set."""
+    own = {name.partition(".")[0] for name in keys}
+    for key in leaf_keys(type(config)):
+        if key.name.partition(".")[0] not in own:
+            continue
+        for name, item in items_of(key, read(config, key.name)):
+            unset = type(item)()
+            for field in leaf_keys(type(item)):
+                is_set = read(item, field.name) != read(unset, field.name)
+                reason = _missing(field, item, name, config) if is_set else None
+                if reason is not None:
+                    yield f"{name}.{field.name}", reason
 
 
 def why_unused(config: RunConfig, name: str) -> str | None:
-    """What is missing for the key `name` to be read; None if it is read."""
+    """Return what is missing for the run to read the key `name`; None if it reads the key."""
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
             continue  # `critic={}` sets no key
@@ -49,8 +59,8 @@ def why_unused(config: RunConfig, name: str) -> str | None:
 
 
 def unused_keys(config: RunConfig) -> dict[str, list[str]]:
-    """Reason -> the keys and whole sections that nothing reads for it."""
-    found: dict[str, list[str]] = {}
+    """Return reason -> the keys and whole sections that this run does not read."""
+    unused: dict[str, list[str]] = {}
     unused_sections: tuple[str, ...] = ()
 
     for key in config_keys(type(config)):
@@ -60,14 +70,14 @@ def unused_keys(config: RunConfig) -> dict[str, list[str]]:
         if reason is None:
             continue
 
-        found.setdefault(reason, []).append(key.name)
+        unused.setdefault(reason, []).append(key.name)
         if key.is_section:
             unused_sections += (f"{key.name}.",)
-    return found
+    return unused
 
 
 def keys_left_out(config: RunConfig) -> set[str]:
-    """The keys that a run's tree leaves out: those that nothing reads."""
+    """Return the keys that this run does not read, which `--cfg job` leaves out."""
     names = [key.name for key in leaf_keys(type(config))]
     return {name for name in names if why_unused(config, name) is not None}
 
@@ -75,9 +85,9 @@ def keys_left_out(config: RunConfig) -> set[str]:
 def without_keys(
     tree: Mapping[Any, Any], left_out: Collection[str], prefix: str = ""
 ) -> dict[Any, Any]:
-    """A tree without these keys, and without the sections that held no others.
+    """Return the tree without these keys and without the sections that become empty.
 
-    `prefix` is where in the whole tree it stands: "", or the name of a section and a dot.
+    `prefix` is the place of `tree` in the whole tree: "", or a section's name and a dot.
     """
     kept = {}
     for name, value in tree.items():
@@ -92,9 +102,12 @@ def without_keys(
 
 
 def _missing_for(config: RunConfig, key: Key) -> str | None:
-    name = key.name.rpartition(".")[0]
-    section = read(config, name)
+    section = key.name.rpartition(".")[0]
+    return _missing(key, read(config, section), section, config)
+
+
+def _missing(key: Key, section: Any, section_name: str, config: RunConfig) -> str | None:
     for condition in key.rules.read_when:
         if not condition.holds(section, config):
-            return condition.missing(name)
+            return condition.missing(section_name)
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 from trainer.config.checks import check_fields
-from trainer.config.unused_keys import why_unused
+from trainer.config.unused_keys import notice_of, why_unused
 from trainer.detached.config import MAKER_SETTINGS, ROLLOUT, DetachedConfig, samples_per_batch
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
 from trainer.groups.worker_groups import worker_class
@@ -15,6 +17,8 @@ from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import ENGINES
 from workers.weights.sender import WeightSender
+
+logger = logging.getLogger(__name__)
 
 
 def check_run(config: DetachedConfig) -> None:
@@ -165,22 +169,14 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings.chosen():
             if reason := why_unused(own, f"{ROLLOUT}.{name}"):
-                raise ConfigError(
-                    f"{where}.{name} is set, but that maker does not read it: {reason}."
-                )
+                logger.warning(notice_of([f"{where}.{name}"], reason))
 
 
 def _check_engines(config: DetachedConfig, topology: Topology) -> None:
-    """Engines are split over ranks where they can be, and can take weights when they come."""
+    """Reject engines that cannot take weights when they come."""
     at_once = config.detached.new_weights == "at_once"
     for maker, role in enumerate(topology.roles()):
         rollout = config.rollout_of(maker)
-        if rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
-            raise ConfigError(
-                f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
-                f"engine {rollout.name} of {role} is whole on every rank; vllm alone is split. "
-                f"Leave it out, or set {ROLLOUT}.name=vllm."
-            )
         engine = ENGINES.look_up(rollout.name)
         if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):
             raise ConfigError(

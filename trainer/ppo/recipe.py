@@ -132,18 +132,20 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any
 
 
 BY_TOKENS = "actor_rollout_ref.actor.use_dynamic_bsz"
-ROWS_OF_A_PASS = (
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    "critic.ppo_micro_batch_size_per_gpu",
-    "distillation.teacher_model.log_prob_micro_batch_size_per_gpu",
-)
+ROWS_OF_A_PASS = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "rollout",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref",
+    "critic.ppo_micro_batch_size_per_gpu": "critic",
+    "distillation.teacher_model.log_prob_micro_batch_size_per_gpu": "teacher",
+}
+"""Key that counts the rows of a pass -> the role that makes these passes."""
 
 
 def rows_where_asked(config: PPOConfig, keys: Collection[str]) -> list[str]:
-    """Cut by rows where the user has set a number of rows, and not how passes are cut."""
-    asked = [key for key in ROWS_OF_A_PASS if key in keys]
+    """Cut passes by rows where the user set a number of rows and did not say how to cut them."""
+    inactive = inactive_roles(config)
+    asked = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
     if not asked or BY_TOKENS in keys:
         return []
     config.actor_rollout_ref.actor.use_dynamic_bsz = False

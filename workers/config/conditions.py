@@ -70,25 +70,25 @@ def loss_reads(name: str) -> Callable[[Any, Any], bool]:
 HAS_CRITIC = When(
     "there is a critic",
     lambda _, run: "critic" in run.role_mapping,
-    "this run has no critic: algorithm.adv_estimator takes no values",
+    "this run has no critic, because algorithm.adv_estimator takes no values",
 )
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(
     "rewards are learned from",
     lambda _, run: not teacher_is_alone(run),
-    "distillation.use_task_rewards is false: the teacher alone gives the advantages",
+    "distillation.use_task_rewards is false, so the teacher alone gives the advantages",
 )
 CUT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
 CUT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
 VALIDATION_IS_ON = When(
     "`trainer.test_freq` or `trainer.val_before_train`",
     _asks_for_validations,
-    "this run never validates: set trainer.test_freq or trainer.val_before_train",
+    "this run never validates. Set trainer.test_freq or trainer.val_before_train",
 )
 VALIDATES = When(
     "the run validates",
     lambda _, run: bool(run.data.val_files) and _asks_for_validations(_, run),
-    "this run never validates: set data.val_files, and trainer.test_freq or "
+    "this run never validates. Set data.val_files, and trainer.test_freq or "
     "trainer.val_before_train",
 )
 NO_REWARD_LIST = When(
@@ -112,5 +112,5 @@ VALIDATES_OR_SAVES = When(
         or run.trainer.save_freq > 0
         or run.trainer.save_every_minutes is not None
     ),
-    "this run neither validates nor writes checkpoints: set data.val_files, or trainer.save_freq",
+    "this run neither validates nor writes checkpoints. Set data.val_files, or trainer.save_freq",
 )

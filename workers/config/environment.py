@@ -18,7 +18,7 @@ def plays(run: Any) -> bool:
 PLAYS = When(
     "there is an environment, or a tool",
     lambda _, run: plays(run),
-    "a sample is one answer: set environment.path, or environment.tools",
+    "a sample is one response. Set environment.path, or environment.tools",
 )
 HAS_CLASS = unless("path", "")
 

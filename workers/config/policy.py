@@ -82,7 +82,7 @@ HAS_ENTROPY_BONUS = unless("entropy_coeff", 0)
 HAS_REFERENCE = When(
     "there is a reference",
     lambda _, run: run.algorithm.use_kl_in_reward or run.actor_rollout_ref.actor.use_kl_loss,
-    "this run has no reference: set algorithm.use_kl_in_reward or "
+    "this run has no reference. Set algorithm.use_kl_in_reward or "
     "actor_rollout_ref.actor.use_kl_loss",
 )
 

@@ -19,8 +19,8 @@ def _rules_score(_: Any, run: Any) -> bool:
 RULES_SCORE = When(
     "a rule scores",
     _rules_score,
-    "no rule scores: reward_model.rule_weight=0 leaves the score to the model, or a teacher alone "
-    "gives the advantages",
+    "no rule scores, because reward_model.rule_weight=0 leaves the score to the model, or a "
+    "teacher alone gives the advantages",
 )
 
 
@@ -182,7 +182,7 @@ def _may_fail(_: Any, run: Any) -> bool:
 HAS_FUNCTION = When(
     "a function of your own scores",
     _functions_of_the_user,
-    "no function of your own scores: set custom_reward_function.path, or a `path` in `rewards`",
+    "no function of your own scores. Set custom_reward_function.path, or a `path` in `rewards`",
 )
 MAY_FAIL = When("a function or server scores", _may_fail, "no function and no server scores")
 

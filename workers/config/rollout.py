@@ -29,7 +29,7 @@ def _is_apart(_: Any, run: Any) -> bool:
 ROLLOUT_IS_APART = When(
     "actor and rollout are on two pools",
     _is_apart,
-    "actor and rollout share their processes: weights do not travel in pieces",
+    "actor and rollout share their processes, so weights are not sent in pieces",
 )
 GENERATES_BESIDE = When(
     "samples are made beside the training",

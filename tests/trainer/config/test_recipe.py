@@ -108,12 +108,6 @@ def test_recipes_are_composed_in_turns() -> None:
         ("data.train_files=x", "All keys: verl-like toy --cfg all"),
         ("width=0", "width=0: it must be above 0"),
         ("teacher_width=2", "teacher_width=2 is below width=4"),
-        ("taught=false teacher_width=9", "nobody teaches"),
-        ("trainer.stop_at={a:1}", "no toy stops"),
-        (
-            "taught=false role_workers.teacher=toy.Own",
-            "role_workers.teacher is set, but this run has no such role",
-        ),
         ("+role_mapping.critic=global_pool", "no built-in role (learner, teacher)"),
         ("~role_mapping.teacher ~role_workers.teacher", "Role 'teacher' is on no pool"),
         ("~role_workers.teacher", "Role 'teacher' has no worker class: set role_workers.teacher="),
@@ -124,3 +118,21 @@ def test_a_recipe_gets_every_check(overrides: str, answer: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*overrides.split())
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notice"),
+    [
+        ("taught=false teacher_width=9", "teacher_width has no effect: nobody teaches"),
+        ("trainer.stop_at={a:1}", "trainer.stop_at.a has no effect: no toy stops"),
+        (
+            "taught=false role_workers.teacher=toy.Own",
+            "role_workers.teacher has no effect: this run has no role 'teacher'",
+        ),
+    ],
+)
+def test_a_recipe_has_a_notice_for_keys_that_it_does_not_read(
+    overrides: str, notice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(*overrides.split())
+    assert notice in caplog.text

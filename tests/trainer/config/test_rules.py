@@ -9,17 +9,12 @@ from typing import Any, get_origin
 import pytest
 
 from tests.conftest import load as load_file
-from trainer import load_config
 from trainer.config.checks import check_fields
 from trainer.config.compose import known_settings
 from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume
-from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
-from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.preference.recipe import DPO
-from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
@@ -134,35 +129,6 @@ def test_choices_are_the_names_that_the_code_knows() -> None:
     assert set(LOSS_AGG_MODES) == set(aggregate.AGGREGATIONS)
     assert {name.removesuffix("+") for name in KL_ESTIMATORS} == set(kl.KL_ESTIMATORS)
     assert set(TRACKERS) == set(tracking.BUILT_IN)
-
-
-def test_a_condition_of_a_section_covers_all_below_it() -> None:
-    config = load_config(
-        [*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus", "trainer.backend=local"]
-    )
-    assert why_unused(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
-    assert why_unused(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
-    assert why_unused(config, "role_mapping.critic") is None
-
-
-def test_unused_keys_are_grouped_by_what_is_missing() -> None:
-    found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus"]))
-    reason = "this run has no critic: algorithm.adv_estimator takes no values"
-    assert found[reason] == ["critic"]
-    listed = [name for names in found.values() for name in names]
-    assert [name for name in listed if name.startswith("critic.")] == []
-
-
-@pytest.mark.parametrize("recipe", [SFT, REWARD_MODEL, DPO], ids=lambda recipe: recipe.name)
-def test_when_to_validate_is_refused_where_there_is_nothing_to_validate_on(
-    recipe: Recipe[Any],
-) -> None:
-    needed = ["data.train_files=train.parquet", "model.path=model"]
-    words = "trainer.test_freq is set, but nothing reads it in this run: there are no data.val_fil"
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        load_config([*needed, "trainer.test_freq=2"], recipe)
-    config = load_config([*needed, "trainer.test_freq=2", "data.val_files=val.parquet"], recipe)
-    assert config.trainer.test_freq == 2
 
 
 def test_every_condition_says_when_and_why_not() -> None:

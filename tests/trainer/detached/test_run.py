@@ -317,10 +317,6 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
         (["detached.maker_settings.0={nam: hf}"], "settings.0.nam'. Did you mean 'name'"),
         (["detached.maker_settings.0={name: sglang}"], "maker_settings.0: .*sglang"),
         (
-            ["detached.maker_settings.0={tensor_model_parallel_size: 2}"],
-            "0.tensor_model_parallel_size is set, but that maker does not read it: .*vllm",
-        ),
-        (
             ["detached.maker_settings.0=hf"],
             "0=hf: .*str is not a subclass of MakerSettings",
         ),
@@ -369,10 +365,6 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
             ["detached.sampler=version_window", "detached.window=3"],
             "window=3 is wider than detached.max_staleness=1",
         ),
-        (
-            ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-            "size=2: the engine native of rollout is whole on every rank; vllm alone is split",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -380,6 +372,20 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "detached.maker_settings.0.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    ],
+)
+def test_a_key_that_a_maker_does_not_read_is_a_notice(
+    key: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_config(overrides(tiny_dir, tmp_path, LOCAL, f"{key}=2"), DETACHED)
+    assert f"notice: {key} has no effect: " in caplog.text
 
 
 def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(

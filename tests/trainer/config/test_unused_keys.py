@@ -1,0 +1,249 @@
+"""A valid key that the user set and that the run does not read is one notice, never an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import load_config
+from trainer.cli import explain
+from trainer.config.recipe import Recipe
+from trainer.config.unused_keys import unused_keys, why_unused
+from trainer.launch import run
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
+from verl_like.errors import ConfigError
+
+NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+NO_CRITIC, BY_TOKENS, ROWS = (
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.use_dynamic_bsz=false",
+)
+MODEL_ALONE = [
+    *("reward_model.enable=true", "reward_model.model.path=judge", "reward_model.rule_weight=0"),
+    "role_mapping.reward_model=global_pool",
+]
+
+
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+
+
+def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None) -> list[str]:
+    """The notices about keys without effect that composing these settings logs."""
+    caplog.clear()
+    load_config(settings, recipe) if recipe else load_config([*NEEDED, *settings])
+    return [text for text in caplog.messages if "no effect" in text]
+
+
+@pytest.mark.parametrize(
+    ("key", "circumstances"),
+    [
+        ("actor_rollout_ref.model.lora_alpha=8", []),
+        ("actor_rollout_ref.model.target_modules=[q_proj]", []),
+        (
+            "actor_rollout_ref.actor.optim.betas=[0.9,0.9]",
+            ["actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD"],
+        ),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", []),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=reinforce"],
+        ),
+        (
+            "actor_rollout_ref.actor.clip_ratio_c=4",
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+        ),
+        ("actor_rollout_ref.actor.loss_scale_factor=4", []),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", ["trainer.save_freq=-1"]),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+            ["algorithm.use_kl_in_reward=true", BY_TOKENS],
+        ),
+        ("actor_rollout_ref.rollout.kv_cache_gb=1", ["actor_rollout_ref.rollout.name=hf"]),
+        ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=1", []),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.top_p=0.5",
+            ["data.val_files=val.parquet", "trainer.test_freq=1"],
+        ),
+        ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
+        ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
+        ("algorithm.filter_groups.metric=acc", [NO_CRITIC]),
+        ("algorithm.rollout_correction.rollout_is_threshold=3", []),
+        ("custom_reward_function.reward_kwargs.bonus=1", []),
+        ("reward_model.micro_batch_size_per_gpu=2", []),
+        ("reward_model.default_score=1", MODEL_ALONE),
+        ("cpus_per_process=0.5", ["trainer.backend=local"]),
+    ],
+)
+def test_a_key_that_this_run_does_not_read_is_one_notice(
+    key: str, circumstances: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert notices(caplog, *circumstances) == []
+    (notice,) = notices(caplog, *circumstances, key)
+    assert notice.startswith(f"notice: {key.split('=')[0]} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "notice"),
+    [
+        (
+            ["data.val_files=v.parquet", "trainer.test_freq=-1", "trainer.val_before_train=false"],
+            "data.val_files has no effect: this run never validates. Set trainer.test_freq or "
+            "trainer.val_before_train",
+        ),
+        (
+            [*GRPO, "critic.optim.lr=1e-5"],
+            "critic.optim.lr has no effect: this run has no critic, because "
+            "algorithm.adv_estimator takes no values",
+        ),
+        (
+            ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"],
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: this run has "
+            "no reference. Set algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
+        ),
+        (
+            ["algorithm.kl_ctrl.kl_coef=0.1"],
+            "algorithm.kl_ctrl.kl_coef has no effect: algorithm.use_kl_in_reward is false",
+        ),
+        (
+            ["algorithm={kl_ctrl: {kl_coef: 0.1}}"],
+            "algorithm.kl_ctrl.kl_coef has no effect: algorithm.use_kl_in_reward is false",
+        ),
+        (
+            ["actor_rollout_ref.actor.kl_loss_coef=0.1"],
+            "actor_rollout_ref.actor.kl_loss_coef has no effect: "
+            "actor_rollout_ref.actor.use_kl_loss is false",
+        ),
+        (
+            ["algorithm.bootstrap_truncated=true", NO_CRITIC],
+            "algorithm.bootstrap_truncated has no effect: the advantage estimator that "
+            "algorithm.adv_estimator names does not take truncated",
+        ),
+        (
+            ["algorithm.pf_ppo.weight_pow=3"],
+            "algorithm.pf_ppo.weight_pow has no effect: algorithm.use_pf_ppo is false",
+        ),
+        (
+            ["actor_rollout_ref.actor.policy_loss.ppo_kl_coef=2"],
+            "actor_rollout_ref.actor.policy_loss.ppo_kl_coef has no effect: the policy loss is not "
+            "kl_cov",
+        ),
+        (
+            ["critic.value_loss=huber", "critic.cliprange_value=0.2"],
+            "critic.cliprange_value has no effect: critic.value_loss=huber clips nothing",
+        ),
+        (
+            ["rewards=[{name: a, retries: 2}]"],
+            "rewards[0].retries has no effect: rewards[0].kind is not remote",
+        ),
+        (
+            ["rewards=[{name: a}]", "reward_model.enable=true"],
+            "reward_model.enable has no effect: the list `rewards` says what scores",
+        ),
+        (
+            [*GRPO, "role_mapping.critic=global_pool", "role_workers.critic=some.Critic"],
+            "role_workers.critic, role_mapping.critic have no effect: this run has no role "
+            "'critic', because algorithm.adv_estimator=grpo takes no values",
+        ),
+    ],
+)
+def test_the_notice_names_the_key_and_the_reason(
+    settings: list[str], notice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert notices(caplog, *settings) == [f"notice: {notice}"]
+
+
+def test_keys_of_one_reason_share_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    (notice,) = notices(caplog, *GRPO, "critic.optim.lr=1e-5", "critic.grad_clip=2")
+    assert notice.startswith("notice: critic.optim.lr, critic.grad_clip have no effect: ")
+
+
+def test_a_key_that_was_taken_back_has_no_notice(caplog: pytest.LogCaptureFixture) -> None:
+    assert notices(caplog, NO_CRITIC, "critic.grad_clip=2", "~critic.grad_clip") == []
+    assert len(notices(caplog, NO_CRITIC, "~critic.grad_clip", "critic.grad_clip=2")) == 1
+
+
+@pytest.mark.parametrize("recipe", [SFT, REWARD_MODEL, DPO], ids=lambda recipe: recipe.name)
+def test_recipes_on_rows_have_notices_too(
+    recipe: Recipe[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    needed = ["data.train_files=train.parquet", "model.path=model", "trainer.test_freq=2"]
+    expected = "notice: trainer.test_freq has no effect: there are no data.val_files"
+    assert notices(caplog, *needed, recipe=recipe) == [expected]
+    assert notices(caplog, *needed, "data.val_files=val.parquet", recipe=recipe) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("critic.optim.lrr=1e-5", "There is no key 'critic.optim.lrr'.*critic.optim.lr"),
+        ("critic.optim.lr=-1", r"critic.optim.lr=-1.0: it must be 0 or above"),
+        ("critic.value_loss=hubr", "critic.value_loss=hubr: choose clipped or huber"),
+        ("algorithm.kl_ctrl.kl_coeff=0.1", "There is no key .*Did you mean"),
+        ("algorithm.kl_ctrl.kl_coef=much", "kl_coef=much.*takes a number"),
+    ],
+)
+def test_typos_and_impossible_values_of_unread_keys_stay_errors(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config([*NEEDED, *GRPO, setting])
+
+
+def test_rules_between_keys_skip_what_this_run_does_not_read() -> None:
+    load_config([*NEEDED, *GRPO, "critic.ppo_mini_batch_size=7"])
+    reference = "actor_rollout_ref.ref"
+    load_config([*NEEDED, *GRPO, f"{reference}.update_every=2", f"{reference}.model.path=other"])
+
+
+def test_rows_per_pass_of_a_role_that_is_not_there_do_not_cut_the_passes() -> None:
+    key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
+    assert load_config([*NEEDED, key]).actor_rollout_ref.actor.use_dynamic_bsz
+    with_reference = load_config([*NEEDED, key, "algorithm.use_kl_in_reward=true"])
+    assert not with_reference.actor_rollout_ref.actor.use_dynamic_bsz
+
+
+UNREAD = "actor_rollout_ref.actor.kl_loss_coef=0.1"
+
+
+def test_a_dry_run_shows_the_notice_once(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = ["trainer.backend=local", "trainer.dry_run=true", UNREAD]
+    run(load_config(overrides(tiny_dir, tmp_path / "run", *own)))
+    assert caplog.text.count("kl_loss_coef has no effect") == 1
+
+
+def test_explain_shows_the_notice_once(caplog: pytest.LogCaptureFixture) -> None:
+    explain.main([*NEEDED, UNREAD])
+    assert caplog.text.count("kl_loss_coef has no effect") == 1
+
+
+def test_the_command_prints_the_notice_and_goes_on(tiny_dir: Path, tmp_path: Path) -> None:
+    own = ["trainer.backend=local", "trainer.dry_run=true", UNREAD]
+    words = [sys.executable, "-m", "trainer.main_ppo", *overrides(tiny_dir, tmp_path, *own)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stderr.count("kl_loss_coef has no effect") == 1
+
+
+def test_a_condition_of_a_section_covers_all_below_it() -> None:
+    config = load_config(
+        [*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus", "trainer.backend=local"]
+    )
+    assert why_unused(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
+    assert why_unused(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
+    assert why_unused(config, "role_mapping.critic") is None
+
+
+def test_unused_keys_are_grouped_by_what_is_missing() -> None:
+    found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus"]))
+    reason = "this run has no critic, because algorithm.adv_estimator takes no values"
+    assert found[reason] == ["critic"]
+    listed = [name for names in found.values() for name in names]
+    assert [name for name in listed if name.startswith("critic.")] == []
