@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -312,14 +313,26 @@ def test_a_score_that_nothing_reaches_is_an_error(tiny_dir: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ("selection.write=pairs selection.top_k=2", "top_k .*: a pair is one of each prompt"),
+        ("actor_rollout_ref.model.lora_rank=4", "lora_rank .*: this recipe trains nothing"),
+        ("data.val_files=x", "val_files .*: this recipe has no validations"),
+        ("trainer.total_epochs=2", "total_epochs .*: this recipe takes every prompt once"),
+    ],
+)
+def test_a_key_of_training_has_no_effect(
+    tiny_dir: Path, tmp_path: Path, more: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_config(settings(tiny_dir, tmp_path, *more.split()), BEST_OF_N)
+    assert re.search(words, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
         ("selection.top_k=5", "rollout.n=4 samples of a prompt, of which top_k=5 are kept"),
-        ("selection.write=pairs selection.top_k=2", "top_k is set.*a pair is one of each prompt"),
         ("selection.write=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
         ("selection.file=rows.csv", "it ends in .parquet or .jsonl"),
         ("actor_rollout_ref.rollout.do_sample=false", "are its greedy answer"),
-        ("actor_rollout_ref.model.lora_rank=4", "lora_rank is set.*this recipe trains nothing"),
-        ("data.val_files=x", "val_files is set.*this recipe has no validations"),
-        ("trainer.total_epochs=2", "total_epochs is set.*every prompt once"),
         ("actor_rollout_ref.actor.optim.lr=1", "There is no key 'actor_rollout_ref.actor.optim.lr"),
         ("rewards=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),
     ],

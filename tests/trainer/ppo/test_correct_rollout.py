@@ -200,22 +200,8 @@ def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
             ("correction=bypass_pg_is", f"{SECTION}.rollout_is_batch_normalize=true"),
             "micro-batch by micro-batch",
         ),
-        (
-            (f"{SECTION}.bypass_mode=true", f"{SECTION}.rollout_is_threshold=3"),
-            "rollout_is is not set",
-        ),
-        ((f"{SECTION}.loss_type=reinforce",), "bypass_mode is false"),
-        ((f"{SECTION}.rollout_rs_threshold=2",), "rollout_rs is not set"),
         ((f"{SECTION}.rollout_rs=token_k1",), "needs one threshold"),
         ((f"{SECTION}.rollout_is=tokn",), "Did you mean 'token'"),
-        (
-            (
-                "correction=bypass_pg_is",
-                "actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
-                "actor_rollout_ref.actor.clip_ratio=0.1",
-            ),
-            "clips no ratio",
-        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -98,7 +98,6 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
         ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.pretend=1xH100"), "vLLM takes one"),
         (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
         ((ROLLOUT, "trainer.device=cuda"), "CPUs alone.*device is cuda"),
-        ((REF,), "this run has no reference"),
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "weights that move are not held"),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"), "fsdp_size=2, or the quant"),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.param_offload=true"), "param_offload=true"),
@@ -111,7 +110,6 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
             ),
             "distillation.teacher_model.fsdp_config.fsdp_size=2",
         ),
-        (("reward_model.model.quantization=int8",), "reward_model.enable is false"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
