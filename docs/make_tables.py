@@ -14,6 +14,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.detached.recipe import DETACHED
-from trainer.migrate import verl
-from trainer.migrate.table import doc_rows
+from trainer.migrate.flags import Row, Table, read_table
+from trainer.ppo import verl
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -469,18 +470,64 @@ def flat_name_table() -> str:
     )
 
 
+def flag_rows(system: str, dashes: str = "") -> list[list[str]]:
+    """(there, here) of every flag in a table of `migrate`."""
+    tree = read_table(system)
+    sections = list(tree) if "all" in tree else [""]
+    rows = []
+    for section in sections:
+        of_command = f" ({section})" if section not in ("", "all") else ""
+        for name, row in Table(system, *filter(None, [section])).rows.items():
+            spelled = [f"`{dashes}{each}`" for each in (name, row.new) if each]
+            rows.append([" ".join(spelled) + of_command, _here(row)])
+    return sorted(rows)
+
+
+def _here(row: Row) -> str:
+    """What becomes of a flag."""
+    if row.always:
+        return f"always: {row.always}"
+    if absent := row.absent or row.refused:
+        what = f"{'dropped' if row.absent else 'not here'}: {absent}"
+        values = ", ".join(f"`{value}`" for value in row.at)
+        return f"changes nothing at {values}; else {what}" if values else what
+    return row.taken_with or ", ".join(f"`{key.removeprefix('+')}`" for key in row.settings)
+
+
+def verl_rows() -> list[list[str]]:
+    """(there, here) of verl's keys that have another name, or no counterpart, here."""
+    fields = {key.rules.verl: key.name for key in leaf_keys(PPOConfig) if key.rules.verl}
+    table = verl.tables()
+
+    def without(name: str) -> str:
+        lays_out = any(fnmatchcase(name, pattern) for pattern in table.lays_out)
+        return "dropped" if lays_out else "not here"
+
+    here = {name: f"`{ours}`" for name, ours in {**fields, **table.renamed}.items()}
+    for name, row in table.changes_nothing_at.items():
+        listed = ", ".join(f"`{value}`" for value in row["at"])
+        here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
+    for name, like in table.as_the_actors.items():
+        section = like["actor"].rpartition(".")[0]
+        here[name] = f"changes nothing at the actor's value; else not here: set it in `{section}`"
+    here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
+    for name in table.lays_out:
+        if name not in here and (fate := verl.fate_of(name.replace("*", "x"), "any", {})):
+            here[name] = f"dropped: {fate.refused}"
+    return sorted([f"`{name}`", text] for name, text in here.items())
+
+
 KINDS_OF_MIGRATION = {
     "translated": "**There: here**",
-    "not needed": "",
     "dropped": "**Dropped: what to do**",
-    "refused": "**Refused: what to do**",
+    "rejected": "**Rejected: what to do**",
 }
 MIGRATED = (
     (r"(?:always|changes nothing): (.*)", "not needed"),
-    (r"changes nothing at (?P<at>.*); else not here: (.*)", "refused"),
+    (r"changes nothing at (?P<at>.*); else not here: (.*)", "rejected"),
     (r"changes nothing at (?P<at>.*); else dropped: (.*)", "dropped"),
     (r"dropped: (.*)", "dropped"),
-    (r"not here: (.*)", "refused"),
+    (r"not here: (.*)", "rejected"),
     (r"(.*)", "translated"),
 )
 """What a translator says of a key -> its kind."""
@@ -512,10 +559,12 @@ def migration_table(
             continue
         name = name if len(fates[flag]) > 1 else flag
         found, kind = next((m, kind) for each, kind in MIGRATED if (m := re.fullmatch(each, said)))
+        if kind == "not needed":
+            continue
         words, at = found.groups()[-1], found.groupdict().get("at") or ""
         if kind == "translated" and flag == words:
             same.append(name)
-        elif kind == "translated" or kind != "not needed" and SAYS_WHAT_TO_DO.search(words):
+        elif kind == "translated" or SAYS_WHAT_TO_DO.search(words):
             tables[kind].setdefault(words, {}).setdefault(at, []).append(name)
         else:
             lists[kind].setdefault(at, []).append(name)
@@ -582,24 +631,24 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "preference-losses": ("preference.md", preference_loss_table),
     "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
-    "verl": ("coming_from_verl.md", partial(migration_table, verl.doc_rows)),
-    "verl_sft": ("coming_from_verl.md", partial(migration_table, partial(doc_rows, "verl_sft"))),
+    "verl": ("coming_from_verl.md", partial(migration_table, verl_rows)),
+    "verl_sft": ("coming_from_verl.md", partial(migration_table, partial(flag_rows, "verl_sft"))),
     "openrlhf": (
         "coming_from_openrlhf.md",
-        partial(migration_table, partial(doc_rows, "openrlhf", "--")),
+        partial(migration_table, partial(flag_rows, "openrlhf", "--")),
     ),
     "openrlhf_rows": (
         "coming_from_openrlhf.md",
         partial(
             migration_table,
-            partial(doc_rows, "openrlhf_rows", "--"),
-            partial(doc_rows, "openrlhf", "--"),
+            partial(flag_rows, "openrlhf_rows", "--"),
+            partial(flag_rows, "openrlhf", "--"),
         ),
     ),
-    "trl": ("coming_from_trl.md", partial(migration_table, partial(doc_rows, "trl"))),
+    "trl": ("coming_from_trl.md", partial(migration_table, partial(flag_rows, "trl"))),
     "coati": (
         "coming_from_colossalchat.md",
-        partial(migration_table, partial(doc_rows, "coati", "--")),
+        partial(migration_table, partial(flag_rows, "coati", "--")),
     ),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),

@@ -1,10 +1,10 @@
 """usage: verl-like migrate verl|openrlhf|trl|colossalchat|chatgpt SCRIPT-OR-COMMAND [ARGUMENT ...]
 
-Runs a shell script in a sandbox where nothing trains, and prints every training that it would have
-started as a command of ours: variables, loops and files are the shell's business, arguments behind
-the script are the script's. Below each command stands what became of every flag: renamed, always so
-here, or not here and what to do instead; and those of its defaults that differ from ours, which the
-command sets. A command that would be another experiment here is refused.
+Runs a shell script in a sandbox where nothing trains, and prints every training that it would start
+as a command of verl-like. The shell takes care of variables, loops and files. Arguments behind the
+script are the script's. Below each command it prints what became of every flag: renamed, always so
+here, or not here and what to do instead. It also prints the defaults that differ from ours, which
+the command sets. A command that would be another experiment here is rejected.
 
   verl-like migrate verl run_qwen2-7b.sh                   main_ppo, SFT, fully async, one step off
   NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script
@@ -27,7 +27,7 @@ from verl_like.terminal import terminal_width
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the translation of another framework's commands."""
+    """Print what a script or command of another framework is here."""
     if len(arguments) < 2 or arguments[0].startswith("-"):
         sys.exit(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.ERROR)

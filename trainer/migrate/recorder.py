@@ -1,11 +1,11 @@
-"""The program of a process that runs a shell script whose trainings are recorded, not started.
+"""The program of a process that runs a shell script and records the trainings it would start.
 
     python -m verl_like.process.child trainer.migrate.recorder FD
 
-`trainer.migrate.record` starts it and sends a `Script`. The script is run by bash as it is, where
-`recorder.sh` has functions in the place of `python`, `torchrun`, `ray` and what else trains, moves
-or waits. It writes into a scratch folder alone, which holds a folder of links in the place of the
-user's, reaches no network, and has limits.
+`trainer.migrate.record` starts the process and sends a `Script`. Bash runs the script as it is, but
+`recorder.sh` has functions instead of `python`, `torchrun`, `ray` and everything else that trains,
+moves files or waits. The script can write only into a scratch folder, which holds links to the
+user's files. It has no network, and limits on memory, time and processes.
 """
 
 from __future__ import annotations
@@ -50,22 +50,20 @@ rev sed seq sort stat tail tee test touch tr true uname uniq wc which whoami xar
 PROGRAMS = """
 python python3 torchrun deepspeed accelerate trl vllm colossalai pip huggingface-cli hf openrlhf
 """.split()
-"""Programs that are recorded even where no function of bash stands for them, after `exec`."""
+"""Programs that are recorded, also behind `exec`, where bash looks for no function."""
 LAUNCHERS = """
 apptainer conda docker enroot mpirun ncu nice nohup nsys numactl parallel pdm poetry ray salloc
 sbatch setsid singularity srun stdbuf sudo timeout uv
 """.split()
-"""Programs that start another, which is run in their place."""
+"""Programs that start another one, which is run instead."""
 
 
 @dataclass(frozen=True)
 class Script:
     """What is run, and where."""
 
-    text: str
-    name: str
-    """Its path from `folder`; one from the root is run in its own place."""
-    arguments: Sequence[str]
+    words: Sequence[str]
+    """What bash gets: a script or `-c TEXT NAME`, then arguments."""
     folder: str
     environment: Mapping[str, str]
 
@@ -94,7 +92,7 @@ class Recording:
 
 
 def main(pipe: Connection) -> None:
-    """Answer one `Script` with a `Recording`, or with a text that says why there is none."""
+    """Answer one `Script` with a `Recording`, or with a text that says why there is no sandbox."""
     script = pipe.recv()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -107,10 +105,16 @@ def main(pipe: Connection) -> None:
 
 def run(script: Script) -> Recording:
     """Run the script in a scratch folder, and read what was recorded."""
-    scratch = Path(os.path.realpath(tempfile.mkdtemp(prefix="verl_like_recorder_")))
-    own, home, recorder = scratch / "folder", scratch / "home", scratch / "recorder"
-    printed = bytearray()
-    refusal = secrets.token_hex()
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="verl_like_recorder_"))
+    folder, home, recorder = (Path(scratch, name) for name in ("folder", "home", "recorder"))
+    environment = {
+        **script.environment,
+        **{MARK: "1", "PATH": f"{recorder}/programs:{recorder}/tools", "HOME": str(home)},
+        **{"PWD": str(folder), "TMPDIR": scratch, "BASH_ENV": f"{recorder}/recorder.sh"},
+        **{"VERL_LIKE_RECORDER": str(recorder), "VERL_LIKE_LAUNCHERS": " ".join(LAUNCHERS)},
+    }
+    places = {str(folder): script.folder, str(home): script.environment.get("HOME", str(home))}
+    no_sandbox, printed = secrets.token_hex(), bytearray()
     ours, theirs = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
 
@@ -119,63 +123,49 @@ def run(script: Script) -> Recording:
 
     def act() -> None:
         try:
-            keep_writes_in(str(scratch), os.devnull)
+            keep_writes_in(scratch, os.devnull)
         except ConfigError as err:
-            os.write(2, f"{refusal}{err}".encode())
+            os.write(2, f"{no_sandbox}{err}".encode())
             return
         LIMITS.allow_cpu()
-        os.chdir(own)
-        os.execve(BASH, ["bash", script.name, *script.arguments], environment)
+        os.chdir(folder)
+        os.execve(BASH, ["bash", *script.words], environment)
 
     try:
-        _link(own, Path(script.folder), Path(script.name).parent.parts)
-        if not os.path.isabs(script.name):
-            (own / script.name).unlink(missing_ok=True)
-            (own / script.name).write_text(script.text, encoding="utf-8")
+        _link(folder, script.folder)
         home.mkdir()
         _equip(recorder)
-        environment = {
-            **script.environment,
-            **{MARK: "1", "PATH": f"{recorder}/programs:{recorder}/tools", "HOME": str(home)},
-            **{"PWD": str(own), "TMPDIR": str(scratch), "BASH_ENV": f"{recorder}/recorder.sh"},
-            **{"VERL_LIKE_RECORDER": str(recorder), "VERL_LIKE_LAUNCHERS": " ".join(LAUNCHERS)},
-        }
-        child = fork_confined(str(scratch), LIMITS, {0: null, 1: theirs, 2: theirs}, act)
+        child = fork_confined(scratch, LIMITS, {0: null, 1: theirs, 2: theirs}, act)
         os.close(theirs)
-        ending = watch(child, str(scratch), LIMITS, {ours: keep}, time.monotonic() + DEADLINE_S)
-
-        places = {str(own): script.folder, str(home): script.environment.get("HOME", str(home))}
+        ending = watch(child, scratch, LIMITS, {ours: keep}, time.monotonic() + DEADLINE_S)
         said = _with_places(printed.decode("utf-8", "replace"), places)
-        if refusal in said:
-            raise ConfigError(said.partition(refusal)[2])
+        if no_sandbox in said:
+            raise ConfigError(said.partition(no_sandbox)[2])
         files = sorted((recorder / "commands").iterdir())
         read = [_read(file, places, environment) for file in files]
         return Recording([command for command in read if command], str(ending), said)
     finally:
         os.close(ours)
         os.close(null)
-        remove_folder(str(scratch))
+        remove_folder(scratch)
 
 
-def _link(there: Path, here: Path, way: Sequence[str], *, deep: bool = True) -> None:
-    """Links to all that is in a folder but logs, which a script writes.
+def _link(there: Path, here: str, *, deep: bool = True) -> None:
+    """Make links to everything in a folder but logs, which a script writes.
 
-    What is on the way, and folders of few files, are folders of links: they can be written, too.
+    Small folders in it become folders of links, so that the script can write there, too.
     """
     there.mkdir()
     for entry in os.scandir(here):
-        is_way, path = way[:1] == (entry.name,), there / entry.name
-        if entry.is_dir() and (is_way or (deep and _is_small(entry))):
-            _link(path, Path(entry.path), way[1:] if is_way else (), deep=is_way)
+        if deep and entry.is_dir() and not entry.name.startswith(".") and _is_small(entry.path):
+            _link(there / entry.name, entry.path, deep=False)
         elif not entry.name.endswith(LOGS):
-            path.symlink_to(entry.path)
+            (there / entry.name).symlink_to(entry.path)
 
 
-def _is_small(folder: os.DirEntry[str]) -> bool:
-    if folder.name.startswith("."):
-        return False
+def _is_small(folder: str) -> bool:
     try:
-        with os.scandir(folder.path) as entries:
+        with os.scandir(folder) as entries:
             return len(list(itertools.islice(entries, FEW + 1))) <= FEW
     except PermissionError:
         return False

@@ -1,4 +1,4 @@
-"""The systems whose commands are translated; what their run does not read is left out.
+"""The systems whose commands are translated. What their run does not read is left out.
 
 for done in migrate("verl", "run.sh"):
     print(done.command())
@@ -35,27 +35,23 @@ class System:
     """How commands of a system are read."""
 
     trains: str
-    """Programs that train, for refusals."""
+    """Programs that train, for messages."""
     translate: Callable[[Command], Translation | None]
     """None of a command that is no training."""
     read_text: Callable[[str], Translation | None] = lambda _: None
     """None of a text that is a shell's."""
 
 
+COATI = System("train_prompts", coati.translate)
 SYSTEMS: Mapping[str, System] = {
     "verl": System("main_ppo", verl.translate),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
     "trl": System("grpo, sft, reward, dpo, kto", trl.translate, trl.read_yaml),
-    "coati": System("train_prompts", coati.translate),
-    "colossalchat": System("train_prompts", coati.translate),
-    "chatgpt": System("train_prompts", coati.translate),
+    **dict.fromkeys(("coati", "colossalchat", "chatgpt"), COATI),
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
-    "ppo": PPO,
-    "detached": DETACHED,
-    "sft": SFT,
-    "reward-model": REWARD_MODEL,
-    "dpo": DPO,
+    **{"ppo": PPO, "detached": DETACHED, "sft": SFT},
+    **{"reward-model": REWARD_MODEL, "dpo": DPO},
 }
 """Program of a translation -> its recipe."""
 
@@ -72,38 +68,35 @@ def migrate(
             f"there is no translation from {system!r}.{nearest(system, SYSTEMS)} There are: "
             f"{', '.join(SYSTEMS)}."
         )
+    recording = Recording([Command(list(source))], ENDED_WELL, "")
     if isinstance(source, str):
-        if read := SYSTEMS[system].read_text(source_text(source)):
-            return [_finished(read)]
+        if done := SYSTEMS[system].read_text(source_text(source)):
+            return [_finished(done)]
         recording = record(source, arguments)
-    else:
-        recording = Recording([Command(list(source))], ENDED_WELL, "")
 
     found: dict[str, Translation] = {}
-    refusals = []
+    rejections = list[str]()
+    is_alone = len(recording.commands) == 1
     for command in recording.commands:
-        is_alone = len(recording.commands) == 1
         if not is_alone and (command.words[0] in LAUNCHERS or _is_a_rest(command)):
             continue
         try:
-            done = _translated(SYSTEMS[system], command, recording)
+            if done := SYSTEMS[system].translate(command):
+                _tell_of_script(done, command, recording)
+                found.setdefault(_finished(done).command(), done)
         except ConfigError as err:
-            refusals.append(f"{shlex.join(command.words)[:80]} ...: {err}")
-        else:
-            if done is not None:
-                found.setdefault(done.command(), done)
-    if refusals:
-        raise ConfigError("\n\n".join(dict.fromkeys(refusals)) + _unset(recording))
+            rejections.append(f"{shlex.join(command.words)[:80]} ...: {err}")
+    unset = f"\n\nThe script reads variables that nobody sets: {', '.join(recording.unset)}."
+    unset = unset if recording.unset else ""
+    if rejections:
+        raise ConfigError("\n\n".join(dict.fromkeys(rejections)) + unset)
     if not found:
-        raise ConfigError(_nothing_trains(SYSTEMS[system].trains, recording))
+        raise ConfigError(_nothing_trains(SYSTEMS[system].trains, recording) + unset)
     return list(found.values())
 
 
-def _translated(system: System, command: Command, recording: Recording) -> Translation | None:
-    """A command's settings, with what the script has to do with it."""
-    done = system.translate(command)
-    if done is None:
-        return None
+def _tell_of_script(done: Translation, command: Command, recording: Recording) -> None:
+    """Add what the script has to do with a command."""
     done.variables = [*done.variables, *recording.variables]
     done.source = command.words
     for name, value in sorted(command.environment.items()):
@@ -116,7 +109,6 @@ def _translated(system: System, command: Command, recording: Recording) -> Trans
         for each in recording.commands
         if _is_a_rest(each) and each is not command
     ]
-    return _finished(done)
 
 
 def _is_a_rest(command: Command) -> bool:
@@ -130,21 +122,13 @@ def _nothing_trains(programs: str, recording: Recording) -> str:
     words = f"no command runs {programs}: it runs {'; '.join(ran[-5:]) or 'nothing'}."
     if recording.ending != ENDED_WELL:
         words += f" The script {recording.ending}."
-    said = [line for line in recording.printed.splitlines() if line.strip()]
-    if said:
+    if said := [line for line in recording.printed.splitlines() if line.strip()]:
         words += " It said: " + " / ".join(said[-5:])
-    words += " Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
-    return words + _unset(recording)
-
-
-def _unset(recording: Recording) -> str:
-    if not recording.unset:
-        return ""
-    return f"\n\nThe script reads variables that nobody sets: {', '.join(recording.unset)}."
+    return f"{words} Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
 
 
 def _finished(done: Translation) -> Translation:
-    """Without what nothing reads; refused where it is another experiment, or does not compose."""
+    """Leave out what nothing reads; reject what is another experiment or does not compose."""
     if done.refused:
         lines = "\n  ".join(done.refused)
         raise ConfigError(
@@ -157,30 +141,25 @@ def _finished(done: Translation) -> Translation:
         raise ConfigError(
             f"the command does not start as it is: {error}\n\n{done.report(None)}"
         ) from error
-    for key in list(done.settings):
-        if reason := _why_unread(config, key.removeprefix("+")):
-            done.leave_out(key, reason)
+    for setting in list(done.settings):
+        key = setting.removeprefix("+")
+        of_placement = key.startswith(("placement", "role_mapping.", "resource_pool_spec."))
+        if not of_placement and "engine_kwargs." not in key and (why := why_unused(config, key)):
+            done.leave_out(setting, why)
     return done
 
 
-def _why_unread(config: RunConfig, key: str) -> str | None:
-    is_key = not key.startswith(("placement", "role_mapping.", "resource_pool_spec."))
-    return why_unused(config, key) if is_key and "engine_kwargs." not in key else None
-
-
 def _composed(done: Translation) -> RunConfig:
-    """The configuration; of a variable that is not set a text has a stand-in, nothing else."""
+    """The configuration, with a stand-in for a variable in a text, without other variables."""
     recipe = RECIPES[done.program]
     texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
-    is_variable = re.compile(
-        rf"\$({'|'.join(map(re.escape, done.variables)) or '(?!)'})(?!\w)|\$\(\("
-    )
-    settings = []
-    for key, value in done.settings.items():
-        if not is_variable.search(value):
-            settings.append(f"{key}={value}")
-        elif key in texts:
-            settings.append(f"{key}=given")
+    names = "|".join(map(re.escape, done.variables)) or "(?!)"
+    is_variable = re.compile(rf"\$({names})(?!\w)|\$\(\(")
+    settings = [
+        f"{key}={'given' if is_variable.search(value) else value}"
+        for key, value in done.settings.items()
+        if key in texts or not is_variable.search(value)
+    ]
     config: RunConfig = load_config([], recipe, defaults=settings)
     return config
 

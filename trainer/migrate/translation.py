@@ -1,4 +1,4 @@
-"""What became of a foreign command line: our settings, and a word on every flag."""
+"""What became of a foreign command line: our settings, and a line about every flag."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from verl_like.terminal import fit
 
 @dataclass
 class Translation:
-    """Settings of ours, and what happened to each flag."""
+    """Our settings, and what happened to each flag."""
 
     program: str = "ppo"
-    """The command of ours that runs it."""
+    """Our command that runs it."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Beginning of a key as the rules write it -> where the recipe of this command has it."""
     settings: dict[str, str] = field(default_factory=dict)
     """Key -> value as it stands on the command line."""
-    source: Sequence[str] = ()
-    """The words of the command that it is of."""
-    renamed: list[str] = field(default_factory=list)
-    """Flag -> what it is called here."""
     defaults: dict[str, str] = field(default_factory=dict)
-    """Key -> the default of theirs that differs from ours, which the command therefore sets."""
+    """Key -> their default, which differs from ours, so the command sets it."""
+    renamed: list[str] = field(default_factory=list)
+    """Flag -> its name here."""
+    joined: list[str] = field(default_factory=list)
+    """Flags that a line about another flag covers, or that do nothing in that run."""
+    unread: list[str] = field(default_factory=list)
+    """Settings that nothing would read in that run; they are left out of the command."""
     always: list[str] = field(default_factory=list)
-    """Flags that ask for what is always so here."""
+    """Flags that ask for what always holds here."""
     absent: list[str] = field(default_factory=list)
-    """Flags that have no counterpart, with what to do instead; the experiment is the same."""
+    """Flags without a counterpart, with what to do instead; the experiment is the same."""
     refused: list[str] = field(default_factory=list)
     """Flags without which the experiment would be another one: there is no translation."""
-    joined: list[str] = field(default_factory=list)
-    """Flags that a line about another one covers, or that do nothing in that run."""
-    unread: list[str] = field(default_factory=list)
-    """Settings that nothing would read in that run, left out of the command."""
-    variables: Collection[str] = ()
-    """Variables of the shell that stay variables in the command; other `$` are signs."""
     environment: list[str] = field(default_factory=list)
     """`NAME=value` that the script sets for the run."""
     notices: list[str] = field(default_factory=list)
-    """What is to be known of how the script went."""
+    """What to know about how the script ran."""
+    variables: Collection[str] = ()
+    """Variables of the shell that stay variables in the command; any other `$` is a character."""
+    source: Sequence[str] = ()
+    """The words of the command that this translates."""
 
     def rename(self, told: str, settings: Mapping[str, Any]) -> None:
-        """A flag that the user gave, with its value, becomes these settings."""
+        """Translate a flag that the user gave, `told` with its value, to these settings."""
         ours = self._placed(settings)
-        for key, value in ours.items():
-            self.settings[key] = value
+        self.settings |= ours
+        for key in ours:
             self.defaults.pop(key, None)
         if told != " ".join(f"{k} {v}" for k, v in ours.items()):
             self.renamed.append(f"{told} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
 
     def default(self, flag: str, value: Any, settings: Mapping[str, Any]) -> None:
-        """A default of theirs that is another one here; what the user gave stays."""
+        """Set a default of theirs that differs from ours, unless the user set the key."""
         for key, text in self._placed(settings).items():
             if key not in self.settings:
                 self.settings[key] = text
                 self.defaults[key] = f"{flag} is {value} there"
 
     def leave_out(self, key: str, reason: str) -> None:
-        """A setting that nothing reads; a default of theirs goes without a word."""
+        """Drop a setting that nothing reads; a default of theirs is dropped without a line."""
         value = self.settings.pop(key)
         if self.defaults.pop(key, None) is None:
             self.unread.append(f"{key}={value}: {reason}")
@@ -79,54 +79,53 @@ class Translation:
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
     def report(self, width: int | None) -> str:
-        """The command, then a paragraph for every kind of flag that there is."""
-        parts = [self.command()]
-        for title, lines in (
-            ("Renamed", self.renamed),
-            ("Their defaults that differ from ours", self._default_lines()),
-            ("Part of the above, or without effect in that run", self.joined),
-            ("Left out, as nothing reads it in that run", self.unread),
-            ("Always so here", self.always),
-            ("Not here", self.absent),
-            ("Set by the script for the run; export it where it matters here", self.environment),
-            ("Notice", self.notices),
-        ):
-            if lines:
-                parts.append("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
-        return "\n\n".join([parts[0], *(fit(part, width) for part in parts[1:])])
+        """The command, then a paragraph for every kind of flag."""
+        defaults: dict[str, list[str]] = {}
+        for key, flag in self.defaults.items():
+            defaults.setdefault(flag, []).append(f"{key}={self.settings[key]}")
+        paragraphs = {
+            "Renamed": self.renamed,
+            "Their defaults that differ from ours": [
+                f"{flag} -> {', '.join(ours)}" for flag, ours in defaults.items()
+            ],
+            "Part of the above, or without effect in that run": self.joined,
+            "Left out, as nothing reads it in that run": self.unread,
+            "Always so here": self.always,
+            "Not here": self.absent,
+            "Set by the script for the run; export it where it matters here": self.environment,
+            "Notice": self.notices,
+        }
+        told = [
+            fit("\n".join([f"{title}:", *(f"  {line}" for line in lines)]), width)
+            for title, lines in paragraphs.items()
+            if lines
+        ]
+        return "\n\n".join([self.command(), *told])
 
     def _placed(self, settings: Mapping[str, Any]) -> dict[str, str]:
         placed = {}
         for key, value in settings.items():
-            for start, ours in self.places.items():
-                if key.startswith(start):
-                    key = ours + key.removeprefix(start)
-                    break
-            placed[key] = as_setting(as_text(value))
+            start = next((start for start in self.places if key.startswith(start)), "")
+            ours = self.places[start] + key.removeprefix(start) if start else key
+            placed[ours] = as_setting(as_text(value))
         return placed
-
-    def _default_lines(self) -> list[str]:
-        told: dict[str, list[str]] = {}
-        for key, flag in self.defaults.items():
-            told.setdefault(flag, []).append(f"{key}={self.settings[key]}")
-        return [f"{flag} -> {', '.join(ours)}" for flag, ours in told.items()]
 
 
 def shell_word(word: str, variables: Collection[str]) -> str:
-    """The word as bash reads it, with these variables filled in by the shell it is pasted into."""
+    """The word as bash reads it; the shell it is pasted into fills in these variables."""
     names = "|".join(map(re.escape, variables))
     of_the_shell = rf"(\$(?:{names})(?!\w)|\$\(\([\w*/+ -]*\)\))"
     pieces = re.split(of_the_shell, word) if names else [word]
     if len(pieces) == 1:
         is_plain = "'" in word and not re.search(r'["$`!\\]', word)
         return f'"{word}"' if is_plain else shlex.quote(word)
-    pieces[::2] = [re.sub(r'([\\"`$])', r"\\\1", each) for each in pieces[::2]]
+    pieces[::2] = [re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces[::2]]
     return f'"{"".join(pieces)}"'
 
 
 def as_setting(text: str) -> str:
-    """The text as the parser of settings reads it: quoted, where it would be read otherwise."""
-    if text.startswith("$(("):  # a figure for the shell
+    """The text for the parser of settings: quoted if it would be read otherwise."""
+    if text.startswith("$(("):  # the shell computes it
         return text
     try:
         if not parse(f"x={text}").is_sweep_override():

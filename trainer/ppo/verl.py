@@ -27,9 +27,18 @@ from trainer.config.settings import parse
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
 
-SHARDED = {"fsdp2": "fsdp", "megatron": "fsdp"}
-SAME_VALUES = {"actor_rollout_ref.actor.strategy": SHARDED, "critic.strategy": SHARDED}
+SHARDED = dict.fromkeys(("fsdp2", "megatron", "mindspeed", "veomni"), "fsdp")
+NEVER = {"0": "-1", "False": "-1"}
+SAME_VALUES: Mapping[str, Mapping[str, str]] = {
+    "actor_rollout_ref.actor.strategy": SHARDED,
+    "actor_rollout_ref.rollout.name": {"sglang": "vllm", "trtllm": "vllm"},
+    "critic.strategy": SHARDED,
+    "trainer.device": {"npu": "auto"},
+    "trainer.save_freq": NEVER,
+    "trainer.test_freq": NEVER,
+}
 """Key -> verl's word for a value -> ours."""
+TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 
@@ -51,6 +60,8 @@ class Tables:
     """
     not_here: Mapping[str, str]
     """Keys that have no counterpart -> the way out."""
+    newer: Mapping[str, str]
+    """Later names, or beginnings of them -> the names that these tables have."""
     lays_out: Sequence[str]
     """Those of the refused keys that say how the work is laid out, not what is trained."""
 
@@ -99,6 +110,8 @@ def translate(settings: Iterable[Override]) -> list[Override]:
             kept.append(parse(f"{fate.key}={ours}"))
             if fate.key != key:
                 notices.append(f"{key} is {fate.key}")
+            elif ours != value:
+                notices.append(f"{key}={value} is {ours} here")
 
     notices += _warm_up_by_share(kept)
     if refused:
@@ -146,6 +159,20 @@ def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:
     if name := _found(key, table.not_here):
         return Fate(refused=table.not_here[name], lays_out=lays_out)
     return None
+
+
+def older(key: str) -> str:
+    """The name that verl had for a key of rewards before it had a section of them."""
+    start = next((name for name in tables().newer if f"{key}.".startswith(f"{name}.")), "")
+    return tables().newer[start] + key.removeprefix(start) if start else key
+
+
+def with_trackers(value: str) -> tuple[list[str], list[str]]:
+    """The trackers that are here, and the others."""
+    listed = parse(f"x={value}").value()
+    names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
+    here = [name for name in names if name in TRACKERS]
+    return here, [name for name in names if name not in here]
 
 
 def renamed(key: str) -> str | None:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.trainer.migrate.words import migrated, translated
 from trainer.config.compose import load_config
+from trainer.migrate.flags import Table
 from trainer.migrate.systems import RECIPES
-from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -70,7 +70,7 @@ def test_train_prompts_becomes_ppo_with_ptx() -> None:
 
 def test_every_flag_has_a_word() -> None:
     lost = []
-    for name in Table("coati").rows:
+    for name in Table("coati", "all").rows:
         done = translated("coati", f"python train_prompts.py --{name} 2")
         told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
         lost += [] if any(name in line for line in told) else [name]

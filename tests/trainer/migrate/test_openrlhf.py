@@ -101,26 +101,6 @@ def test_flags_with_sections_and_shell_variables() -> None:
     assert list(config.resource_pool_spec.values()) == [[8]]
 
 
-LISTING = """
-ray job submit -- python3 examples/train_ppo_ray.py \\
-2 --ref_num_nodes 1 \\ # number of nodes (ref)
-3 --critic_num_nodes 2 \\ # number of nodes (critic)
-4 --vllm_num_engines 4 \\ # number of vLLM nodes
-5 --vllm_tensor_parallel_size 4 \\ # vLLM tensor_parallel size
-6 --pretrain meta-llama/Llama-2-70b-chat-hf \\ # pre-trained model name or path
-7 --reward_pretrain meta-llama/Llama-2-70b-chat-hf \\ # reward model name or path
-8 --prompt_data Open-Orca/OpenOrca # datasets name or path
-"""
-
-
-def test_a_listing_with_line_numbers_and_commented_backslashes_is_read_whole() -> None:
-    config = composed(migrated("openrlhf", LISTING))
-    assert config.resource_pool_spec["critic_pool"] == [8, 8]
-    assert config.resource_pool_spec["rollout_pool"] == [8, 8]
-    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
-    assert config.data.train_files == "Open-Orca/OpenOrca"
-
-
 def test_without_engines_the_actor_generates() -> None:
     flags = "--pretrain model --remote_rm_url http://a:1,http://b:2 --prompt_data x.jsonl"
     config = composed(migrated("openrlhf", flags))
@@ -162,7 +142,10 @@ def test_every_flag_has_a_word(flag: str) -> None:
     [
         ("python train.py --pretrain x", "no command runs train_ppo_ray"),
         ("--pretran x", "no flag --pretran. Did you mean 'pretrain'"),
-        ("--train_batch_size 10 --n_samples_per_prompt 4", "10 samples are no whole number"),
+        (
+            "--train_batch_size 10 --n_samples_per_prompt 4",
+            "is 2.5, and whole groups are counted here",
+        ),
         ("--train_batch_size $SIZE", "--train_batch_size is '$SIZE'"),
         ("--advantage_estimator grpo", "OpenRLHF has gae, reinforce"),
         ("--pretrain 'x", "unexpected EOF"),

@@ -8,8 +8,8 @@ import pytest
 
 from tests.trainer.migrate.words import migrated, translated, translated_whole
 from trainer.config.compose import load_config
+from trainer.migrate.flags import Table
 from trainer.migrate.systems import RECIPES
-from trainer.migrate.table import Table
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 
@@ -40,7 +40,10 @@ def test_sft_counts_rows_and_samples_as_there() -> None:
     assert (config.trainer.n_gpus_per_node, config.model.strategy) == (4, "fsdp")
     assert (config.optim.lr_scheduler_type, config.optim.min_lr_ratio) == ("cosine", 0.1)
     told = "\n".join(done.absent)
-    assert "prompt from question, prompt within 'User: {}\\nAssistant: '" in told
+    assert (
+        "--input_key question, --output_key response: rows have the columns prompt, response"
+        in told
+    )
 
 
 def test_a_template_that_would_be_lost_is_refused() -> None:

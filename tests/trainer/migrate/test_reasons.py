@@ -13,18 +13,17 @@ from functools import cache
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.main import COMMANDS
 from trainer.config.keys import config_keys
+from trainer.migrate.flags import read_table
 from trainer.migrate.systems import RECIPES
-from trainer.migrate.table import FOLDER
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import tables
 from verl_like.registry import registry_of
 
 REGISTRIES = ("policy loss", "preference loss", "pairwise loss", "optimizer", "tracker")
-OF_SECTIONS = ("openrlhf_rows", "trl", "verl_sft")
+OF_SECTIONS = ("openrlhf_rows", "trl", "coati", "verl_sft")
 NOT_KEYS = re.compile(r"FILE\.py|MODULE\.NAME|docs/\S+|config\.json|workers\.rewards\.code")
 NAMED = re.compile(r"([A-Za-z_][\w.]*)=|\b(\w+(?:\.\w+)+)\b")
 KEYS_OF_NO_SCHEMA = ("placement", "role_mapping.reward_model")
@@ -143,14 +142,14 @@ def known() -> frozenset[str]:
 
 def reasons() -> Iterator[str]:
     """What the tables say of flags and keys that have no counterpart."""
-    for system in ("openrlhf", "coati", *OF_SECTIONS):
-        tree = yaml.safe_load((FOLDER / f"{system}.yaml").read_text(encoding="utf-8"))
+    for system in ("openrlhf", *OF_SECTIONS):
+        tree = read_table(system)
         for rows in tree.values() if system in OF_SECTIONS else [tree]:
             yield from (
                 str(row[kind])
                 for row in rows.values()
                 if isinstance(row, Mapping)
-                for kind in ("absent", "refused", "otherwise", "only")
+                for kind in ("absent", "refused", "otherwise")
                 if kind in row
             )
     yield from (str(row["else"]) for row in tables().changes_nothing_at.values())

@@ -66,6 +66,7 @@ def test_variables_arrays_arithmetic_and_loops_are_the_shell_s() -> None:
         "env A=1 timeout 5 python -m train --x 1",
         'eval "python -m train --x 1"',
         "python -m train \\ # what it does\n  --x 1 \\ # how",
+        "python -m train \\  \n  --x 1",
     ],
 )
 def test_it_is_recorded_through_whatever_starts_it(line: str) -> None:
@@ -121,7 +122,7 @@ def test_it_writes_nowhere_else_and_reaches_nothing(tmp_path: Path) -> None:
 
 def test_a_script_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "DEADLINE_S", 1.0)
-    script = recorder.Script("python -m train; while :; do :; done", "a.sh", (), os.getcwd(), {})
+    script = recorder.Script(["-c", "python -m train; while :; do :; done"], os.getcwd(), {})
     begin = time.monotonic()
     recording = recorder.run(script)
     assert time.monotonic() - begin < 10

@@ -1,0 +1,75 @@
+"""Rules and rows of a table: expressions over flags, and what a rule does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.migrate.flags import GivenFlags, Row, Table, as_flags
+from verl_like.errors import ConfigError
+
+
+@pytest.fixture
+def table() -> Table:
+    table = Table("coati", "all")
+    table.rows = {"rows": Row.of({"with": "x", "default": 8}), "kind": Row.of({"with": "x"})}
+    table.rows["twice"] = Row.of({"set": {"data.max_length": "{whole(twice / 2)}"}})
+    table.rules = []
+    return table
+
+
+def flags(table: Table, *words: str) -> GivenFlags:
+    return GivenFlags(table, as_flags(words), "no flag")
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("rows * 2", 16),
+        ("kind == 'a.b' and rows", 8),
+        ("unheard or 3", 3),
+        ("given('rows')", False),
+        ("ceil(rows / 3)", 3),
+        ("1e3 if kind in ('a.b', 'c') else None", 1000.0),
+    ],
+)
+def test_names_in_an_expression_are_flags(table: Table, expression: str, expected: Any) -> None:
+    assert flags(table, "--kind", "a.b").computed(expression) == expected
+
+
+def test_a_variable_is_no_number(table: Table) -> None:
+    given = flags(table, "--rows", "$N")
+    for expression in ("rows * 2", "2 * rows", "rows + 1", "rows % 2"):
+        with pytest.raises(ConfigError, match=r"--rows is '\$N': this figure is computed"):
+            given.computed(expression)
+
+
+def test_a_part_of_a_group_is_rejected(table: Table) -> None:
+    assert flags(table, "--twice", "6").finish().settings == {"data.max_length": "3"}
+    with pytest.raises(ConfigError, match=r"whole\(twice / 2\).* is 2.5, and whole groups"):
+        flags(table, "--twice", "5").finish()
+
+
+def test_rules_apply_in_their_order_where_they_hold(table: Table) -> None:
+    given = flags(table, "--rows", "4", "--kind", "a")
+    keys = {"rows": "4", "kind": "a", "other.x": "1", "other.y": "2"}
+    given.apply(
+        [
+            {"let": {"all_rows": "rows * 10"}},
+            {"when": "all_rows > 50", "error": "too many"},
+            {"told": "{kind} of {all_rows}", "set": {"data.train_batch_size": "{all_rows}"}},
+            {"told": "size", "theirs": "{rows}", "set": {"data.train_batch_size": "5"}},
+            {"of": "kind", "theirs": "none", "set": {"data.prompt_key": "{kind}"}},
+            {"drop": ["other.*"], "dropped": "there is no other"},
+            {"when": "kind == 'a'", "always": "{kind} is so"},
+        ],
+        keys,
+    )
+    done = given.done
+    assert done.settings == {"data.train_batch_size": "40", "data.prompt_key": "a"}
+    assert done.renamed == ["a of 40 -> data.train_batch_size=40", "--kind a -> data.prompt_key=a"]
+    assert done.absent == ["other.x=1: there is no other", "other.y=2: there is no other"]
+    assert (done.always, keys) == (["a is so"], {"rows": "4", "kind": "a"})
+    with pytest.raises(ConfigError, match="^too many 3$"):
+        given.apply([{"error": "too many {1 + 2}"}])

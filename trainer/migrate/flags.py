@@ -1,0 +1,362 @@
+"""The flags of a foreign command, and tables and rules that say what they become.
+
+    flags = GivenFlags(Table("trl", "all", "sft"), as_flags(words), "TRL's sft has no field")
+    flags.becomes("zero_stage", {"actor_rollout_ref.actor.strategy": "fsdp"})     # a rule in code
+    done = flags.finish()                                                         # rules, then rows
+
+A table is a YAML file in this folder, such as `trl.yaml`, with a row for each flag:
+
+    name other_name: {always: "what is the case here, whatever the value"}
+    name: some.key                                  # our key with the same meaning
+    name: {key: some.key, values: {theirs: ours}}   # a value may become several settings
+    name: {set: {some.key: "{}", other.key: "{1}", third.key: "{other}", fourth.key: "{a / b}"}}
+
+`{}` is the flag's value, `{1}` the second of several values, `{other}` the value of another flag.
+Anything else in braces is a Python expression over the values of flags; a flag that is not
+given is its `default` or None. A name may hold `*`. A row may also have:
+
+    new         a later spelling
+    default     their value without the flag, which is then set here
+    needs       an expression: the flag counts only if it holds
+    at          values at which the flag changes nothing
+    otherwise   why other values than those in `values` are rejected
+    absent      there is no counterpart: what to do instead; the experiment is the same without it
+    refused     there is no counterpart, and the experiment would be another one without it
+    with        a rule translates the flag, together with others, into these keys
+
+Rules take several flags together. They are the list `rules` of a section and apply before the rows,
+in their order, each only if the expression `when` holds. A rule may have:
+
+    let         name -> expression, for this rule and all later ones
+    set         settings, as a row has them
+    of          flags that become these settings where they are given
+    told        what becomes these settings, if it is no flag
+    theirs      their default: the settings hold as well if none of the flags is given
+    row         a flag that its row translates at this point
+    drop        keys that this rule deals with; a name may hold `*`
+    dropped     what to say of each of them
+    always, absent, refused, error      a line with values in braces
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from trainer.migrate.translation import Translation, as_text
+from verl_like.errors import ConfigError, nearest
+
+Flags = dict[str, list[str]]
+"""Flag without its dashes -> its values; an empty list if it stands alone."""
+NUMBER = re.compile(r"-\.?\d")
+IN_BRACES = re.compile(r"\{([^{}]*)\}")
+NAME = re.compile(r"'[^']*'|(?<![\w.])[A-Za-z_][\w.]*")
+"""A text or a name in an expression."""
+OF_PYTHON = ("and", "or", "not", "in", "if", "else", "is", "None", "True", "False")
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{each.__name__: each for each in (float, int, len, max, min, round, str, math.ceil)},
+    "numbers": lambda *values: all(isinstance(value, (int, float)) for value in values),
+    "listed": lambda value: str(value).strip("[]").split(","),
+}
+
+
+def find_program(
+    words: Sequence[str], is_program: Callable[[str], bool], unnamed: str | None = None
+) -> tuple[list[str], str, list[str]] | None:
+    """The words before the program, its name as a module, and the words after it.
+
+    Flags without a program are those of `unnamed`.
+    """
+    for place, word in enumerate(words):
+        name = word.removesuffix(".py").removeprefix("./").replace("/", ".").lstrip(".")
+        if not word.startswith("-") and is_program(name):
+            return list(words[:place]), name, list(words[place + 1 :])
+    return ([], unnamed, list(words)) if unnamed is not None and words[0][:2] == "--" else None
+
+
+def last_name(program: str) -> str:
+    """`train` of `package.train`."""
+    return program.rpartition(".")[2]
+
+
+def as_flags(words: Sequence[str]) -> Flags:
+    """Flags and their values, in the order of the words."""
+    flags: Flags = {}
+    values = list[str]()
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, has_value, value = word[2:].partition("=")
+            values = flags[name] = [value] if has_value else []
+        elif word.startswith("-") and not NUMBER.match(word):
+            values = []  # an option of the launcher
+        else:
+            values.append(word)
+    return flags
+
+
+def num_processes(launcher: Sequence[str]) -> str:
+    """Processes that `torchrun` or `accelerate launch` starts; "" if the words do not say."""
+    names = ("num_processes", "nproc_per_node", "num_gpus")
+    given = {name.replace("-", "_"): values for name, values in as_flags(launcher).items()}
+    return next((given[name][0] for name in names if given.get(name)), "")
+
+
+class Text(str):
+    """A value that is no number; `"$N" * 2` is an error."""
+
+    __mul__ = __rmul__ = __mod__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one flag."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    at: tuple[str, ...] = ()
+    new: str = ""
+    default: str = ""
+    needs: str = ""
+    otherwise: str = ""
+    always: str = ""
+    absent: str = ""
+    refused: str = ""
+    taken_with: str = ""
+
+    @classmethod
+    def of(cls, facts: str | Mapping[str, Any]) -> Row:
+        """The row that the YAML has."""
+        facts = {"key": facts} if isinstance(facts, str) else dict(facts)
+        settings = {facts.pop("key"): "{}"} if "key" in facts else facts.pop("set", {})
+        values = {str(theirs).lower(): ours for theirs, ours in facts.pop("values", {}).items()}
+        at, taken_with = map(str, facts.pop("at", ())), facts.pop("with", "")
+        texts = {name: str(value) for name, value in facts.items()}
+        return cls(settings, values, tuple(at), taken_with=taken_with, **texts)
+
+
+class Table:
+    """The rows and rules of a system, or of sections of it."""
+
+    def __init__(self, system: str, *sections: str) -> None:
+        tree = read_table(system)
+        self.rows: dict[str, Row] = {}
+        self.rules: list[Mapping[str, Any]] = []
+        for section in [tree[name] for name in sections] if sections else [tree]:
+            self.rules += section.get("rules", [])
+            for names, facts in section.items():
+                if names != "rules":
+                    self.rows |= dict.fromkeys(names.split(), Row.of(facts))
+        self.older = {row.new: name for name, row in self.rows.items() if row.new}
+        """Later spelling -> name."""
+
+    def find(self, name: str) -> Row | None:
+        """The row of that name, or of a pattern that the name fits."""
+        return self.rows.get(name) or next(
+            (row for pattern, row in self.rows.items() if fnmatchcase(name, pattern)), None
+        )
+
+
+@cache
+def read_table(system: str) -> dict[str, Any]:
+    """The YAML of that system."""
+    text = (Path(__file__).parent / f"{system}.yaml").read_text(encoding="utf-8")
+    tree: dict[str, Any] = yaml.safe_load(text)
+    return tree
+
+
+class GivenFlags:
+    """The flags of one command by the names of the table, and their translation so far."""
+
+    def __init__(
+        self,
+        table: Table,
+        given: Flags,
+        unknown: str = "",
+        done: Translation | None = None,
+        dashes: str = "--",
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`unknown` begins the message about flags that the table does not have.
+
+        `figures` are further names for expressions, as `let` makes them.
+        """
+        self.done = done or Translation()
+        self._table, self._unknown, self._dashes = table, unknown, dashes
+        self._spelled = {table.older.get(name, name): name for name in given}
+        self._values = {table.older.get(name, name): values for name, values in given.items()}
+        self._figures = dict(figures or {})
+        self._told: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the command has the flag."""
+        return name in self._values
+
+    def values(self, name: str) -> list[str]:
+        """The flag's values, none where the command has no such flag."""
+        return self._values.get(name, [])
+
+    def value(self, name: str, default: str = "") -> str:
+        """The flag's value or its default: True if it stands alone, a list of several values."""
+        if name not in self._values:
+            row = self._table.find(name)
+            theirs = row.default if row else ""
+            return default or (self._filled(theirs) if theirs[:1] == "{" else theirs)
+        values = self._values[name] or ["True"]
+        return values[0] if len(values) == 1 else as_text(values)
+
+    def figure(self, name: str) -> Any:
+        """The flag's value as an expression reads it: a number, a truth value, a text or None."""
+        if name in self._figures:
+            return self._figures[name]
+        text = self.value(name)
+        if text.lower() in ("", "null", "none", "true", "false"):
+            return {"true": True, "false": False}.get(text.lower())
+        try:
+            return float(text) if set(text.lower()) & set(".en") else int(text)
+        except ValueError:
+            return Text(text)
+
+    def count(self, name: str) -> int:
+        """The flag's value as a whole number."""
+        return int(self.computed(f"int(0 + {name})"))
+
+    def spelled(self, name: str) -> str:
+        """The flag as the command has it."""
+        return f"{self._dashes}{self._spelled.get(name, name)}"
+
+    def becomes(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Translate the flag, if it is given, to these settings."""
+        if self.has(name):
+            self._told.add(name)
+            self.done.rename(self._with_value(name), settings)
+
+    def finish(self) -> Translation:
+        """Apply the rules, then the rows of the other flags, then the defaults of rows."""
+        unknown = [name for name in self._values if self._table.find(name) is None]
+        if unknown:
+            known = [*self._table.rows, *self._table.older]
+            hints = " ".join(nearest(name, known).strip() for name in unknown)
+            listed = ", ".join(map(self.spelled, unknown))
+            raise ConfigError(f"{self._unknown} {listed}. {hints}".rstrip())
+        self.apply(self._table.rules)
+        for name in [*self._values, *self._table.rows]:
+            self._by_row(name)
+        return self.done
+
+    def apply(self, rules: Sequence[Mapping[str, Any]], keys: dict[str, Any] | None = None) -> None:
+        """Apply rules that take several flags together; `keys` loses those that a rule drops."""
+        for rule in rules:
+            if not self.computed(str(rule.get("when", "True"))):
+                continue
+            for name, expression in rule.get("let", {}).items():
+                self._figures[name] = self.computed(expression)
+            if "error" in rule:
+                raise ConfigError(self._filled(rule["error"]))
+            for kind in ("always", "absent", "refused"):
+                if kind in rule:
+                    getattr(self.done, kind).append(self._filled(rule[kind]))
+            if "row" in rule:
+                self._by_row(rule["row"])
+            flags = rule.get("of", "").split()
+            settings = {key: self._filled(str(text)) for key, text in rule.get("set", {}).items()}
+            for name in flags:
+                self.becomes(name, settings)
+            if "theirs" in rule and not any(map(self.has, flags)):
+                what = self._filled(rule["told"]) if "told" in rule else self.spelled(flags[0])
+                self.done.default(what, self._filled(str(rule["theirs"])), settings)
+            elif "told" in rule:
+                self.done.rename(self._filled(rule["told"]), settings)
+            for key in [key for key in keys or {} if _fits(key, rule.get("drop", ()))]:
+                value = (keys or {}).pop(key)
+                if "dropped" in rule:
+                    self.done.absent.append(f"{key}={value}: {rule['dropped']}")
+
+    def _by_row(self, name: str) -> None:
+        """Translate a flag, or its default if it is not given, by its row."""
+        row, done = self._table.find(name), self.done
+        if row is None or name in self._told:
+            return
+        self._told.add(name)
+        is_read = not row.needs or self.computed(row.needs)
+        if not self.has(name):
+            if row.default and row.settings and is_read:
+                value = self.value(name)
+                done.default(self.spelled(name), value, self._settings(name, row, value))
+            return
+        told, value = self._with_value(name), self.value(name)
+        changes_nothing = _fits(value.lower(), [each.lower() for each in row.at])
+        if changes_nothing or not is_read or row.taken_with:
+            done.joined.append(told)
+        elif row.otherwise and value.lower() not in row.values:
+            done.refused.append(f"{told}: {row.otherwise}")
+        elif row.settings:
+            done.rename(told, self._settings(name, row, value))
+        else:
+            kind = "always" if row.always else "absent" if row.absent else "refused"
+            getattr(done, kind).append(f"{told}: {getattr(row, kind)}")
+
+    def _settings(self, name: str, row: Row, value: str) -> Mapping[str, str]:
+        ours = row.values.get(value.lower(), value)
+        if isinstance(ours, Mapping):
+            return ours
+        return {key: self._filled(str(text), name, ours) for key, text in row.settings.items()}
+
+    def _filled(self, template: str, name: str = "", ours: str = "") -> str:
+        def fill(match: re.Match[str]) -> str:
+            what = match[1]
+            if what.isdigit():
+                return self.values(name)[int(what)]
+            if not what or (self.has(what) and what not in self._figures):
+                return self.value(what) if what else ours
+            found = self.computed(what)
+            return str(round(found, 10)) if isinstance(found, float) else as_text(found)
+
+        return IN_BRACES.sub(fill, template)
+
+    def computed(self, expression: str) -> Any:
+        """The value of a Python expression in which names are flags."""
+
+        def ours(name: str) -> Any:
+            value = self.value(name)
+            return self._table.rows[name].values.get(value.lower(), value)
+
+        def whole(number: float) -> int:
+            if number != int(number):
+                raise ConfigError(
+                    f"{expression} is {number:g}, and whole groups are counted here. Take a "
+                    "multiple."
+                )
+            return int(number)
+
+        functions = {**FUNCTIONS, "given": self.has, "ours": ours, "whole": whole}
+
+        def look_up(match: re.Match[str]) -> str:
+            name = match[0]
+            is_flag = name[0] != "'" and name not in functions and name not in OF_PYTHON
+            return f"figure({name!r})" if is_flag else name
+
+        code = NAME.sub(look_up, str(expression))
+        try:
+            return eval(code, {"__builtins__": {}, "figure": self.figure, **functions})
+        except TypeError as err:
+            names = [n for n in NAME.findall(expression) if isinstance(self.figure(n), str)]
+            listed = ", ".join(f"{self.spelled(n)} is {self.figure(n)!r}" for n in names)
+            raise ConfigError(
+                f"{listed or expression}: this figure is computed with others, so set its "
+                "variable: NAME=... verl-like migrate ..."
+            ) from err
+
+    def _with_value(self, name: str) -> str:
+        return " ".join([self.spelled(name), *self.values(name)])
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
