@@ -1,9 +1,13 @@
-"""What the planner says of numbers that others have published.
+"""The planner next to numbers that others have published.
 
     python benchmarks/bench_plan.py [file ...]
 
-Nothing is run but the planner. Prints JSON: for every file of `published/`, or those named, its
-source, a summary, and a row for every number (`plan_cases`).
+Runs only the planner. Prints JSON: for every file of `published/`, or those named, its source, a
+summary, and a row per number. A file is of one kind:
+
+    placements   which of the placements that were tried was the fastest
+    steps        the peak memory of a training step of one model
+    fits         the fewest GPUs, next to those on which a run went
 """
 
 from __future__ import annotations
@@ -11,58 +15,156 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
-from plan_cases import KINDS, Case, Folders
+
+from trainer.cli.plan import job_of
+from trainer.planner.job import sizes_of
+from workers.config.model import FSDPConfig, ModelConfig, ParallelConfig
+from workers.memory import GIB, HeldModel, LargestPass, memory_of
 
 PUBLISHED = Path(__file__).with_name("published")
 NEAR = 1.15
 """Ratio up to which a prediction is called near, either way."""
+POLICY, VALUES = ("actor", "rollout"), ("critic", "reward_model")
+PLACEMENTS: dict[str, set[frozenset[str]]] = {
+    "colocate": {frozenset((*POLICY, "ref", *VALUES))},
+    "split": {frozenset((*POLICY, "ref")), frozenset(VALUES)},
+    "standalone": {frozenset(POLICY), *(frozenset([role]) for role in ("ref", *VALUES))},
+    "critic alone": {frozenset((*POLICY, "ref", "reward_model")), frozenset(["critic"])},
+}
+"""Name -> who shares a pool."""
+Case = dict[str, Any]
+
+
+def model_folder(root: Path, published: Case, name: str) -> Path:
+    """Write the config.json of one of the file's models, without weights."""
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(published["models"][name]))
+    return folder
+
+
+def settings_of(published: Case, case: Case, root: Path) -> list[str]:
+    """Return the keys of a plan. `values` names the model of critic and reward model."""
+    policy = model_folder(root, published, case.get("model") or published["model"])
+    paths = {"actor_rollout_ref": policy}
+    if "reward_model.enable=true" in published["settings"]:
+        paths["reward_model"] = policy
+    if "values" in case:
+        paths["critic"] = paths["reward_model"] = model_folder(root, published, case["values"])
+    return [
+        f"plan.gpus={case['gpus']}",
+        f"plan.device={case.get('device') or published['device']}",
+        *(f"{key}.model.path={path}" for key, path in paths.items()),
+        *published["settings"],
+        *case.get("settings", ()),
+    ]
+
+
+def placements(published: Case, root: Path) -> list[Case]:
+    """Return the fastest of the same placements, under each reading of the network."""
+    rows = []
+    for (reading, rate), case in product(published["networks"].items(), published["cases"]):
+        job = job_of([*settings_of(published, case, root), f"plan.network={rate}"])
+        seconds: dict[str, float] = {}
+        for placement in job.best(case["gpus"]):
+            shares = {frozenset(pool.roles) for pool in placement.pools}
+            for name in case.get("tried") or published["tried"]:
+                if PLACEMENTS[name] == shares:
+                    seconds.setdefault(name, placement.step)
+        ours = min(seconds, key=seconds.__getitem__)
+        ratio = seconds[case["placement"]] / seconds[ours] if case["placement"] in seconds else None
+        values = f" and {case['values']}" if "values" in case else ""
+        row = {"case": f"{case['model']}{values} on {case['gpus']}", "of": f"placement, {reading}"}
+        row |= {"published": case["placement"], "predicted": ours}
+        row["agrees"] = ours == case["placement"]
+        rows.append({**row, "seconds of published / predicted": ratio and round(ratio, 3)})
+    return rows
+
+
+def steps(published: Case, root: Path) -> list[Case]:
+    """Return the peak memory of a step of AdamW after `passes` passes."""
+    rows = []
+    for case in published["cases"]:
+        case = published.get("of_all", {}) | case
+        axes = {name: case.get(name, 1) for name in ("sp", "tp", "pp")}
+        model = ModelConfig(
+            path=str(model_folder(root, published, case["model"])),
+            enable_gradient_checkpointing=case["recomputes"],
+            use_fused_kernels=not case.get("whole_logits", False),
+            lora_rank=case.get("lora_rank", 0),
+        )
+        fsdp, parallel = FSDPConfig(), ParallelConfig(**axes)
+        held = HeldModel("model.path", model, fsdp, parallel=parallel, trains=True)
+        tokens = int(case["rows"] * case["tokens"] // axes["sp"])
+        largest = LargestPass(tokens, tokens)
+        memory = memory_of(held, "model", "all", case["gpus"], "cuda", largest)
+        gib = (memory.kept + memory.call) / GIB
+        row = {"case": case["name"], "of": "GiB", "published": case["GiB"]}
+        row |= {"predicted": round(gib, 2), "ratio": round(gib / case["GiB"], 3)}
+        rows.append(row | ({"why": case["why"]["GiB"]} if "GiB" in case.get("why", ()) else {}))
+    return rows
+
+
+def fits(published: Case, root: Path) -> list[Case]:
+    """Return the fewest GPUs that the planner finds enough."""
+    rows = []
+    for case in published["cases"]:
+        tried = sizes_of(2 * case["gpus"], 8)
+        jobs = ((n, job_of(settings_of(published, {**case, "gpus": n}, root))) for n in tried)
+        least = next((n for n, job in jobs if job.best(n)), None)
+        row = {"case": case["name"], "of": "GPUs", "published": case["gpus"], "predicted": least}
+        rows.append(row | {"agrees": least is not None and least <= case["gpus"]})
+    return rows
+
+
+KINDS: dict[str, Callable[[Case, Path], list[Case]]] = {
+    "placements": placements,
+    "steps": steps,
+    "fits": fits,
+}
 
 
 def summary(rows: Sequence[Case]) -> dict[str, str]:
-    """What is predicted -> how many of its rows agree or are near, and the farthest."""
-    found = {}
-    for of in dict.fromkeys(row["of"] for row in rows):
-        own = [row for row in rows if row["of"] == of and "fitted" not in row]
-        if not own:
+    """Count, for every quantity, the rows that agree or are near, and name the farthest."""
+    counts = {}
+    for quantity in dict.fromkeys(row["of"] for row in rows):
+        of_quantity = [row for row in rows if row["of"] == quantity]
+        if "agrees" in of_quantity[0]:
+            agreeing = sum(row["agrees"] for row in of_quantity)
+            counts[quantity] = f"{agreeing} of {len(of_quantity)} agree"
             continue
-        if "agrees" in own[0]:
-            found[of] = f"{sum(row['agrees'] for row in own)} of {len(own)} agree"
-            continue
-        found[of] = f"{_near(own)} of {len(own)} within 15 %"
-        alike = [row for row in own if "why" not in row]
-        if len(alike) < len(own):
-            found[of] += f" ({_near(alike)} of {len(alike)} where nothing is known to differ)"
-        known = [row for row in own if row["ratio"] is not None]
-        if known:
-            worst = max(known, key=lambda row: max(row["ratio"], 1 / row["ratio"]))
-            found[of] += f", at most x {worst['ratio']} ({worst['case']})"
-    return found
+        alike = [row for row in of_quantity if "why" not in row]
+        worst = max(of_quantity, key=lambda row: max(row["ratio"], 1 / row["ratio"]))
+        counts[quantity] = (
+            f"{_near(of_quantity)} of {len(of_quantity)} within 15 % ({_near(alike)} of "
+            f"{len(alike)} where nothing is known to differ), at most x {worst['ratio']} "
+            f"({worst['case']})"
+        )
+    return counts
 
 
 def _near(rows: Sequence[Case]) -> int:
-    return sum(row["ratio"] is not None and 1 / NEAR <= row["ratio"] <= NEAR for row in rows)
+    return sum(1 / NEAR <= row["ratio"] <= NEAR for row in rows)
 
 
 def main(names: Sequence[str]) -> None:
     """Compare all that is published, or these files of it."""
     torch.set_num_threads(1)
-    result = {}
+    results = {}
     for file in sorted(PUBLISHED.glob("*.json")):
         if names and file.stem not in names:
             continue
         published = json.loads(file.read_text())
         with tempfile.TemporaryDirectory() as folder:
-            rows = KINDS[published["kind"]](published, Folders(Path(folder)))
-        result[file.stem] = {
-            "source": published["source"],
-            "summary": summary(rows),
-            "rows": rows,
-        }
-    print(json.dumps(result, indent=1))
+            rows = KINDS[published["kind"]](published, Path(folder))
+        results[file.stem] = {"source": published["source"], "summary": summary(rows), "rows": rows}
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

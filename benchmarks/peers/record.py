@@ -1,9 +1,9 @@
-"""What a peer has written down of the job of `job.sh`, as our row and JSON; its scripts call this.
+"""Turn what a peer has logged of the job of `job.sh` into our row and JSON; its scripts call this.
 
     python benchmarks/peers/record.py rows OUT                     prompts for those without parquet
     python benchmarks/peers/record.py verl|openrlhf|trl LOG OUT    the row, and the JSON into OUT
 
-The job is in the environment. It runs in the peer's Python, which needs no installation of ours.
+The job is in the environment variables. This runs in the peer's Python, without our packages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path += [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]
 
-from trainer.cli.job_record import Job, JobStep, check_steps, job_record, table
+from job_record import Job, JobStep, check_steps, job_record, table
+
 from verl_like.errors import ConfigError
 
 NUMBER = re.compile(r"'([\w/]+)': (-?\d[\d.e+-]*)")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The job of job.sh on this repository: `verl-like bench job`, which prints the row itself.
+# The job of job.sh on this repository: bench_job.py, which prints the row itself.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/job.sh"
 
 engine=(actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization="$ENGINE_MEMORY")
 [ "$DEVICE" = cuda ] || engine=(trainer.backend=local)
-run "$PYTHON" -m trainer.cli.main bench job --out "$out/bench.json" \
+run "$PYTHON" "$peers/../bench_job.py" --out "$out/bench.json" \
     algorithm.adv_estimator=grpo \
     data.train_files="$PROMPTS" \
     data.train_batch_size="$BATCH" \

@@ -1,23 +1,16 @@
 """usage: verl-like bench overlap RUN_DIR
        verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
            [--makers 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
-       verl-like bench job [--steps 6] [--out FILE] [key=value ...]
 
-`overlap` predicts a detached run, whose makers generate while its trainer trains, from the seconds
-that the phases took in a run, or from those given: seconds a step, speed-up over the synchronous
-run, who is idle, what limits, for fewer and more makers. A simulation: nothing is started.
+`overlap` predicts how fast a detached run is, whose makers generate while its trainer trains. It
+reads the seconds of the phases from a run, or takes those given, and simulates: seconds per step,
+speed-up over the synchronous run, who is idle, and what limits, for fewer and more makers. Nothing
+is started.
 
-  --pieces 4          of a batch, each made by one maker; by default as many as makers
-  --limit 8           pieces that may be queued or in the making at once
+  --pieces 4          pieces of a batch, each made by one maker; by default as many as makers
+  --limit 8           pieces that may be queued or in generation at once
   --at-once           makers take new weights in the middle of a piece
-  --fixed-share 0.5   of generation, that fewer rows do not shorten: the longest response's
-
-`job` runs the job of `verl-like ppo key=value ...`, leaves its first step out, and prints a row:
-framework, model, devices, seconds per 1,024 prompts, epochs, response tokens a second, hardware,
-commit. The JSON has every step by phase and all settings. benchmarks/peers runs it elsewhere.
-
-  --steps 6           with the first; or trainer.total_training_steps
-  --out FILE          for the JSON, bench.json in the run folder by default
+  --fixed-share 0.5   share of generation that fewer rows do not shorten: the longest response's
 """
 
 from __future__ import annotations
@@ -42,7 +35,7 @@ RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync"}
 """Option -> field of `Phases`."""
 WORTH_IT = 1.05
-"""Speed-up below which asynchrony is not advised, and within which two runs are alike."""
+"""Speed-up below which makers are not advised, and within which two runs count as equal."""
 ADVICE = {
     "weights": "Taking weights limits it then: send only what changed of them.",
     "staleness bound": "The staleness bound limits it then: a wider one, or smaller pieces.",
@@ -54,22 +47,22 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Row:
-    """A predicted run, with its speed-up over the synchronous run."""
+    """A predicted run."""
 
     name: str
     setup: Setup
     prediction: Prediction
     speed_up: float
-    """Over the synchronous run of as many makers and trainers."""
+    """Ratio to the synchronous run of as many makers and trainers."""
     limit: str
 
     @classmethod
     def of(cls, name: str, phases: Phases, setup: Setup) -> Row:
-        """The prediction, beside that of the synchronous run."""
+        """Simulate the run, and the synchronous one."""
         synchronous = simulate(phases, replace(setup, max_staleness=0)).seconds
-        found = simulate(phases, setup)
-        speed_up = synchronous / found.seconds
-        return cls(name, setup, found, speed_up, what_limits(phases, setup))
+        prediction = simulate(phases, setup)
+        speed_up = synchronous / prediction.seconds
+        return cls(name, setup, prediction, speed_up, what_limits(phases, setup))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -83,7 +76,7 @@ class Row:
         }
 
     def cells(self) -> list[str]:
-        """The cells of the run's line in the table."""
+        """Return the cells of the run's line in the table."""
         share = self.prediction.share
         return [
             str(self.setup.num_makers),
@@ -102,19 +95,15 @@ HEADING += ["makers busy", "waiting", "syncing", "trainer busy", "limited by"]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Dispatch to the benchmark that is named first."""
-    if arguments[:1] == ["job"]:
-        from trainer.cli.bench_job import job  # the prediction starts without a run's imports
-
-        job(arguments[1:])
-    elif arguments[:1] == ["overlap"]:
+    """Run `overlap`."""
+    if arguments[:1] == ["overlap"]:
         overlap(arguments[1:])
     else:
         sys.exit(__doc__)
 
 
 def overlap(arguments: Sequence[str]) -> None:
-    """Print the predictions, as tables or as JSON."""
+    """Print the predictions as tables or as JSON."""
     options = _parser().parse_args(arguments)
     phases, notes = _phases(options)
     setups = _setups(options)
@@ -134,14 +123,14 @@ def overlap(arguments: Sequence[str]) -> None:
     advice = advise(phases, rows)
 
     if options.json:
-        found = {
+        report = {
             "phases": asdict(phases),
             "notes": notes,
             "runs": [row.as_json() for row in rows],
             "ratios": [row.as_json() for row in ratios],
             "advice": advice,
         }
-        print(json.dumps(found))
+        print(json.dumps(report))
         return
     width = terminal_width()
     means = {name: sum(of) / len(of) for name, of in asdict(phases).items()}
@@ -161,10 +150,10 @@ def overlap(arguments: Sequence[str]) -> None:
 
 
 def advise(phases: Phases, rows: Sequence[Row]) -> str:
-    """One or two sentences: whether to run detached, how, and what is in the way then."""
-    ahead = [row for row in rows if row.setup.max_staleness]
-    fastest = min(row.prediction.seconds for row in ahead)
-    alike = [row for row in ahead if row.prediction.seconds <= fastest * WORTH_IT]
+    """Say whether to run detached, how, and what limits the run then."""
+    asynchronous = [row for row in rows if row.setup.max_staleness]
+    fastest = min(row.prediction.seconds for row in asynchronous)
+    alike = [row for row in asynchronous if row.prediction.seconds <= fastest * WORTH_IT]
     best = min(alike, key=lambda row: row.setup.max_staleness)
     if best.speed_up < WORTH_IT:
         return (
@@ -191,7 +180,7 @@ def _table(rows: Sequence[Row], width: int | None) -> list[str]:
 
 
 def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
-    """From the run folder, the given ones in its stead; or all from the command line."""
+    """Return the phases of the run folder and the command line, which wins, and notes."""
     given = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
     if options.run_dir:
         phases, notes = measured_phases(options.run_dir)
@@ -214,13 +203,13 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
 
 
 def _resized(setup: Setup, makers: int, trainers: int) -> Setup:
-    """With so many makers and trainers, between which the edges are those of the default."""
+    """Return the setup with so many makers and trainers, and the default edges between them."""
     ranks = makers_by_rank(Topology.of(makers, trainers))
     return replace(setup, num_makers=makers, num_trainers=trainers, makers_by_rank=ranks)
 
 
 def _setups(options: argparse.Namespace) -> list[Setup]:
-    """Every number of makers with every number of trainers."""
+    """Return every number of makers with every number of trainers."""
     setups = [
         _resized(
             Setup(
@@ -263,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class _Number:
-    """Reads a number of a range."""
+    """Reads a number in a range."""
 
     kind: type[int] | type[float]
     low: float
@@ -271,21 +260,21 @@ class _Number:
 
     def __call__(self, text: str) -> Any:
         with suppress(ValueError):
-            found = self.kind(text)
-            if self.low <= found <= self.high and found < math.inf:
-                return found
+            number = self.kind(text)
+            if self.low <= number <= self.high and number < math.inf:
+                return number
         range_of = f"{self.low} or more" if self.high == math.inf else f"{self.low} to {self.high}"
         raise argparse.ArgumentTypeError(f"{text!r} is no number of {range_of}")
 
 
 @dataclass(frozen=True)
 class _Numbers(_Number):
-    """Reads several, with commas; one of them at least as large as `largest`."""
+    """Reads numbers separated by commas, one of them at least as large as `largest`."""
 
     largest: float = 0
 
     def __call__(self, text: str) -> Any:
-        found = [super(_Numbers, self).__call__(part) for part in text.split(",")]
-        if max(found) < self.largest:
+        numbers = [super(_Numbers, self).__call__(part) for part in text.split(",")]
+        if max(numbers) < self.largest:
             raise argparse.ArgumentTypeError(f"{text!r} has no number of {self.largest} or more")
-        return found
+        return numbers

@@ -1,12 +1,13 @@
-"""Seconds of a role's calls on so many cards: arithmetic, bytes, and what of both is not hidden.
+"""Seconds of a role's calls on GPUs, by arithmetic.
 
-    model = Model.of(held)
-    seconds = pass_seconds(model, rows, dims, 16384, device, trains=True)
+    model = ModelCost.of(held)
+    seconds = pass_seconds(model, rows, dims, 16384, gpus, trains=True)
 
-A pass needs two operations a token for every weight that multiplies it, and those of attention;
-gradients need twice as many, and recomputation the forward pass once more. Decoding reads all
-weights and the live rows' keys and values at every step. A device's `rates` say what share of its
-numbers is reached.
+A pass takes two operations per token for every weight that multiplies it, and the operations of
+attention. Gradients take twice as many, and recomputation adds the forward pass once more. Weights
+that FSDP gathers travel meanwhile. A step of decoding reads all weights, and the keys and values of
+the unfinished rows. Nothing here is measured: GPUs are taken to reach fixed shares of what their
+data sheets promise.
 """
 
 from __future__ import annotations
@@ -21,41 +22,50 @@ import torch
 
 from trainer.planner.devices import Device
 from workers.memory import HeldModel, hf_config_of
-from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.models.memory_shapes import model_shapes
 from workers.parallel.dims import ParallelDims
 from workers.training.mfu import attention_width, expert_share
 
+FLOPS_REACHED = 0.5
+"""Share of a GPU's operations: prime-rl reports it for updates of Qwen3-4B on eight H100s."""
+BYTES_REACHED = 0.7
+"""Share of the bytes of memory and links."""
+CALL_S = 0.2
+"""Seconds that a call takes beside its passes."""
+DECODE_LAYER_S = 60e-6
+"""Seconds per layer and decoding step beside its bytes."""
+ALL_REDUCE_S = 15e-6
+"""Seconds of a small all-reduce in a node."""
+PCIE = 32e9
+"""Bytes per second between a GPU and its host, one way."""
 BYTES = 2
-"""Of a number in bfloat16, which passes compute in."""
+"""Bytes of a number in bfloat16, which passes compute in."""
+POINTS = 32
+"""How many lengths stand for all."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """What the time of a pass depends on."""
+class ModelCost:
+    """The numbers of a model that the time of its passes depends on."""
 
     weights: float
     active: float
-    """Of the weights, those that multiply a token."""
+    """Weights that multiply a token."""
     num_layers: int
     hidden_size: int
     attention_width: int
     key_value_numbers: int
     in_experts: float = 0.0
-    """Of the weights, those of routed experts,"""
+    """Weights of routed experts."""
     expert_share: float = 1.0
-    """of which a token meets this share,"""
+    """Share of the routed experts that a token is sent to."""
     choices: int = 0
-    """and so many in a layer."""
-
-    def read(self, num_tokens: float) -> float:
-        """Weights that so many tokens meet: of experts those that any of them is sent to."""
-        met: float = 1 - (1 - self.expert_share) ** num_tokens
-        return self.active + (met - self.expert_share) * self.in_experts
+    """Number of experts per layer that a token is sent to."""
 
     @classmethod
-    def of(cls, held: HeldModel) -> Model:
-        """By config.json alone."""
-        shapes: ModelShapes = model_shapes(held.model, held.head, torch.bfloat16)
+    def of(cls, held: HeldModel) -> ModelCost:
+        """Read them from config.json."""
+        shapes = model_shapes(held.model, held.head, torch.bfloat16)
         config: Any = hf_config_of(held.model).get_text_config()
         looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
         share = expert_share(config)
@@ -71,88 +81,89 @@ class Model:
             choices=getattr(config, "num_experts_per_tok", None) or 0,
         )
 
+    def read_by(self, num_tokens: float) -> float:
+        """Weights that so many tokens read: of the experts, those that any token is sent to."""
+        read: float = 1 - (1 - self.expert_share) ** num_tokens
+        return self.active + (read - self.expert_share) * self.in_experts
+
 
 @dataclass(frozen=True)
-class Rows:
-    """Samples of a step by their lengths."""
+class StepRows:
+    """The samples of a step, by their lengths in tokens."""
 
     samples: int
     prompts: int
     prompt: float
     responses: Sequence[float]
-    """Tokens of responses that are equally likely, the longest last."""
+    """Lengths of responses that are equally likely, the longest last."""
     mini_batches: int = 1
     epochs: int = 1
     waits: float = 0.0
-    """Seconds of a sample in which it is not generated, since its environment works."""
+    """Seconds per sample in which its environment works and nothing is generated."""
 
     @cached_property
     def mean_response(self) -> float:
-        """Tokens."""
+        """Mean length of a response."""
         return sum(self.responses) / len(self.responses)
 
     @cached_property
     def tokens(self) -> float:
-        """Of a sample."""
+        """Mean length of a sample."""
         return self.prompt + self.mean_response
 
     @cached_property
     def pairs(self) -> float:
-        """Pairs of tokens of a sample of which one looks at the other."""
-        return sum((self.prompt + each) ** 2 for each in self.responses) / len(self.responses) / 2
+        """Mean number of token pairs per sample in which one attends to the other."""
+        squares = sum((self.prompt + length) ** 2 for length in self.responses)
+        return squares / len(self.responses) / 2
 
 
 def spread(mean: float, most: float) -> tuple[float, ...]:
-    """Lengths of this mean: one of rank u in [0, 1] has most * u^(most/mean - 1) tokens."""
+    """Return lengths of this mean: the one of rank u in [0, 1] is most * u^(most/mean - 1)."""
     power = most / mean - 1
     return tuple(most * ((i + 0.5) / POINTS) ** power for i in range(POINTS))
 
 
-POINTS = 32
-"""Lengths that stand for all."""
-
-
 @dataclass(frozen=True)
-class Cards:
-    """So many of a kind, in machines of `per_node`."""
+class Gpus:
+    """So many GPUs of a kind, on nodes of `per_node`."""
 
     device: Device
-    num: int
+    count: int
     per_node: int
 
     def rate(self, num_ranks: int, apart: int = 1) -> float:
-        """Bytes a second into each of so many ranks, `apart` in number, of a collective.
+        """Bytes per second into each rank of a collective over ranks that are `apart` in number.
 
-        Between machines it goes over the ports of all cards that take part, as NCCL's rings do.
+        Between nodes it uses the ports of all GPUs that take part, as NCCL's rings do.
         """
-        own = self.device.link
+        rate = self.device.link
         if num_ranks * apart > self.per_node:
-            own = min(own, max(1, self.per_node // apart) * self.device.network)
-        return own * self.device.rates.link
+            rate = min(rate, max(1, self.per_node // apart) * self.device.network)
+        return rate * BYTES_REACHED
 
 
 def pass_seconds(
-    model: Model,
-    rows: Rows,
+    model: ModelCost,
+    rows: StepRows,
     dims: ParallelDims,
     tokens_per_pass: int,
-    cards: Cards,
+    gpus: Gpus,
     *,
     trains: bool = False,
     recomputes: bool = False,
     offloads: bool = False,
     num_stages: int = 1,
 ) -> float:
-    """A call over all rows: a forward pass, or an update by mini-batches, `epochs` times.
+    """Seconds of a call over all rows: a forward pass, or an update in mini-batches and epochs.
 
-    `num_stages` are those of each rank of pp.
+    `num_stages` counts the stages on each rank of a pipeline.
     """
     times = rows.epochs if trains else 1
-    forward = 2 * (
-        model.active * rows.tokens + 2 * model.num_layers * model.attention_width * rows.pairs
-    )
+    attention = 2 * model.num_layers * model.attention_width * rows.pairs
+    forward = 2 * (model.active * rows.tokens + attention)
     operations = times * rows.samples * forward * (1 + trains * (2 + recomputes))
-    compute = operations / (cards.num * cards.device.flops_reached(trains))
+    compute = operations / (gpus.count * gpus.device.flops * FLOPS_REACHED)
 
     steps = rows.mini_batches * times if trains else 1
     on_rank = times * rows.samples * rows.tokens / dims.data_size / dims.sp
@@ -161,89 +172,67 @@ def pass_seconds(
         compute *= 1 + (dims.pp - 1) / (num_passes / steps) / num_stages
 
     directions = 1 + trains * (1 + recomputes)
-    compute += num_passes * directions * model.num_layers / dims.pp * cards.device.rates.layer
-    away = model.in_experts * (1 - 1 / dims.ep)  # on ranks that tokens travel to
-    own = BYTES * (model.weights - away) / (dims.tp * dims.pp)
+    elsewhere = model.in_experts * (1 - 1 / dims.ep)  # tokens travel to these experts
+    gathered = BYTES * (model.weights - elsewhere) / (dims.tp * dims.pp)
     shards = dims.shard * dims.sp
-    gathered = num_passes * directions * own * (1 - 1 / shards)
-    summed = trains * steps * 2 * own * (1 - 1 / shards)
-    exchange = (gathered + summed) / cards.rate(shards, dims.tp)
-    if shards > 1:
-        collectives = (num_passes * directions + trains * steps) * model.num_layers / dims.pp
-        exchange += collectives * cards.device.rates.collective
-    if dims.replicate > 1:
-        rate = cards.rate(dims.replicate, shards * dims.tp)
-        exchange = max(exchange, trains * steps * 2 * 2 * own / shards / rate)  # over other links
+    exchanges = num_passes * directions + 2 * trains * steps  # weights, and gradients in float32
+    exchange = exchanges * gathered * (1 - 1 / shards) / gpus.rate(shards, dims.tp)
+    if dims.replicate > 1:  # gradients of the shards travel over other links
+        rate = gpus.rate(dims.replicate, shards * dims.tp)
+        exchange = max(exchange, trains * steps * 4 * gathered / shards / rate)
 
-    states = BYTES * on_rank * model.num_layers / dims.pp
+    states = BYTES * on_rank * directions * model.num_layers / dims.pp
     visible = 0.0
     if dims.tp > 1:
-        visible += (
-            4 * states * model.hidden_size * directions * (1 - 1 / dims.tp) / cards.rate(dims.tp)
-        )
+        visible += 4 * states * model.hidden_size * (1 - 1 / dims.tp) / gpus.rate(dims.tp)
     if dims.sp > 1:
-        visible += (
-            4 * states * model.attention_width * directions / dims.sp / cards.rate(dims.sp, dims.tp)
-        )
-    if dims.ep > 1:  # every choice of a token goes to its expert and comes back
+        visible += 4 * states * model.attention_width / dims.sp / gpus.rate(dims.sp, dims.tp)
+    if dims.ep > 1:  # a token goes to every expert of its choice and comes back
         sent = 2 * model.choices * states * model.hidden_size * (1 - 1 / dims.ep)
-        visible += sent * directions / cards.rate(dims.ep)
-    shared = (dims.tp > 1) + (dims.sp > 1) + (dims.ep > 1)  # each with two exchanges in a layer
-    if shared:
-        exchanges = 2 * shared * num_passes * directions * model.num_layers / dims.pp
-        visible += exchanges * max(cards.device.rates.collective, cards.device.rates.all_reduce)
+        visible += sent / gpus.rate(dims.ep)
+    per_layer = 2 * ((dims.tp > 1) + (dims.sp > 1) + (dims.ep > 1))
+    visible += per_layer * num_passes * directions * model.num_layers / dims.pp * ALL_REDUCE_S
     if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
         on_device = model.weights / (shards * dims.tp * dims.pp)
-        visible += steps * 28 * on_device / (cards.device.memory_reached)
-        visible += offloads * steps * 24 * on_device / (PCIE * cards.device.rates.link)
-    if cards.device.rates.hides:
-        compute, exchange = max(compute, exchange), 0.0
-    return compute + exchange + visible + cards.device.rates.call
-
-
-PCIE = 32e9
-"""Bytes a second between a card and its host, one way."""
+        visible += steps * 28 * on_device / (gpus.device.memory * BYTES_REACHED)
+        visible += offloads * steps * 24 * on_device / (PCIE * BYTES_REACHED)
+    return max(compute, exchange) + visible + CALL_S
 
 
 def decode_seconds(
-    model: Model, rows: Rows, cards: Cards, tp: int, cache_bytes: float, most_at_once: int
+    model: ModelCost, rows: StepRows, gpus: Gpus, tp: int, cache_bytes: float, most_at_once: int
 ) -> float | None:
-    """All responses by engines of `tp` cards each; None where no row's keys and values fit."""
-    device, engines = cards.device, cards.num // tp
+    """Seconds of all responses by engines of `tp` GPUs each; None if no row has room."""
+    device, engines = gpus.device, gpus.count // tp
     samples = -(-rows.samples // engines)
     per_token = BYTES * model.key_value_numbers / tp
     slots = int(min(samples, most_at_once, cache_bytes / (per_token * rows.tokens)))
     if slots < 1 or cache_bytes < per_token * (rows.prompt + rows.responses[-1]):
         return None
+    context = rows.prompt + rows.mean_response / 2
+    flops = device.flops * FLOPS_REACHED
 
     def step(live: float) -> float:
-        context = rows.prompt + rows.mean_response / 2
-        read = BYTES * model.read(live) / tp + live * context * per_token
-        operations = 2 * model.active * live / tp
-        reduce = 2 * model.num_layers * device.rates.all_reduce if tp > 1 else 0.0
-        moved = read / (device.memory_reached)
-        computed = operations / (device.flops_reached(trains=False))
-        started = model.num_layers * device.rates.decode_layer + live * device.rates.decode_row
-        return max(moved, computed) + started + reduce
+        moved = BYTES * model.read_by(live) / tp + live * context * per_token
+        busy = max(moved / (device.memory * BYTES_REACHED), 2 * model.active * live / tp / flops)
+        return busy + model.num_layers * (DECODE_LAYER_S + 2 * (tp > 1) * ALL_REDUCE_S)
 
     seconds = (samples - slots) * rows.mean_response / slots * step(slots)
     seconds += samples / slots * rows.waits
-    begun = 0.0
+    start = 0.0
     for number, length in enumerate(rows.responses):  # the last rows end one after the other
-        seconds += (length - begun) * step(slots * (1 - number / len(rows.responses)))
-        begun = length
-    prompts = 2 * model.active * rows.prompts * rows.prompt
-    return (
-        seconds
-        + prompts / (cards.num * device.flops_reached(trains=False))
-        + cards.device.rates.call
-    )
+        seconds += (length - start) * step(slots * (1 - number / len(rows.responses)))
+        start = length
+    prompts = 2 * model.active * rows.prompts * rows.prompt / (gpus.count * flops)
+    return seconds + prompts + CALL_S
 
 
-def sync_seconds(model: Model, cards: Cards, is_shared: bool) -> float:
-    """New weights for the engines: those that a card lacks of the shards on its pool's cards, or
-    all of them from another machine.
+def sync_seconds(model: ModelCost, gpus: Gpus, is_shared: bool) -> float:
+    """Seconds until engines on these GPUs have new weights.
+
+    On the trainer's GPUs each fetches the shards that it lacks, elsewhere all weights from another
+    node.
     """
-    lacks = 1 - 1 / cards.num if is_shared else 1.0
-    rate = cards.rate(cards.num) if is_shared else cards.rate(2, cards.per_node)
-    return BYTES * model.weights * lacks / rate + cards.device.rates.call
+    missing = 1 - 1 / gpus.count if is_shared else 1.0
+    rate = gpus.rate(gpus.count) if is_shared else gpus.rate(2, gpus.per_node)
+    return BYTES * model.weights * missing / rate + CALL_S

@@ -1,4 +1,4 @@
-"""Cards by their public data sheets, as the planner counts with them."""
+"""GPUs by their public data sheets."""
 
 from __future__ import annotations
 
@@ -12,71 +12,23 @@ from workers.training.mfu import PEAKS
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Shares of a device's numbers that are reached, and seconds that no number explains.
-
-    As they are here nothing of them was measured.
-    """
-
-    flops: float = 0.5
-    """Of operations, in updates: prime-rl's of Qwen3-4B on eight H100s."""
-    read_flops: float = 0.5
-    """Of operations, in passes that only read, and in decoding."""
-    memory: float = 0.7
-    """Of bytes from memory, while decoding."""
-    link: float = 0.7
-    """Of bytes over links."""
-    call: float = 0.2
-    """Seconds of a call beside its passes."""
-    layer: float = 0.0
-    """Seconds of a layer beside its work, in every pass: what starting its kernels takes, where
-    nothing hides it."""
-    collective: float = 0.0
-    """Seconds beside the bytes of gathering a layer, adding its gradients up, or exchanging states
-    in it between ranks that share it."""
-    decode_layer: float = 60e-6
-    """Seconds of a layer beside its bytes, in every step of decoding."""
-    decode_row: float = 0.0
-    """Seconds of a sample beside its bytes, in every step of decoding."""
-    all_reduce: float = 15e-6
-    """Seconds of a small one over ranks that share matrices."""
-    hides: bool = True
-    """Whether weights travel while others are computed with."""
-
-
-@dataclass(frozen=True)
 class Device:
-    """A card, and how it reaches others."""
+    """A GPU, and how it reaches others. Rates are per second."""
 
     name: str
     gib: float
     flops: float
-    """Operations a second in dense bfloat16 products."""
+    """Operations in dense bfloat16 products."""
     memory: float
-    """Bytes a second from its memory."""
+    """Bytes from its memory."""
     link: float
-    """Bytes a second to another card of its machine, one way."""
+    """Bytes to another GPU of its node, one way."""
     network: float
-    """Bytes a second to a card of another machine, one way."""
-    rates: Rates = Rates()
-    """What of it is reached."""
-    type: str = "cuda"
-    """As torch names it."""
-    measured: str = ""
-    """What the rates come from, if they are no assumptions."""
-
-    def flops_reached(self, trains: bool) -> float:
-        """Operations a second, in updates or in passes that only read."""
-        return self.flops * (self.rates.flops if trains else self.rates.read_flops)
-
-    @property
-    def memory_reached(self) -> float:
-        """Bytes a second while decoding."""
-        return self.memory * self.rates.memory
+    """Bytes to a GPU of another node, one way."""
 
     @property
     def bytes(self) -> int:
-        """Of its memory."""
+        """Size of its memory."""
         return int(self.gib * 2**30)
 
 
@@ -90,35 +42,33 @@ BANDWIDTHS = {
     "B200": (8000e9, 900e9, 50e9),
     "MI300X": (5300e9, 448e9, 50e9),
 }
-"""Card -> bytes a second of its memory, of its links in a machine, and of a network of one port of
-100 to 400 Gbit/s for each card, as in machines that are sold with eight of them.
+"""Bytes per second of memory, of links in a node, and of a network with one port of 100 to 400
+Gbit/s per GPU, as in nodes that are sold with eight of them.
 """
-
 DEVICES = {
     name: Device(name, GIB_OF_CARDS[name], PEAKS[name], *rates)
     for name, rates in BANDWIDTHS.items()
 }
 NUMBERS = ("gib", "flops", "memory", "link", "network")
-"""What a card of one's own is described by, as `plan.<name>`."""
+"""The keys `plan.<name>` that describe a GPU."""
 
 
 def data_sheet(name: str) -> Device | None:
-    """The card that a driver calls by this name ("NVIDIA H100 80GB HBM3"), if it is known here."""
+    """Return the GPU that a driver calls by this name ("NVIDIA H100 80GB HBM3"), if it is known."""
     words = re.split(r"[\s-]+", name)
     return next((DEVICES[word] for word in words if word in DEVICES), None)
 
 
-def device_of(name: str, own: dict[str, Any]) -> Device:
-    """The card of this name with one's `own` numbers in the place of a data sheet's."""
-    known = {each.lower(): device for each, device in DEVICES.items()}
-    device = known.get(name.lower())
+def device_of(name: str, numbers: dict[str, Any]) -> Device:
+    """Return the GPU of this name; the user's `numbers` replace the data sheet's."""
+    device = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if device is not None:
-        return replace(device, **own)
-    missing = [f"plan.{number}" for number in NUMBERS if number not in own]
+        return replace(device, **numbers)
+    missing = [f"plan.{number}" for number in NUMBERS if number not in numbers]
     if missing:
         raise ConfigError(
-            f"plan.device={name} is no card that is known here.{nearest(name, DEVICES)} Known: "
-            f"{', '.join(DEVICES)}. Of another one give {', '.join(missing)} (GiB, operations a "
-            "second, bytes a second of memory, of links in a machine and between machines)."
+            f"plan.device={name} is not a known GPU.{nearest(name, DEVICES)} Known: "
+            f"{', '.join(DEVICES)}. For another one give {', '.join(missing)} (GiB, operations per "
+            "second, bytes per second of memory, of links in a node and between nodes)."
         )
-    return Device(name, **own)
+    return Device(name, **numbers)

@@ -1,24 +1,30 @@
-"""Recipes on rows on cards: one model that is trained, and perhaps a reference."""
+"""Recipes on rows of a file: one model that is trained, and perhaps a reference."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trainer.config.devices import devices_of
 from trainer.launch import trainer_class
-from trainer.planner.cost import Rows
-from trainer.planner.job import Job, Passes
+from trainer.memory import held_memory
+from trainer.planner.cost import StepRows
+from trainer.planner.job import Job, Keys
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
-from trainer.rows.preflight import held_models, longest_row, preflight, role_memories
+from trainer.rows.preflight import (
+    held_models,
+    largest_pass,
+    longest_row,
+    preflight,
+    role_memories,
+)
 from trainer.sft.recipe import SFT
 from workers.memory import HeldModel, RoleMemory
-
-TOKENS, SAMPLES = "data.max_token_len_per_gpu", "data.micro_batch_size_per_gpu"
+from workers.parallel.sharding import dims_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,7 +32,6 @@ class RowsJob(Job):
     """A run that trains on rows of a file."""
 
     stages: ClassVar[tuple[str, ...]] = ("update",)
-    model_key: ClassVar[str] = "model"
     config: RowConfig
     lengths: Sequence[float]
     """Tokens of rows that are equally likely, the longest last."""
@@ -34,11 +39,11 @@ class RowsJob(Job):
     @property
     def rows_in_words(self) -> str:
         """Rows and their lengths."""
-        rows, items = self._rows, self.config.data.train_batch_size
-        sides = " pairs" if self.num_sides == 2 else " rows"
+        sides = "pairs" if self.num_sides == 2 else "rows"
+        mean = sum(self.lengths) / len(self.lengths)
         return (
-            f"{items:,}{sides} a step, {rows.tokens:g} tokens a row "
-            f"(at most {longest_row(self.config):,})"
+            f"{self.config.data.train_batch_size:,} {sides} per step, {mean:g} tokens "
+            f"per row (at most {longest_row(self.config):,})"
         )
 
     @functools.cached_property
@@ -47,51 +52,57 @@ class RowsJob(Job):
         sides: int = trainer_class(self.config).num_sides(self.config)  # type: ignore[attr-defined]
         return sides
 
-    @functools.cached_property
-    def models(self) -> dict[str, HeldModel]:
-        """Role -> its model; that of a reference is called before the first step alone."""
-        return held_models(self.config)
+    def models_in(self, config: RowConfig) -> dict[str, HeldModel]:
+        """The model of every role. A reference is called before the first step only."""
+        return held_models(config)
+
+    def calls(self, role: str) -> Sequence[tuple[str, str]]:
+        """(stage, method) of every call of the role in a step."""
+        return [("update", "update_model")] if self.models[role].trains else []
+
+    def rows(self, role: str) -> StepRows:
+        """The rows of a step."""
+        samples = self.config.data.train_batch_size * self.num_sides
+        return StepRows(samples=samples, prompts=0, prompt=0.0, responses=self.lengths)
+
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return longest_row(self.config)
+
+    def pass_tokens(self, config: RowConfig, held: HeldModel) -> int:
+        """Tokens of a pass of this model."""
+        if config.data.use_dynamic_bsz:
+            return config.data.max_token_len_per_gpu
+        return config.data.micro_batch_size_per_gpu * self.num_sides * self.longest()
+
+    def smaller_passes(self, role: str) -> list[Keys]:
+        """Keys of smaller passes that are tried for a model that is trained."""
+        data = self.config.data
+        if not data.use_dynamic_bsz:
+            items = data.micro_batch_size_per_gpu
+            sizes = {max(items // 4, 1), 1} - {items}
+            return [{"data.micro_batch_size_per_gpu": size} for size in sizes]
+        tokens, fewest = data.max_token_len_per_gpu, self.num_sides * self.longest()
+        sizes = {max(tokens // 4, fewest), fewest} - {tokens}
+        return [{"data.max_token_len_per_gpu": size} for size in sizes]
+
+    def role_memory(self, config: RowConfig, role: str, held: HeldModel) -> RoleMemory:
+        """What the role takes in this run, as the run counts it."""
+        dims = dims_of(sum(config.resource_pool_spec["pool"]), held.sharding)
+        largest = largest_pass(config, held, self.num_sides, dims)
+        return held_memory(config, role, held, "cuda", largest)
 
     def memories(self, config: RowConfig) -> list[RoleMemory]:
-        """As a run counts them."""
+        """What all roles take in this run, as the run counts it."""
         return role_memories(config, self.num_sides, devices_of(config.trainer).type)
 
     def check_run(self, config: RowConfig) -> None:
-        """By all that a run looks at before it takes a device."""
+        """Raise what the run would raise before it takes a device."""
         preflight(config, self.num_sides)
 
-    @functools.cached_property
-    def _rows(self) -> Rows:
-        samples = self.config.data.train_batch_size * self.num_sides
-        return Rows(samples=samples, prompts=0, prompt=0.0, responses=self.lengths)
-
-    @functools.cache  # noqa: B019 - a job lives as long as its plan
-    def passes(self, role: str) -> Passes:
-        """By tokens or by items, as the run cuts them."""
-        data, sides = self.config.data, self.num_sides
-        held, width = self.models[role], longest_row(self.config)
-        tokens, items = data.max_token_len_per_gpu, data.micro_batch_size_per_gpu
-        fewest = sides * width
-        if data.use_dynamic_bsz:
-            sizes = {size: size for size in (tokens, max(tokens // 4, fewest), fewest)}
-        else:
-            sizes = {size: size * fewest for size in (items, max(items // 4, 1), 1)}
-        return Passes(
-            calls=[("update", "update_model")] if held.trains else [],
-            rows=self._rows,
-            at_once=self._rows.samples,
-            width=width,
-            read_share=1.0 if held.head == "token" else 1 / width,
-            size_key=TOKENS if data.use_dynamic_bsz else SAMPLES,
-            sizes=sizes if held.trains else {next(iter(sizes)): next(iter(sizes.values()))},
-            model_key=self.model_key,
-            fsdp_key=f"{self.model_key}.fsdp_config",
-        )
-
-    def may(self, key: str, now: Any, others: Collection[Any]) -> list[Any]:
-        """The values of a key that are tried; axes that a reference shares stay as they are."""
-        is_shared = len(self.models) > 1 and key.startswith("parallel.")
-        return [now] if is_shared else super().may(key, now, others)
+    def axes_are_tried(self, role: str) -> bool:
+        """Whether axes are searched: those that a reference shares stay as they are."""
+        return len(self.models) == 1 and super().axes_are_tried(role)
 
 
 class SFTJob(RowsJob):
@@ -107,6 +118,6 @@ class RewardModelJob(RowsJob):
 
 
 class PreferenceJob(RowsJob):
-    """DPO and its kin."""
+    """DPO and other preference losses."""
 
     recipe: ClassVar = DPO

@@ -1,15 +1,16 @@
-"""A detached run by simulation: seconds of a step, and who waits for whom.
+"""Simulate a detached run: seconds per step, and who waits for whom.
 
     simulate(Phases([60.0], [5.0], [30.0]), Setup(num_makers=2, max_staleness=1)).seconds
 
-The simulation takes the seconds of each phase, given or measured in a run, and the pacing of
-`trainer.detached`; no thread and no device:
+The simulation takes the seconds of each phase, given or measured in a run, and the pacing of a
+detached run. It uses no thread and no device.
 
-- A batch is `pieces` pieces of equal rows. Each is made by one maker. Between two pieces a maker
-  takes the newest published weights, if it has older ones.
-- A piece of batch b may begin once version b - max_staleness is published; with a limit, once no
-  more pieces than that are queued or in the making.
-- The trainer takes a batch when all its pieces are there, scores it, updates, publishes a version.
+- A batch is `pieces` pieces of equal rows. One maker makes each. Between two pieces a maker takes
+  the newest published weights, if it has older ones.
+- A piece of batch b may begin once version b - max_staleness is published. With a limit, it may
+  begin once fewer pieces than that are queued or in generation.
+- The trainer takes a batch when all its pieces are there, scores it, updates, and publishes a
+  version.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 STEPS = 200
-"""Enough of them that the first one, which nothing runs beside, does not count."""
+"""So many that the first step, during which nothing else runs, does not count."""
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of each phase, one number or those of several steps, which repeat."""
+    """Seconds of each phase: one number, or those of several steps, which repeat."""
 
     generate: Sequence[float]
-    """Of a whole batch, by one maker."""
+    """Seconds of a whole batch by one maker."""
     score: Sequence[float]
     update: Sequence[float]
     sync: Sequence[float] = (0.0,)
-    """Of one maker taking one version."""
+    """Seconds in which one maker takes one version."""
 
     def times(self, generate: float = 1.0, train: float = 1.0, sync: float = 1.0) -> Phases:
-        """The phases slower or faster by these factors."""
+        """Return the phases with their seconds times these factors."""
         return Phases(
             [generate * seconds for seconds in self.generate],
             [train * seconds for seconds in self.score],
@@ -46,23 +47,23 @@ class Phases:
 
 @dataclass(frozen=True)
 class Setup:
-    """Who makes and who trains, and how far apart they may be."""
+    """Who generates and who trains, and how far apart they may be."""
 
     num_makers: int = 1
     num_trainers: int = 1
     """Scoring and updates take the seconds of `Phases` divided by this."""
     max_staleness: int = 0
-    """In versions; 0 is the synchronous run."""
+    """Versions; 0 is the synchronous run."""
     pieces: int = 0
-    """Of a batch; 0: as many as makers."""
+    """Pieces of a batch; 0: as many as makers."""
     limit: int = 0
-    """Pieces that may be queued or in the making at once; 0: as many as the staleness allows."""
+    """Pieces that may be queued or in generation at once; 0: as many as the staleness allows."""
     weights_at_once: bool = False
-    """A maker takes new weights in the middle of a piece, not before its next one."""
+    """Whether a maker takes new weights in the middle of a piece, not before its next one."""
     fixed_share: float = 0.0
-    """Share of a generation's seconds that fewer rows do not shorten: the longest response's."""
+    """Share of generation that fewer rows do not shorten: the longest response's."""
     makers_by_rank: tuple[tuple[int, ...], ...] = ()
-    """The makers of each trainer rank, if a batch has a part for each; () if all serve all."""
+    """The makers of each trainer rank, if each rank has a part of a batch; () if all serve all."""
 
     @property
     def num_pieces(self) -> int:
@@ -71,7 +72,7 @@ class Setup:
         return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_makers)
 
     def makers_of(self, place: int) -> Sequence[int]:
-        """The makers that may make the piece at this place in a batch."""
+        """Return the makers that may make the piece at this place in a batch."""
         if not self.makers_by_rank:
             return range(self.num_makers)
         return self.makers_by_rank[place * len(self.makers_by_rank) // self.num_pieces]
@@ -79,37 +80,37 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run of some steps comes to."""
+    """The result of a simulation."""
 
     seconds: float
     """Wall time of a step."""
     shares: dict[str, dict[str, float]]
-    """Role -> share of the wall time in which it is busy, waiting, syncing."""
+    """Share of the wall time in which each role is busy, waiting, syncing."""
     staleness: Counter[int]
-    """Versions between draw and update -> pieces."""
+    """Number of pieces by versions between draw and update."""
 
     def share(self, role: str, state: str) -> float:
-        """Mean over the roles whose names begin so."""
-        found = [shares[state] for name, shares in self.shares.items() if name.startswith(role)]
-        return sum(found) / len(found)
+        """Return the mean over the roles whose names begin so."""
+        shares = [states[state] for name, states in self.shares.items() if name.startswith(role)]
+        return sum(shares) / len(shares)
 
 
 class _Maker:
-    """When a simulated maker is free again, and what it did until then."""
+    """A simulated maker: when it is free again, and what it did until then."""
 
     version = 0
     free_at = busy = syncing = 0.0
 
     def take(self, version: int, now: float, sync: Sequence[float]) -> float:
-        """When it has these weights, which it begins to take now."""
+        """Take these weights from now on, and return when it has them."""
         seconds = sync[version % len(sync)]
         self.version, self.syncing = version, self.syncing + seconds
         return now + seconds
 
     def begin(self, allowed: float, published: Sequence[float], sync: Sequence[float]) -> float:
-        """When it begins a piece that may begin then: with the newest weights of that moment.
+        """Return when it begins a piece that is allowed then, with the newest weights.
 
-        It takes every version as soon as it is idle and the version is there.
+        It takes every version as soon as it is idle and the version is published.
         """
         now = self.free_at
         while True:
@@ -124,9 +125,9 @@ class _Maker:
 
 
 def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction:
-    """The run of `setup`, piece by piece in the order in which they begin.
+    """Simulate the run, piece by piece in the order in which they begin.
 
-    `published[v]` is when the trainer has version v, `taken[v]` when it begins the step from it.
+    `published[v]` is when the trainer has version v. `taken[v]` is when it begins the step from it.
     """
     makers = [_Maker() for _ in range(setup.num_makers)]
     published, taken, train_busy = [0.0], list[float](), 0.0
@@ -139,7 +140,7 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
             allowed = published[max(step - setup.max_staleness, 0)]
             if setup.limit and step * size + place >= setup.limit:
                 allowed = max(allowed, taken[(step * size + place - setup.limit) // size])
-            maker = min((makers[n] for n in setup.makers_of(place)), key=lambda one: one.free_at)
+            maker = min((makers[n] for n in setup.makers_of(place)), key=lambda m: m.free_at)
             begin = maker.begin(allowed, published, sync)
             staleness[step - maker.version] += 1
             seconds = phases.generate[step % len(phases.generate)] * share
@@ -158,7 +159,7 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 
     wall = published[-1]
     spent = {"trainer": (train_busy, 0.0)}
-    spent |= {f"maker {n}": (one.busy, one.syncing) for n, one in enumerate(makers)}
+    spent |= {f"maker {n}": (maker.busy, maker.syncing) for n, maker in enumerate(makers)}
     shares = {}
     for role, (busy, syncing) in spent.items():
         waiting = max(wall - busy - syncing, 0.0)
@@ -167,9 +168,9 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 
 
 def what_limits(phases: Phases, setup: Setup) -> str:
-    """Whose speed the run depends on most: `makers`, `trainer`, `weights` or `staleness bound`.
+    """Return what the run depends on most: `makers`, `trainer`, `weights` or `staleness bound`.
 
-    Each is made a fifth faster, or the bound wider by one version, and the run simulated again.
+    Each is made a fifth faster, or the bound one version wider, and the run is simulated again.
     """
     faster = {
         "trainer": (phases.times(train=0.8), setup),

@@ -10,7 +10,7 @@ from trainer.groups.nodes import joined_cluster
 from trainer.memory import check_fit, fits, held_memory, memory_table
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import rows_of
+from trainer.ppo.sizes import Row, rows_of
 from trainer.ppo.update import longest_row
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -40,7 +40,7 @@ def role_memories(
     `tokens_at_once` is the size of passes that are cut by tokens, by default as the keys say.
     """
     pools, models = expand_roles(config.role_mapping), models_of(config)
-    memories = []
+    rows, memories = rows_of(config, tokens_at_once), []
     for role, pool in pools.items():
         beside_actor = pool == pools["actor"]
         if config.kind_of(role) == "rollout":
@@ -57,7 +57,7 @@ def role_memories(
         elif role == "ref" and beside_actor and is_actors_module(config.actor_rollout_ref):
             continue
         elif role in models:
-            largest = largest_pass(config, role, tokens_at_once)
+            largest = largest_pass(config, role, rows)
             memories.append(held_memory(config, role, models[role], device_type, largest))
     return _beside_engine(config, memories, device_type)
 
@@ -97,20 +97,28 @@ def _beside_engine(
     return list(by_role.values())
 
 
-def largest_pass(config: PPOConfig, role: str, tokens_at_once: int | None = None) -> LargestPass:
-    """Return the role's largest pass, all rows of full length."""
+def largest_pass(
+    config: PPOConfig,
+    role: str,
+    rows: Sequence[Row] | None = None,
+) -> LargestPass:
+    """Return the role's largest pass, all rows of full length.
+
+    `rows` are the parts of a step, by default as configured.
+    """
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
     ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
     dims = dims_of(ranks, models_of(config)[role].sharding)
     width = -(-width // dims.sp)
-    most = {True: 0, False: 0}
-    for row in rows_of(config, tokens_at_once):
+    most, text_tokens = {True: 0, False: 0}, 0
+    for row in rows_of(config) if rows is None else rows:
         if row.role == role:
             num_samples = row.prompts * config.actor_rollout_ref.rollout.n
             at_once = row.micro_samples * width if row.micro_samples else row.micro_tokens
             tokens = min(at_once, -(-num_samples // dims.data_size) * width)
             most[row.trains] = max(most[row.trains], tokens)
+            text_tokens = max(text_tokens, row.trains * row.micro_tokens)
     trained, read = most[True], most[False]
     if config.kind_of(role) in model_rewards(config):  # a row has one number
         return LargestPass(read // width * width, read // width)
@@ -122,7 +130,7 @@ def largest_pass(config: PPOConfig, role: str, tokens_at_once: int | None = None
         actor = config.actor_rollout_ref.actor
         of_texts = actor.ppo_micro_batch_size_per_gpu * -(-longest_row(config) // dims.sp)
         if actor.use_dynamic_bsz:
-            of_texts = tokens_at_once or tokens_per_pass(config)
+            of_texts = text_tokens
         trained, reads = max(trained, of_texts), max(reads, of_texts)
     return LargestPass(trained, reads, reading)
 

@@ -13,6 +13,7 @@ from workers.config.rows import LONGEST_ROW
 from workers.memory import HeldModel, LargestPass, RoleMemory
 from workers.models.memory_shapes import check_adapter
 from workers.models.random_init import check_weights
+from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 
 WAYS_OUT = (
@@ -68,21 +69,21 @@ def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[R
     found = []
     for role, held in held_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
-        largest = largest_pass(config, held, num_sides, ranks)
+        dims = dims_of(ranks, held.sharding)
+        largest = largest_pass(config, held, num_sides, dims)
         found.append(held_memory(config, role, held, device_type, largest))
     return found
 
 
-def largest_pass(config: RowConfig, held: HeldModel, num_sides: int, ranks: int) -> LargestPass:
-    """The largest pass of a rank, which never has more than its share of a step's rows."""
-    data, dims = config.data, dims_of(ranks, held.sharding)
+def largest_pass(
+    config: RowConfig, held: HeldModel, num_sides: int, dims: ParallelDims
+) -> LargestPass:
+    """Return the largest pass of a rank, which has at most its part of a step's rows."""
+    data = config.data
     length = -(-longest_row(config) // dims.sp)
     num_rows = -(-data.train_batch_size // dims.data_size) * num_sides
-    tokens = num_rows * length
-    if data.use_dynamic_bsz:
-        tokens = min(tokens, data.max_token_len_per_gpu)
-    else:
-        tokens = min(tokens, data.micro_batch_size_per_gpu * num_sides * length)
+    most = data.micro_batch_size_per_gpu * num_sides * length
+    tokens = min(num_rows * length, data.max_token_len_per_gpu if data.use_dynamic_bsz else most)
     return LargestPass(tokens, tokens if held.head == "token" else num_rows)
 
 

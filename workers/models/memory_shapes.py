@@ -1,13 +1,13 @@
-"""Memory that a model takes, from its shapes: counted on the meta device, where nothing is held.
+"""The numbers of a model that its memory follows from, counted on the meta device.
 
     shapes = model_shapes(path, head="token", compute=torch.bfloat16)
     shapes.num_weights                            # exact
     shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes at its peak
 
 Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so every
-architecture has its own: what autograd saves, and what a layer's own passes take beside it.
-Attention counts as a fused kernel: queries, keys, values, output, their gradients, and one number a
-token and head, never the square of the length.
+architecture has its own: what autograd saves, and what the passes of a layer take in addition.
+Attention counts as a fused kernel: queries, keys, values, output, their gradients, and one number
+per token and head, never the square of the length.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassShapes:
-    """Bytes that a pass over the body holds for a token, beside the weights."""
+    """Bytes per token that a pass over the body holds, without the weights."""
 
     saved: int
-    """What autograd saves, hidden states that other ranks of tp keep left out."""
+    """What autograd saves, without hidden states that other ranks of tp keep."""
     outside_layers: int
-    """What of it is saved after the last layer."""
+    """The part of it that is saved after the last layer."""
     layer: int
-    """The most in a layer that runs forwards and backwards, its input left out."""
+    """The most in a layer that runs forwards and backwards, without its input."""
     backward: int
-    """The most in a layer's backward pass, beside what was saved."""
+    """The most in a layer's backward pass, without what was saved."""
     unsaved: int
-    """The most in a layer of a pass that only reads, its input left out."""
+    """The most in a layer of a pass without gradients, without its input."""
     beside_states: int
-    """What every layer gets beside hidden states, such as rotary angles."""
+    """Further inputs of every layer, such as rotary angles."""
 
 
 class Moments(NamedTuple):
@@ -60,24 +60,24 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Counts of a model's numbers: of its weights, and of what a pass over tokens keeps.
+    """Counts of a model's numbers: its weights, and what a pass over tokens keeps.
 
-    They are those of one rank where matrices are cut, or layers are on several ranks.
+    Where ranks share matrices or layers, they are the counts of one rank.
     """
 
     num_weights: int
     num_trained: int
     num_int8: int
-    """Weights of linear layers, which quantisation makes int8."""
+    """Weights of linear layers, which quantization makes int8."""
     num_scales: int
-    """Numbers in float32 that they then have beside them."""
+    """Their scales in float32."""
     num_layers: int
     num_outside_layers: int
     """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
     num_embeddings: int
-    """Those of embeddings that are not the head's, too."""
+    """Weights of embeddings, unless the head shares them."""
     num_in_experts: int
-    """Weights of routed experts, that ranks can share."""
+    """Weights of routed experts, which ranks can share."""
     hidden_size: int
     outputs_per_read: int
     """Numbers of the head's output at one position: the vocabulary's size, or one."""
@@ -90,10 +90,10 @@ class ModelShapes:
     body: PassShapes | None = None
     """None where a pass cannot be traced."""
     num_waiting: int = 1
-    """Forward passes whose backward passes come later."""
+    """Number of forward passes that wait for their backward passes."""
 
     def held(self, dtype: torch.dtype, quantization: str | None = None) -> int:
-        """Bytes of the weights in this type, or as they are quantised."""
+        """Return the bytes of the weights in this type, or quantized."""
         if not quantization:
             return self.num_weights * dtype.itemsize
         return (self.num_weights - self.num_int8) * dtype.itemsize + (
@@ -101,14 +101,15 @@ class ModelShapes:
         )
 
     def trained_pass(self, num_tokens: int, head: int, checkpointing: bool) -> Moments | None:
-        """Bytes of a forward and backward pass: at the head, which takes `head`, and in a layer.
+        """Return the bytes of a forward and backward pass: at the head, and in a layer.
 
-        The head has done when layers run backwards. None where a pass cannot be traced.
+        The head takes `head`, and is done when layers run backwards. None where a pass cannot be
+        traced.
         """
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
-        if checkpointing:  # the inputs of every layer, the last one's output, and a layer run again
+        if checkpointing:  # inputs of all layers, output of the last one, and a layer run again
             kept = states * (self.num_layers * self.num_waiting + 1) + self.body.beside_states
             at_head, in_layer = self.body.outside_layers, self.body.layer
         else:
@@ -117,7 +118,7 @@ class ModelShapes:
         return Moments(num_tokens * (kept + at_head) + head, num_tokens * (kept + in_layer))
 
     def reading_pass(self, num_tokens: int, head: int) -> Moments | None:
-        """Bytes of a pass without gradients. The embeddings stay while the layers run."""
+        """Return the bytes of a pass without gradients. Embeddings stay while the layers run."""
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
@@ -126,15 +127,15 @@ class ModelShapes:
 
 
 _known: dict[tuple[Any, ...], ModelShapes] = {}
-"""Settings, what config.json says, head, type of computation and place -> their shapes.
+"""Shapes by settings, text of config.json, head, type of computation and place.
 
-Roles of one run have mostly the same ones, and a pass to count with takes half a second.
+Most roles of a run share them, and tracing a pass takes half a second.
 """
 
 
 @dataclass(frozen=True)
 class StageOf:
-    """Where a rank is among those that share the layers."""
+    """The place of a rank among those that share the layers."""
 
     rank: int
     num_ranks: int
@@ -143,7 +144,7 @@ class StageOf:
 
 
 def described_by(config: ModelConfig) -> str:
-    """The text of the model's config.json, or none."""
+    """Return the text of the model's config.json, or none."""
     file = model_folder(config.path, weights=False) / "config.json"
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -155,9 +156,9 @@ def model_shapes(
     tp: int = 1,
     stage: StageOf | None = None,
 ) -> ModelShapes:
-    """The shapes of the model that `config.path` describes, computing in that type.
+    """Return the shapes of the model that `config.path` describes, computing in that type.
 
-    Or of a rank's part of it, of `tp` that matrices are cut over, or of its layers.
+    `tp` and `stage` ask for the part of one rank.
     """
     config = replace(config, enable_gradient_checkpointing=None)  # which shapes do not depend on
     model = repr(config), described_by(config), head
@@ -176,7 +177,7 @@ def model_shapes(
 
 
 class Weights:
-    """A module's weights, by their ids, and what is asked of each."""
+    """A module's weights by their ids, and the sets that are counted."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -197,20 +198,20 @@ class Weights:
 
     @cached_property
     def cut(self) -> set[int]:
-        """Those of which ranks of tp have a part each."""
+        """Weights of which each rank of tp has a part."""
         from workers.parallel import tensor  # with torch's DTensor
 
         return tensor.cut_weights(self.module)
 
     def count(self, which: Set[int], own: Set[int] | None, tp: int) -> int:
-        """Numbers of these, of those alone that a rank has."""
+        """Count the numbers of these weights, or of those that a rank has."""
         here = which if own is None else which & own
         if tp == 1:
             return sum(self.numels[each] for each in here)
         return sum(-(-self.numels[n] // tp) if n in self.cut else self.numels[n] for n in here)
 
     def counts(self, own: Set[int] | None, tp: int) -> dict[str, int]:
-        """What `ModelShapes` says of weights, all of them or a rank's `own`."""
+        """Return the counts of `ModelShapes` for all weights, or for a rank's `own`."""
         num_weights = self.count(self.numels.keys(), own, tp)
         return {
             "num_weights": num_weights,
@@ -222,7 +223,7 @@ class Weights:
 
 
 _weights: dict[tuple[str, str, str], Weights] = {}
-"""Settings, what config.json says and head -> the model's weights."""
+"""Weights by settings, text of config.json and head."""
 
 
 def _ids(weights: Iterable[Tensor]) -> set[int]:
@@ -232,7 +233,7 @@ def _ids(weights: Iterable[Tensor]) -> set[int]:
 def _of_stages(
     whole: ModelShapes, weights: Weights, tp: int, asked: StageOf
 ) -> Iterator[tuple[StageOf, ModelShapes]]:
-    """Of every rank that shares the layers with the one asked for."""
+    """Yield the shapes of every rank that shares the layers with the one asked for."""
     num_stages = asked.num_ranks * num_chunks(asked.schedule)
     ranges = stage_ranges(weights.module, num_stages, asked.ep)
     stages = Stages(weights.module, ranges)
@@ -280,9 +281,9 @@ def _whole(
 
 
 def cached_widths(config: Any) -> tuple[int, int]:
-    """Numbers that a layer's KV cache holds for one token: of its keys, and of its values.
+    """Return how many numbers of keys and of values a layer caches for one token.
 
-    `config` is a text model's. Latent attention holds what keys and values are made from, and the
+    `config` is a text model's. Latent attention caches what keys and values are made from, and the
     rotary part of the keys, which all heads share.
     """
     if getattr(config, "kv_lora_rank", None):
@@ -298,7 +299,7 @@ def cached_widths(config: Any) -> tuple[int, int]:
 
 
 def meta_model(config: ModelConfig, head: Head) -> Any:
-    """The module without any memory, adapters included."""
+    """Return the module without any memory, with its adapters."""
     folder = str(model_folder(config.path, weights=False))  # shapes are in the small files
     plain = replace(
         config, path=folder, attn_implementation="auto", enable_gradient_checkpointing=False
@@ -310,7 +311,7 @@ def meta_model(config: ModelConfig, head: Head) -> Any:
 
 
 def check_adapter(config: ModelConfig, head: Head) -> None:
-    """Refuse `target_modules` that the model of `config.path` does not have; nothing is loaded."""
+    """Raise if the model has no such `target_modules`; nothing is loaded."""
     if config.lora_rank > 0:
         meta_model(config, head)
 
@@ -318,9 +319,9 @@ def check_adapter(config: ModelConfig, head: Head) -> None:
 def pass_shapes(
     config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
 ) -> PassShapes | None:
-    """Of a rank of `tp`. Heads, and what is inside of MLPs, is cut.
+    """Return the shapes of a pass on a rank of `tp`, which cuts heads and the inside of MLPs.
 
-    Hidden states are whole on every rank, but what is saved of them is kept in parts
+    Hidden states are whole on every rank, but each keeps only a part of what is saved of them
     (`workers.parallel.kept_parts`).
     """
     key = repr(config), body.config.to_json_string(), compute

@@ -1,11 +1,11 @@
-"""What a pass over tokens holds beside the weights, traced on the meta device.
+"""Bytes that a pass over tokens holds in addition to the weights, traced on the meta device.
 
     trace = trace_pass(body)
-    trace.saved.of(tp)                  # bytes of a token that autograd saves in the whole body
+    trace.saved.of(tp)                  # bytes per token that autograd saves in the whole body
     trace.layer.most(tp)                # the most in a layer's forward and backward pass
 
-A layer is traced operation by operation: its temporaries, its gradients and its norms in float32
-count while they live. What happens inside a kernel does not.
+A layer is traced operation by operation: temporaries, gradients and norms in float32 count while
+they live. What happens inside a kernel does not count.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ from workers.models.attention import attending_by
 COUNTED = "counted_attention"
 """Name of `_attention` in transformers' interface."""
 NUM_TRACED = 257
-"""Tokens of the traced pass; what it holds grows with them in proportion. No size of a weight."""
+"""Tokens of the traced pass. Its bytes are proportional to them. No weight has this size."""
 NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-"""What a pass raises that depends on its numbers, as a router's does."""
+"""What a pass raises if it depends on its numbers, as a router's does."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of all traced tokens: of hidden states, and of what ranks of tp cut."""
+    """Bytes of all traced tokens: whole hidden states, and what ranks of tp cut."""
 
     whole: int = 0
     cut: int = 0
 
     def of(self, tp: int = 1) -> int:
-        """Bytes of a token on one of `tp` ranks."""
+        """Return the bytes per token on one of `tp` ranks."""
         return -(-(self.whole + self.cut // tp) // NUM_TRACED)
 
     def in_parts(self, tp: int = 1) -> int:
-        """The same where ranks keep a part each of hidden states, too."""
+        """Return the bytes per token if each rank keeps a part of hidden states, too."""
         return -(-(self.whole + self.cut) // tp // NUM_TRACED)
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What is alive after every operation of a layer's pass, its input left out."""
+    """Bytes that are alive after every operation of a layer's pass, without its input."""
 
     forward: Sequence[Bytes]
     backward: Sequence[Bytes]
     unsaved: Sequence[Bytes]
-    """Those of a forward pass that no backward pass follows."""
+    """Bytes of a forward pass without a backward pass."""
 
     @property
     def saved(self) -> Bytes:
-        """What the backward pass needs, and the output."""
+        """Bytes that the backward pass needs, and the output."""
         return self.forward[-1]
 
     def most(self, tp: int = 1) -> int:
-        """At any time in both passes."""
+        """Return the most at any time in both passes."""
         return _most([*self.forward, *self.backward], tp)
 
     def most_beside_saved(self, tp: int = 1) -> int:
-        """In the backward pass, beside what the forward pass has left."""
+        """Return the most in the backward pass, without what the forward pass has left."""
         return max(0, _most(self.backward, tp) - self.saved.of(tp))
 
     def most_unsaved(self, tp: int = 1) -> int:
-        """In a forward pass alone."""
+        """Return the most in a forward pass without a backward pass."""
         return _most(self.unsaved, tp)
 
 
@@ -79,19 +79,19 @@ def _most(moments: Sequence[Bytes], tp: int) -> int:
 
 @dataclass(frozen=True)
 class PassTrace:
-    """Of a model's body."""
+    """The traced pass of a model's body."""
 
     saved: Bytes
-    """What autograd saves in all of it."""
+    """What autograd saves in the whole body."""
     saved_in_layers: Bytes
     beside_states: Bytes
-    """Of what every layer gets beside hidden states, such as rotary angles."""
+    """Further inputs of every layer, such as rotary angles."""
     layer: LayerTrace
     """The layer that takes the most."""
 
 
 def trace_pass(body: Any) -> PassTrace | None:
-    """None where a pass cannot be traced."""
+    """Trace a pass of the body; None where that is not possible."""
     hidden_size = body.config.get_text_config().hidden_size
     names = set(body._no_split_modules or ())
     layers = [child for child in body.modules() if type(child).__name__ in names]
@@ -128,7 +128,7 @@ def trace_pass(body: Any) -> PassTrace | None:
 
 
 def _kind(layer: Any) -> Any:
-    """What layers have in common that take the same memory."""
+    """Return what layers that take the same memory have in common."""
     weights = tuple((w.shape, w.requires_grad) for w in layer.parameters())
     return type(layer), getattr(layer, "attention_type", None), weights
 
@@ -149,10 +149,10 @@ def _trace_layer(layer: Any, args: Any, kwargs: Mapping[str, Any], hidden_size: 
 
 
 class Alive(TorchDispatchMode):
-    """Within, notes after every operation the bytes of results that are still there.
+    """Record, after every operation, the bytes of results that are still alive.
 
-    Results of the shape of a weight are its gradients, of which there are as many as weights, not
-    as tokens.
+    Results with the shape of a weight are gradients. Their number does not depend on the tokens, so
+    they are left out.
     """
 
     def __init__(self, hidden_size: int, weights: Sequence[Tensor]) -> None:
@@ -202,7 +202,7 @@ def _sum(tensors: Sequence[Tensor], hidden_size: int) -> Bytes:
 
 
 def _saved(module: Any) -> list[Tensor]:
-    """What a pass of `NUM_TRACED` tokens saves, weights left out."""
+    """Return what a pass of `NUM_TRACED` tokens saves, without weights."""
     weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
     ids = torch.zeros(1, NUM_TRACED, dtype=torch.long, device="meta")
     found: dict[int, Tensor] = {}
@@ -218,7 +218,7 @@ def _saved(module: Any) -> list[Tensor]:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What a fused kernel saves and gives, without its arithmetic."""
+    """The inputs and outputs that a fused kernel saves, without its arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

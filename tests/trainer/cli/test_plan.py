@@ -1,4 +1,4 @@
-"""`verl-like plan` places roles on cards that are not here, from a config.json alone."""
+"""`verl-like plan` places roles on GPUs that are not here, from a config.json alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from trainer.cli import plan
 from trainer.planner.job import cluster_keys, sizes_of
-from trainer.planner.layouts import PPOJob
-from trainer.planner.search import Placement
-from trainer.planner.words import SHOWN, Plan, sifted
+from trainer.planner.ppo import PPOJob
+from trainer.planner.search import PlannedPlacement
+from trainer.planner.words import SHOWN, plan_text, sifted
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -42,18 +42,19 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-CARDS = ["plan.gpus=16", "plan.device=A100"]
+GPUS = ["plan.gpus=16", "plan.device=A100"]
 
 
-def planned(settings: list[str]) -> tuple[PPOJob, list[Placement]]:
-    job = plan.job_of([*CARDS, *settings])
-    return job, job.best(16, count=2)
+def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
+    job = plan.job_of([*GPUS, *settings])
+    assert isinstance(job, PPOJob)
+    return job, job.best(16)
 
 
 def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str]) -> None:
     """Every placement is one that a run begins with, and takes the bytes that it counts itself."""
     job, found = planned(settings)
-    assert len({placement.shares for placement in found}) == 15
+    assert len({placement.partition for placement in found}) == len(found) <= 15
     best, _ = sifted(job, found)
     assert len(best) == SHOWN
     for placement in best:
@@ -65,49 +66,47 @@ def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str
 
 
 def test_the_text_has_the_keys_the_losers_and_the_curve(settings: list[str]) -> None:
-    text = plan.plan([*CARDS, *settings])
+    text = plan.plan([*GPUS, *settings])
     for part in (
-        "16 x A100, 8 in a machine: 1,024 prompts a step, 1 of each, 256 + 256 tokens",
+        "16 x A100, 8 per node: 1,024 prompts per step, 1 samples each, 256 + 256 tokens",
         "Seconds are arithmetic, nothing is measured",
-        "The first as keys:",
-        "Other ways to share the cards lose:",
-        "Cards and seconds of a step, from the fewest that fit:",
-        "    16 cards",
+        "Keys of the first:",
+        "Why other placements lose:",
+        "Seconds per step on fewer GPUs, from the fewest that fit:",
+        "    16 GPUs",
     ):
         assert part in text
 
 
 def test_what_the_user_has_set_stays(settings: list[str]) -> None:
-    job = plan.job_of([*CARDS, *settings, "actor_rollout_ref.actor.parallel.tp=2"])
+    job = plan.job_of([*GPUS, *settings, "actor_rollout_ref.actor.parallel.tp=2"])
     key = "actor_rollout_ref.actor.parallel.tp"
-    assert all(key not in option.keys for option in job.options("actor", 8))
-    free = plan.job_of([*CARDS, *settings])
-    assert {"2", "4"} <= {option.keys.get(key) for option in free.options("actor", 8)}
+    assert all(key not in layout.keys for layout in job.layouts("actor", 8))
+    free = plan.job_of([*GPUS, *settings])
+    assert {"2", "4"} <= {layout.keys.get(key) for layout in free.layouts("actor", 8)}
 
 
 def test_the_users_own_placement_stands_beside_the_best(settings: list[str]) -> None:
     """As the search knows it, and where it cannot be laid out in words."""
     pools = ["resource_pool_spec.train=[8]", "resource_pool_spec.rest=[8]"]
     pools += [f"role_mapping.{role}=rest" for role in ("critic", "ref", "rollout")]
-    job = plan.job_of([*CARDS, *settings, *pools, "role_mapping.actor=train"])
+    job = plan.job_of([*GPUS, *settings, *pools, "role_mapping.actor=train"])
     rest = tuple(role for role in job.roles if role != "actor")
     assert job.own_pools == [(("actor",), 8), (rest, 8)]
     own = job.own_placement()
     assert own is not None
-    found = Plan.of(job)
-    times = own.step / found.best[0].step
+    times = own.step / job.best(16)[0].step
     assert times >= 1
-    assert f"{own.step:.1f} s, {times:.2f} times the first" in found.yours[0]
-    assert set(found.yours[1:]) <= set(job.overrides(own))
-    assert job.why_refused(own) is None
+    assert f"{own.step:.1f} s, {times:.2f} times the first" in plan_text(job)
+    assert job.why_rejected(own) is None
 
     one_card = ["resource_pool_spec.rest=[1]", *pools[2:], "role_mapping.actor=rest"]
-    job = plan.job_of([*CARDS, "plan.gib=8", *settings, *one_card])
-    assert "fits in no layout" in Plan.of(job).yours[0]
+    job = plan.job_of([*GPUS, "plan.gib=12", *settings, *one_card])
+    assert "has no layout that fits" in plan_text(job)
 
 
 def test_a_placement_that_nobody_set_is_not_shown(settings: list[str]) -> None:
-    assert plan.job_of([*CARDS, *settings]).own_pools == []
+    assert plan.job_of([*GPUS, *settings]).own_pools == []
 
 
 @pytest.mark.parametrize(
@@ -118,10 +117,10 @@ def test_a_placement_that_nobody_set_is_not_shown(settings: list[str]) -> None:
         (["plan.gpus=0", "plan.device=H100"], "plan.gpus=0: give a number from 1 to 4,096"),
         (["plan.gpus=x", "plan.device=H100"], "plan.gpus=x: give a number"),
         (["plan.gpus=8", "plan.devise=H100"], "plan.devise is no key. Did you mean 'device'"),
-        (["plan.gpus=8", "plan.device=H1000"], "no card that is known here. Did you mean 'H100'"),
+        (["plan.gpus=8", "plan.device=H1000"], "is not a known GPU. Did you mean 'H100'"),
         (["plan.gpus=12", "plan.device=H100"], "give 8 or 16"),
-        ([*CARDS, "plan.mean_response=600"], "above data.max_response_length=512"),
-        ([*CARDS, "actor_rollout_ref.actor.parallel.tp=16"], "does not divide key-value heads (8)"),
+        ([*GPUS, "plan.mean_response=600"], "above data.max_response_length=512"),
+        ([*GPUS, "actor_rollout_ref.actor.parallel.tp=16"], "does not divide key-value heads (8)"),
     ],
 )
 def test_bad_input_is_refused_in_words(
@@ -134,15 +133,15 @@ def test_bad_input_is_refused_in_words(
 
 def test_a_model_without_sizes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config.json there"):
-        plan.plan([*CARDS, f"actor_rollout_ref.model.path={tmp_path}"])
+        plan.plan([*GPUS, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
 def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"actor: \d+\.\d.* (\d+) of these cards are enough"):
-        plan.plan(["plan.gpus=1", "plan.device=H100", "plan.gib=14", *settings])
+    with pytest.raises(ConfigError, match=r"actor: \d+\.\d.* (\d+) of these GPUs are enough"):
+        plan.plan(["plan.gpus=1", "plan.device=H100", "plan.gib=18", *settings])
 
 
-@pytest.mark.parametrize(("cards", "expected"), [(4, [1, 2, 4]), (16, [1, 2, 4, 8, 16])])
-def test_pools_are_powers_of_two_or_whole_machines(cards: int, expected: list[int]) -> None:
-    assert sizes_of(cards, 8) == expected
+@pytest.mark.parametrize(("gpus", "expected"), [(4, [1, 2, 4]), (16, [1, 2, 4, 8, 16])])
+def test_pools_are_powers_of_two_or_whole_nodes(gpus: int, expected: list[int]) -> None:
+    assert sizes_of(gpus, 8) == expected
     assert all(size < 8 or size % 8 == 0 for size in sizes_of(1024, 8))

@@ -1,101 +1,112 @@
-"""The search finds what trying everything finds."""
+"""Partitions of roles, GPUs in proportion to work, and layouts that fit together."""
 
 from __future__ import annotations
 
-import random
-from itertools import product
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from trainer.planner.search import Option, Placement, Pool, Search, partitions
+from trainer.planner.devices import DEVICES
+from trainer.planner.search import (
+    Layout,
+    PlannedPlacement,
+    PoolPlan,
+    allocate,
+    fit_together,
+    partitions,
+)
+from workers.memory import GIB, RoleMemory
 
-DEVICE = 100.0
-SIZES = [1, 2, 4]
-STAGES = {"actor": (0.0, 3.0), "rollout": (1.0, 0.0)}
-"""Seconds of two roles, neither of which waits beside the other."""
-
-
-def random_options(seed: int, roles: list[str]) -> dict[tuple[str, int], list[Option]]:
-    """A few layouts of every role on every size, drawn at random."""
-    draw = random.Random(seed)
-    found = {}
-    for role, cards in product(roles, SIZES):
-        options = []
-        for _ in range(draw.randrange(1, 4)):
-            seconds = tuple(draw.choice([0.0, draw.uniform(1, 10)]) / cards for _ in range(3))
-            beside = draw.choice(["", roles[0]]) if role != roles[0] else ""
-            saves = (0.0, 0.0, seconds[2] / 2) if beside else ()
-            memory = draw.uniform(5, 60), draw.uniform(0, 40)
-            options.append(Option(role, seconds, *memory, {}, beside, saves))
-        found[role, cards] = options
-    return found
+H100 = DEVICES["H100"]
+USABLE = 0.92 * 79
+"""GiB of it that a plan may fill."""
 
 
-def all_placements(
-    options: dict[tuple[str, int], list[Option]], roles: list[str], num_cards: int
-) -> list[Placement]:
-    """Everything that fits."""
-    found = []
-    for parts in partitions(roles):
-        for sizes in product(SIZES, repeat=len(parts)):
-            if sum(sizes) > num_cards:
-                continue
-            of_parts = [
-                [Pool(cards, ways) for ways in product(*(options[role, cards] for role in part))]
-                for part, cards in zip(parts, sizes, strict=True)
-            ]
-            found += [
-                Placement(pools)
-                for pools in product(*of_parts)
-                if all(pool.bytes <= DEVICE for pool in pools)
-            ]
-    return found
+def layout(role: str, seconds: tuple[float, ...], kept: float = 0, call: float = 0) -> Layout:
+    memory = RoleMemory(role, "", "", weights=kept * GIB, activations=call * GIB)
+    return Layout(role, seconds, memory)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_fastest_placements_are_those_of_trying_everything(seed: int) -> None:
-    roles = ["actor", "rollout", "ref", "critic"][: 2 + seed % 3]
-    options = random_options(seed, roles)
-    search = Search(roles, lambda role, cards: options[role, cards], DEVICE)
-    for num_cards in (2, 4, 7):
-        expected = all_placements(options, roles, num_cards)
-        found = search.best(SIZES, num_cards, count=3)
-        assert bool(found) == bool(expected)
-        if found:
-            assert found[0].step == pytest.approx(min(each.step for each in expected))
-            assert found == sorted(found, key=lambda placement: placement.step)
-            assert all(each.cards <= num_cards for each in found)
+def pools(
+    work: dict[str, tuple[float, ...]], fewest: dict[str, int]
+) -> Callable[[tuple[str, ...], int], PoolPlan | None]:
+    """Pools whose seconds are the work of their roles over their GPUs."""
 
+    def lay_out(roles: tuple[str, ...], num_gpus: int) -> PoolPlan | None:
+        if any(num_gpus < fewest.get(role, 1) for role in roles):
+            return None
+        layouts = [layout(role, tuple(w / num_gpus for w in work[role])) for role in roles]
+        return PoolPlan(num_gpus, tuple(layouts))
 
-def test_every_way_to_share_cards_is_found_with_its_fastest_sizes() -> None:
-    roles = ["actor", "rollout", "critic"]
-    options = random_options(5, roles)
-    search = Search(roles, lambda role, cards: options[role, cards], DEVICE)
-    fastest: dict[frozenset[tuple[str, ...]], float] = {}
-    for each in all_placements(options, roles, 6):
-        shares = frozenset(tuple(pool.roles) for pool in each.pools)
-        fastest[shares] = min(each.step, fastest.get(shares, each.step))
-    found: dict[frozenset[tuple[str, ...]], float] = {}
-    for each in search.best(SIZES, 6, count=2):
-        shares = frozenset(tuple(pool.roles) for pool in each.pools)
-        found.setdefault(shares, each.step)
-    assert found == pytest.approx(fastest)
+    return lay_out
 
 
 def test_four_roles_can_be_shared_out_in_fifteen_ways() -> None:
-    found = {frozenset(map(frozenset, parts)) for parts in partitions("abcd")}
+    found = {frozenset(map(frozenset, groups)) for groups in partitions("abcd")}
     assert len(found) == len(list(partitions("abcd"))) == 15
 
 
-def test_roles_that_share_cards_take_turns_and_pools_run_side_by_side() -> None:
-    first, second = Option("a", (1.0, 2.0), 10, 30), Option("b", (3.0, 0.5), 20, 40)
-    together, apart = Placement((Pool(4, (first, second)),)), None
-    apart = Placement((Pool(2, (first,)), Pool(2, (second,))))
-    assert (together.seconds, together.pools[0].bytes) == ((4.0, 2.5), 70)
-    assert (apart.seconds, apart.step, apart.cards) == ((3.0, 2.0), 5.0, 4)
+def test_roles_that_share_gpus_take_turns_and_pools_run_side_by_side() -> None:
+    first, second = layout("a", (1.0, 2.0), 10, 30), layout("b", (3.0, 0.5), 20, 40)
+    together = PlannedPlacement((PoolPlan(4, (first, second)),))
+    assert together.seconds == (4.0, 2.5)
+    assert together.pools[0].bytes == 70 * GIB
+    apart = PlannedPlacement((PoolPlan(2, (first,)), PoolPlan(2, (second,))), least=(0.0, 2.5))
+    assert (apart.seconds, apart.step, apart.gpus) == ((3.0, 2.5), 5.5, 4)
+    assert replace(together.pools[0], saved=(0.5, 0.0)).seconds == (3.5, 2.5)
 
 
-def test_of_placements_that_take_as_long_the_one_on_fewer_cards_is_first() -> None:
-    options = {role: Option(role, seconds, 10, 10) for role, seconds in STAGES.items()}
-    found = Search(list(STAGES), lambda role, _: [options[role]], DEVICE).best([1], 2)
-    assert [(each.step, each.cards) for each in found] == [(4.0, 1), (4.0, 2)]
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        ({"a": (1.0, 0.0), "b": (1.0, 0.0)}, [4, 4]),
+        ({"a": (8.0, 0.0), "b": (1.0, 0.0)}, [4, 2]),  # b waits for a even on one more than half
+        ({"a": (3.0, 1.0), "b": (0.0, 1.0), "c": (3.0, 1.0)}, [2, 2, 2]),
+    ],
+)
+def test_pools_have_gpus_in_proportion_to_their_work(
+    work: dict[str, tuple[float, ...]], expected: list[int]
+) -> None:
+    groups = [(role,) for role in work]
+    placement = allocate(groups, [1, 2, 4, 8], 8, pools(work, {}))
+    assert placement is not None
+    sizes = [pool.gpus for pool in placement.pools]
+    assert sum(sizes) <= 8
+    assert sizes[0] == expected[0]
+    assert placement.step <= sum(
+        max(w[stage] / size for w, size in zip(work.values(), expected, strict=True))
+        for stage in range(2)
+    )
+
+
+def test_a_pool_has_as_many_gpus_as_it_needs_to_fit() -> None:
+    work = {"large": (1.0,), "small": (9.0,)}
+    placement = allocate([("large",), ("small",)], [1, 2, 4, 8], 8, pools(work, {"large": 4}))
+    assert placement is not None
+    assert [pool.gpus for pool in placement.pools] == [4, 4]
+    assert allocate([("large",), ("small",)], [1, 2, 4], 4, pools(work, {"large": 4})) is None
+    assert allocate([("large",)], [1, 2], 2, pools(work, {"large": 4})) is None
+
+
+def test_placements_that_take_as_long_take_fewer_gpus() -> None:
+    idle = {"a": (8.0, 0.0), "b": (0.0, 0.0)}
+    placement = allocate([("a",), ("b",)], [1, 2, 4], 8, pools(idle, {}))
+    assert placement is not None
+    assert [pool.gpus for pool in placement.pools] == [4, 1]
+
+
+def test_layouts_change_where_most_bytes_are_saved_per_second() -> None:
+    fast, slow = layout("a", (1.0,), 40, 20), layout("a", (2.0,), 20, 20)
+    other, cheaper = layout("b", (1.0,), 20, 10), layout("b", (1.1,), 10, 10)
+    assert fit_together(H100, [[slow, fast], [cheaper]]) == (fast, cheaper)  # 70 GiB
+    chosen = fit_together(H100, [[fast, slow], [other, cheaper]])  # 80 GiB, then 70
+    assert chosen == (fast, cheaper)
+    assert fit_together(H100, [[fast], [other]]) is None
+    assert fit_together(H100, [[fast], []]) is None
+
+
+def test_a_reserve_stays_free() -> None:
+    below, above = layout("a", (1.0,), USABLE - 0.1), layout("a", (1.0,), USABLE + 0.1)
+    assert fit_together(H100, [[below]]) == (below,)
+    assert fit_together(H100, [[above]]) is None

@@ -12,6 +12,7 @@ from trainer.preference.step import PreferenceTrainer
 from trainer.rows.preflight import held_models, largest_pass, preflight, role_memories
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
+from workers.parallel.dims import ParallelDims
 
 
 def dpo(tiny_dir: Path, *more: str) -> PreferenceConfig:
@@ -59,7 +60,7 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
 ) -> None:
     config = dpo(tiny_dir, *more)
     own = held_models(config)["preference"]
-    assert largest_pass(config, own, num_sides=2, ranks=1).tokens == tokens
+    assert largest_pass(config, own, num_sides=2, dims=ParallelDims()).tokens == tokens
 
 
 def test_roles_that_do_not_fit_on_a_gpu_are_refused(

@@ -1,4 +1,4 @@
-"""`verl-like bench job`: a run's row and JSON are of its own records; what is refused."""
+"""`benchmarks/bench_job.py` makes its row and JSON from a run's own records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import load
 from tests.forked import run_program
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
-from trainer.cli import main
-from trainer.cli.job_record import Job, JobStep, commit_of, job_record, model_name, table
 from verl_like.errors import ConfigError
+
+RECORD = load("benchmarks/job_record.py")
 
 HEADING = [
     "framework",
@@ -28,6 +29,11 @@ HEADING = [
 ]
 
 
+def run_job() -> None:
+    """`bench_job.py` in a process of its own."""
+    load("benchmarks/bench_job.py").main()
+
+
 def bench(tiny: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, whose environment a command changes."""
     length = "trainer.total_training_steps"
@@ -37,7 +43,7 @@ def bench(tiny: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[s
         if not setting.startswith((length, "algorithm.use_kl_in_reward"))
     ]
     local = ("trainer.backend=local", "trainer.device=cpu")
-    return run_program(main.main, "bench", "job", *settings, *local, *more, folder=folder)
+    return run_program(run_job, *settings, *local, *more, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +104,7 @@ def test_the_json_has_every_step_by_phase_and_all_settings(job_done: tuple[Path,
     assert record["settings"]["actor_rollout_ref.actor.ppo_epochs"] == 2
     assert (record["job"]["samples_per_prompt"], record["job"]["epochs"]) == (2, 2)
     assert {"processor", "cores", "memory_gib", "cards"} == set(record["hardware"])
-    assert record["command"].startswith("verl-like bench job ")
+    assert record["command"].startswith("python benchmarks/bench_job.py ")
 
 
 @pytest.mark.parametrize(
@@ -139,20 +145,26 @@ def test_a_run_whose_data_ends_first_is_refused(tiny_dir: Path, tmp_path: Path) 
     assert not (tmp_path / "run" / "bench.json").exists()
 
 
-def record(tiny: Path, steps: list[JobStep], **job: Any) -> dict[str, Any]:
+def record(tiny: Path, steps: list[Any], **job: Any) -> dict[str, Any]:
     of = {"device": "cpu", "num_devices": 2, "prompts_per_step": 512, "samples_per_prompt": 1}
     sizes = {"prompts_per_update": 512, "max_prompt_length": 8, "max_response_length": 8}
-    whole = Job(**{"model": str(tiny / "model"), **of, **sizes, "epochs": 1, "steps": 3, **job})
-    return job_record("verl-like", whole, steps)
+    whole = RECORD.Job(
+        **{"model": str(tiny / "model"), **of, **sizes, "epochs": 1, "steps": 3, **job}
+    )
+    return RECORD.job_record("verl-like", whole, steps)
 
 
 def test_the_seconds_are_of_1024_prompts_whatever_a_step_has(tiny_dir: Path) -> None:
     """Two measured steps of 512 prompts, 3 and 5 seconds; the first took 100."""
-    steps = [JobStep(1, 100.0, 9, {}), JobStep(2, 3.0, 400, {}), JobStep(3, 5.0, 400, {})]
+    steps = [
+        RECORD.JobStep(1, 100.0, 9, {}),
+        RECORD.JobStep(2, 3.0, 400, {}),
+        RECORD.JobStep(3, 5.0, 400, {}),
+    ]
     columns = record(tiny_dir, steps)["columns"]
     assert columns["seconds per 1,024 prompts"] == 8.0
     assert columns["response tokens/s"] == 100.0
-    assert cells(table({"columns": columns})[2])[4] == "8"
+    assert cells(RECORD.table({"columns": columns})[2])[4] == "8"
 
 
 @pytest.mark.parametrize(
@@ -167,30 +179,30 @@ def test_steps_that_are_missing_or_twice_there_are_refused(
     tiny_dir: Path, numbers: list[int], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        record(tiny_dir, [JobStep(number, 1.0, 1, {}) for number in numbers])
+        record(tiny_dir, [RECORD.JobStep(number, 1.0, 1, {}) for number in numbers])
 
 
 def test_steps_without_times_are_refused(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="the 2 measured steps took 0.0 s"):
-        record(tiny_dir, [JobStep(number, 0.0, 1, {}) for number in (1, 2, 3)])
+        record(tiny_dir, [RECORD.JobStep(number, 0.0, 1, {}) for number in (1, 2, 3)])
 
 
 def test_a_job_on_cards_is_not_said_of_a_machine_without(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    steps = [JobStep(number, 1.0, 1, {}) for number in (1, 2, 3)]
+    steps = [RECORD.JobStep(number, 1.0, 1, {}) for number in (1, 2, 3)]
     with pytest.raises(ConfigError, match="ran on cuda, and this machine has no card"):
         record(tiny_dir, steps, device="cuda")
 
 
 def test_the_commit_is_of_the_packages_own_checkout() -> None:
     """A release in a virtual environment inside some repository has none."""
-    assert commit_of("pytest") == "-"
-    assert commit_of("no-such-package") == "-"
+    assert RECORD.commit_of("pytest") == "-"
+    assert RECORD.commit_of("no-such-package") == "-"
 
 
 def test_a_model_is_named_by_what_tells_it_from_others() -> None:
-    assert model_name("/models/qwen/model") == "qwen/model"
-    assert model_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
-    assert model_name("/m") == "m"
+    assert RECORD.model_name("/models/qwen/model") == "qwen/model"
+    assert RECORD.model_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert RECORD.model_name("/m") == "m"

@@ -1,9 +1,9 @@
-"""The row and the JSON of a benchmarked job, of ours and of the peers' in `benchmarks/peers`.
+"""The row and the JSON of a benchmarked job, of ours and of the peers in `benchmarks/peers`.
 
     record = job_record("verl-like", job, steps, command=[...])
     print(*table(record), sep="\n")
 
-A peer's Python imports this file, too: torch and transformers are all that it needs.
+A peer's Python imports this file, too. It needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from verl_like.errors import ConfigError
 from verl_like.process.machine import memory_gb, usable_cores
 
 WARM_UP = 1
-"""Steps left out at the start: kernels are chosen, caches and memory pools filled."""
+"""Steps left out at the start, in which kernels are chosen, and caches and memory pools filled."""
 FEWEST_STEPS = WARM_UP + 1
 PROMPTS = 1024
-"""What the seconds are of."""
+"""Number of prompts that the seconds are given for."""
 PACKAGES = ("torch", "transformers", "vllm", "ray", "deepspeed", "flash-attn", "accelerate")
 
 
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobStep:
-    """A step as the run wrote it down."""
+    """A step, as the run recorded it."""
 
     step: int
     seconds: float
@@ -61,9 +61,9 @@ class JobStep:
 
 
 def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any) -> dict[str, Any]:
-    """Columns, job and steps; `details` are written beside them.
+    """Return columns, job and steps, with `details` next to them.
 
-    A run without all of its steps, or without a measured one, is refused.
+    Raise if a step of the run is missing, or if none was measured.
     """
     check_steps(job.steps)
     found = [step.step for step in steps]
@@ -104,13 +104,13 @@ def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any)
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide how fast a job is, where they are installed."""
+    """Return the versions of Python and of the installed packages that decide how fast a job is."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **{name: v for name, v in found.items() if v}}
 
 
 def check_steps(steps: int) -> None:
-    """Refuse a job of which nothing would be left to measure."""
+    """Raise if nothing would be left to measure."""
     if steps < FEWEST_STEPS:
         raise ConfigError(
             f"{steps} step{'s' * (steps != 1)}: the first one warms up and is left out, so a "
@@ -119,27 +119,27 @@ def check_steps(steps: int) -> None:
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
-    """Heading, rule and row, in Markdown: rows of several runs stand under one heading."""
+    """Return heading, rule and row in Markdown, so that rows of several runs share a heading."""
     columns = record["columns"]
     rows = [list(columns), ["---"] * len(columns), [_cell(value) for value in columns.values()]]
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def _cell(value: Any) -> str:
-    """Four digits of a measured number."""
+    """Return four digits of a measured number."""
     if isinstance(value, float):
         return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def model_name(folder: str) -> str:
-    """The last words of a path that tell it from others: model is every folder's name."""
+    """Return the last words of a path that tell it from others: every folder is named model."""
     *before, last = Path(folder).parts
     return f"{before[-1]}/{last}" if before and before[-1] != "/" else last
 
 
 def num_parameters(folder: str) -> int:
-    """By the model's configuration; tied weights count once, and none is read."""
+    """Count the weights of the model's configuration, tied ones once; none is read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,7 +149,7 @@ def num_parameters(folder: str) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What of this machine decides how fast a job is; of a cluster the driver's machine."""
+    """Return what decides how fast a job is on this machine, or on a cluster's driver."""
     import torch
 
     num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -163,7 +163,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def device_name(device: str, machine: Mapping[str, Any]) -> str:
-    """The first card's name, or the processor's."""
+    """Return the first GPU's name, or the processor's."""
     if device == "cpu":
         return str(machine["processor"])
     if not machine["cards"]:
@@ -172,7 +172,7 @@ def device_name(device: str, machine: Mapping[str, Any]) -> str:
 
 
 def _processor() -> str:
-    """Linux's name of the processor."""
+    """Return Linux's name of the processor."""
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -187,7 +187,7 @@ def _version(package: str) -> str:
 
 
 def commit_of(package: str) -> str:
-    """Of the checkout that the package is imported or was installed from; - for a release.
+    """Return the commit that the package is imported or installed from; - for a release.
 
     `+` marks files that differ from the commit.
     """
@@ -208,7 +208,7 @@ def commit_of(package: str) -> str:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git says there; nothing where there is no git, or no repository."""
+    """Return what git says there; nothing where there is no git, or no repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False

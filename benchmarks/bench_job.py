@@ -1,16 +1,29 @@
-"""`verl-like bench job`: a run of the PPO recipe, and its row beside those of other frameworks."""
+"""A run of the PPO recipe, and its row for a table with other frameworks.
+
+    python benchmarks/bench_job.py [--steps 6] [--out FILE] [key=value ...]
+
+Runs the job of `verl-like ppo key=value ...`, leaves its first step out, and prints a row:
+framework, model, devices, seconds per 1,024 prompts, epochs, response tokens per second, hardware,
+commit. The JSON has every step by phase and all settings. `benchmarks/peers` runs the same job with
+other frameworks.
+
+  --steps 6           number of steps, the first one included; or trainer.total_training_steps
+  --out FILE          file of the JSON, by default bench.json in the run folder
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.job_record import Job, JobStep, check_steps, job_record, table
+from job_record import Job, JobStep, check_steps, job_record, table
+
 from trainer.config.devices import devices_of
 from trainer.config.flat import flat_config
 from trainer.config.settings import keys_of, parse
@@ -25,13 +38,13 @@ from verl_like.masking import mask_text
 from verl_like.terminal import outlive_the_reader
 
 STEPS = 6
-"""Of a job that says nothing: one to warm up and five that count."""
+"""Default number of steps: one warms up, and five count."""
 LENGTH = "trainer.total_training_steps"
 RECORD = "bench.json"
 
 
 def job(arguments: Sequence[str]) -> None:
-    """Run the job, print its row, write its JSON."""
+    """Run the job, print its row, and write its JSON."""
     settings = [argument for argument in arguments if is_setting(argument)]
     options = _options([each for each in arguments if each not in settings])
     length = STEPS if options.steps is None else options.steps
@@ -47,7 +60,7 @@ def job(arguments: Sequence[str]) -> None:
     _check(config, options.steps, settings)
     folder = run_in_words(config).folder
 
-    command = mask_text(shlex.join(["verl-like", "bench", "job", *arguments]))
+    command = mask_text(shlex.join(["python", "benchmarks/bench_job.py", *arguments]))
     record = record_of(config, read_run(folder)) | {"command": command}
     out = Path(options.out or folder / RECORD)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +69,7 @@ def job(arguments: Sequence[str]) -> None:
 
 
 def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:
-    """From what the run has written into its folder."""
+    """Return the record of what the run has written into its folder."""
     policy, trainer = config.actor_rollout_ref, config.trainer
     job = Job(
         model=policy.model.path,
@@ -86,7 +99,7 @@ def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:
 
 
 def _check(config: PPOConfig, steps: int | None, settings: Sequence[str]) -> None:
-    """Refuse, before anything starts, a job that could not be measured."""
+    """Raise, before anything starts, if the job could not be measured."""
     trainer = config.trainer
     length = trainer.total_training_steps or 0
     if steps is not None and LENGTH in keys_of([parse(setting) for setting in settings]):
@@ -102,7 +115,19 @@ def _check(config: PPOConfig, steps: int | None, settings: Sequence[str]) -> Non
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("verl-like bench job", allow_abbrev=False)
+    parser = argparse.ArgumentParser("bench_job.py", allow_abbrev=False)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", metavar="FILE")
     return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Command line."""
+    try:
+        job(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""PPO's roles on GPUs: how their calls are cut, and the ways to lay out engines that generate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+from trainer.config.devices import devices_of
+from trainer.config.recipe import Recipe
+from trainer.memory import held_memory
+from trainer.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
+from trainer.planner.job import Job, Keys
+from trainer.planner.search import Layout
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.dataflow import step_nodes
+from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
+from trainer.ppo.recipe import PPO
+from trainer.ppo.roles import models_of
+from verl_like.placement.roles import expand_roles
+from workers.config import ActorRolloutRefConfig, model_rewards
+from workers.config.passes import tokens_per_pass
+from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
+
+ROLLOUT = "actor_rollout_ref.rollout"
+GENERATION = "generate_sequences"
+ENGINE_SIZES = (1, 2, 4, 8)
+UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
+"""Shares of a GPU's memory that are tried for an engine."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PPOJob(Job):
+    """A run of PPO, and how long its samples are."""
+
+    recipe: ClassVar[Recipe[Any]] = PPO
+    stages: ClassVar[tuple[str, ...]] = ("gen", "score", "update", "update_weights")
+    config: PPOConfig
+    mean_prompt: float
+    responses: Sequence[float]
+    """Lengths of responses that are equally likely, the longest last."""
+    waits: float = 0.0
+    """Seconds per sample in its environment."""
+    rewards: float = 0.0
+    """Seconds per step in which the driver scores."""
+
+    @property
+    def rows_in_words(self) -> str:
+        """Prompts, samples, lengths."""
+        data, rows = self.config.data, self.rows("actor")
+        return (
+            f"{data.train_batch_size:,} prompts per step, {rows.samples // rows.prompts} samples "
+            f"each, {rows.prompt:g} + {rows.mean_response:g} tokens "
+            f"(at most {data.max_prompt_length:,} + {data.max_response_length:,})"
+        )
+
+    @property
+    def least(self) -> tuple[float, ...]:
+        """Seconds of every stage that the driver takes beside the roles."""
+        return tuple(self.rewards * (stage == "score") for stage in self.stages)
+
+    def models_in(self, config: PPOConfig) -> dict[str, HeldModel]:
+        """The model of every role that holds one."""
+        return models_of(config, without_users=True)
+
+    @functools.cached_property
+    def roles(self) -> list[str]:
+        """Roles that use GPUs."""
+        roles = expand_roles(self.config.role_mapping)
+        return [r for r in roles if r in self.models or self.config.kind_of(r) == "rollout"]
+
+    @functools.cache  # noqa: B019 - a job lives as long as its plan
+    def calls(self, role: str) -> Sequence[tuple[str, str]]:
+        """(stage, method) of every call of the role in a step."""
+        named = [(node.stage, *node.name.partition(".")) for node in step_nodes(self.config)]
+        return [
+            (stage, method)
+            for stage, name, _, method in named
+            if name == role and stage in self.stages
+        ]
+
+    def rows(self, role: str) -> StepRows:
+        """The samples of a call of the role."""
+        config, actor = self.config, self.config.actor_rollout_ref.actor
+        prompts = config.data.train_batch_size
+        mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+        if role == "critic":
+            mini = config.critic.ppo_mini_batch_size or mini
+            epochs = config.critic.ppo_epochs or epochs
+        return StepRows(
+            samples=prompts * config.actor_rollout_ref.rollout.n,
+            prompts=prompts,
+            prompt=self.mean_prompt,
+            responses=self.responses,
+            waits=self.waits,
+            mini_batches=-(-prompts // mini),
+            epochs=epochs,
+        )
+
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    def pass_tokens(self, config: PPOConfig, held: HeldModel) -> int:
+        """Tokens of a pass of this model."""
+        return held.tokens or tokens_per_pass(config)
+
+    def smaller_passes(self, role: str) -> list[Keys]:
+        """Keys of smaller passes that are tried for a model that is trained."""
+        if not self.config.actor_rollout_ref.actor.use_dynamic_bsz:
+            return []
+        section = "critic" if role == "critic" else "actor_rollout_ref.actor"
+        now, width = self.pass_tokens(self.config, self.models[role]), self.longest()
+        sizes = {max(width, now // 4), width} - {now}
+        return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
+
+    def role_memory(self, config: PPOConfig, role: str, held: HeldModel) -> RoleMemory:
+        """What the role takes in this run, as the run counts it."""
+        return held_memory(config, role, held, "cuda", largest_pass(config, role))
+
+    def memories(self, config: PPOConfig) -> list[RoleMemory]:
+        """What all roles take in this run, as the run counts it."""
+        devices = devices_of(config.trainer)
+        return role_memories(config, devices.type, devices.bytes)
+
+    def check_run(self, config: PPOConfig) -> None:
+        """Raise if the roles do not fit; the rest is checked while the keys are composed."""
+        check_memory(config, devices_of(config.trainer))
+
+    @functools.cache  # noqa: B019 - a job lives as long as its plan
+    def layouts(self, role: str, num_gpus: int) -> list[Layout]:
+        """Return all layouts of a model, or of engines, on so many GPUs."""
+        if self.config.kind_of(role) == "rollout":
+            gpus = Gpus(self.device, num_gpus, self.per_node)
+            return list(self.engines(role, gpus, self.rows(role)))
+        found = super().layouts(role, num_gpus)
+        if role in model_rewards(self.config) and may_rest(self.config, "cuda"):
+            # an engine on its GPUs is awake while it computes, and asleep beside others
+            awake = [replace(layout.memory, beside_engine=True) for layout in found]
+            return [replace(each, memory=m) for each, m in zip(found, awake, strict=True)]
+        return found
+
+    def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
+        """Seconds that a weight sync saves where the engine shares the actor's GPUs."""
+        if not {"actor", "rollout"} <= set(roles):
+            return ()
+        gpus, model = Gpus(self.device, num_gpus, self.per_node), self.costs["actor"]
+        apart, together = (sync_seconds(model, gpus, is_shared) for is_shared in (False, True))
+        return (0.0, 0.0, 0.0, apart - together)
+
+    def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[Layout]:
+        """Yield engines that generate these rows: GPUs of each, and their share of the memory."""
+        policy = self.config.of_role(role).actor_rollout_ref
+        rollout = policy.rollout
+        tp_key, share_key = (
+            f"{ROLLOUT}.{name}" for name in ("tensor_model_parallel_size", "gpu_memory_utilization")
+        )
+        tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
+        is_vllm = rollout.name == "vllm"
+        sync = sync_seconds(self.costs["actor"], gpus, is_shared=False)
+        for tp, share in product(
+            {tp_now, *ENGINE_SIZES} if is_vllm and tp_key not in self.keys else {tp_now},
+            {share_now, *UTILIZATIONS} if is_vllm and share_key not in self.keys else {share_now},
+        ):
+            if gpus.count % tp or tp > gpus.per_node or not self._heads_divide(tp):
+                continue
+            tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
+            seconds, memory = self.decoding(role, replace(policy, rollout=tried), rows, gpus)
+            if seconds is not None:
+                seconds *= self.factors.get((role, GENERATION), 1.0)
+                values = {tp_key: (tp, tp_now), share_key: (share, share_now)}
+                keys = {key: str(new) for key, (new, old) in values.items() if new != old}
+                yield Layout(role, (seconds, 0.0, 0.0, sync), memory, keys)
+
+    def decoding(
+        self, role: str, policy: ActorRolloutRefConfig, rows: StepRows, gpus: Gpus
+    ) -> tuple[float | None, RoleMemory]:
+        """Return the seconds of these rows by engines of the policy, and the memory of an engine.
+
+        The seconds are None where no row has room.
+        """
+        rollout, width, num_bytes = policy.rollout, self.longest(), gpus.device.bytes
+        memory = rollout_memory(policy, width, role, "", "cuda", num_bytes, ranks_of_actor=None)
+        memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
+        tp, at_once = rollout.tensor_model_parallel_size, rollout.max_num_seqs
+        cost = self.costs["actor"]
+        return decode_seconds(cost, rows, gpus, tp, memory.kv_cache, at_once), memory
+
+    def _heads_divide(self, size: int) -> bool:
+        config = hf_config_of(self.models["actor"].model).get_text_config()
+        heads: int = config.num_attention_heads
+        groups: int = getattr(config, "num_key_value_heads", None) or heads
+        return heads % size == 0 and max(groups, size) % min(groups, size) == 0
