@@ -5,15 +5,17 @@
                                          [--cells local/ref/lock,ray/rollout@sync/kill]
 
 One run of the tiny model a backend, of two pools of two processes: the actor with the reference,
-the rollout with the critic and a reward model. In every step from the second on one worker is hit;
-the seconds run until the run knows of it, by an error that must name a worker. Then the run starts
-the lost group anew, makes the step again and goes on to the next fault: half a minute for each of
-them on two idle cores, and another for the start of a backend.
+the rollout with the critic and a reward model. In every step from the second on one worker is hit.
+The seconds run until the run names a worker: in an error if it is killed or frozen, in a warning
+that explains who waits for whom if it hangs. A worker that hangs is killed then, because the run
+itself would wait until the call's deadline. The run starts the lost group again, makes the step
+again and goes on to the next fault: half a minute for each of them on two idle cores, and another
+for the start of a backend.
 
     kill      SIGKILL to its last rank                          goal 5 s
     freeze    SIGSTOP to its last rank                          goal 30 s
-    lock      its rank 0 waits for a lock that nobody gives     goal 30 s
-    left      its rank 0 waits in a collective alone            goal 30 s
+    lock      its rank 0 waits for a lock that nobody gives     goal 20 s
+    left      its rank 0 waits in a collective alone            goal 20 s
 
 A role is hit as the step begins. `actor@sync` and `rollout@sync` are rank 0 of the sender and of
 the receivers within a weight sync: before the vote that all of them take together, where `left` is
@@ -24,6 +26,7 @@ line a fault is printed at once, and in the end the table of `docs/placement.md`
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -43,7 +46,7 @@ from verl_like.errors import VerlLikeError
 
 ROLES = ("actor", "ref", "rollout", "critic", "reward_model")
 IN_SYNC = ("actor@sync", "rollout@sync", "rollout@meet")
-GOALS = {"kill": 5.0, "freeze": 30.0, "lock": 30.0, "left": 30.0}
+GOALS = {"kill": 5.0, "freeze": 30.0, "lock": 20.0, "left": 20.0}
 LABELS = {
     "reward_model": "reward model",
     "actor@sync": "actor, in a weight sync",
@@ -154,6 +157,14 @@ class Cell:
     began: float | None = None
     seconds: float = float("nan")
     words: str = ""
+    pid: int | None = None
+    """Rank 0 of the worker."""
+
+    def note(self, words: str) -> None:
+        """The run names a worker; the first time counts."""
+        if self.began is not None and not self.words:
+            self.seconds, self.words = time.monotonic() - self.began, words
+            print(self.row(), file=sys.stderr, flush=True)
 
     @property
     def is_within_goal(self) -> bool:
@@ -191,6 +202,7 @@ class Struck(PPOTrainer):
         cell = Struck.under_way
         assert cell is not None, "asked for by whoever has seen one"
         cell.began = time.monotonic()
+        cell.pid = self.groups[cell.worker.partition("@")[0]].transport.pid_here(0)
         hit(self.groups, cell.worker, cell.fault)
 
     def on_step_end(self, metrics: Any) -> None:
@@ -200,15 +212,26 @@ class Struck(PPOTrainer):
         Struck.under_way = None
 
 
+class Explanations(logging.Handler):
+    """Takes the time at which a hang is explained, and ends it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Kill the worker that hangs."""
+        cell, words = Struck.under_way, record.getMessage()
+        if cell is None or cell.fault not in ("lock", "left") or "stood still" not in words:
+            return
+        cell.note(words)
+        if cell.pid is not None:
+            os.kill(cell.pid, signal.SIGKILL)
+
+
 class Noting(restarts.Restarts):
     """Takes the time at which a run decides what to do about a failure."""
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
         """At once."""
-        cell = Struck.under_way
-        if cell is not None and cell.began is not None and not cell.words:
-            cell.seconds, cell.words = time.monotonic() - cell.began, str(error)
-            print(cell.row(), file=sys.stderr, flush=True)
+        if Struck.under_way is not None:
+            Struck.under_way.note(str(error))
         super().wait_for_next(error, step)
 
 
@@ -216,6 +239,7 @@ def measure(backend: str, cells: list[Cell], tiny: Path, folder: Path) -> None:
     """One run that is hit by all of them, one after the other."""
     import trainer.launch
 
+    logging.getLogger("verl_like.calls.diagnose").addHandler(Explanations())
     restarts.FIRST_WAIT_S, restarts.TURN_S = 0.0, TURN_S
     trainer.launch.Restarts = Noting  # type: ignore[misc]
     Struck.waiting, Struck.under_way = list(cells), None

@@ -100,8 +100,8 @@ def without_hashes() -> list[Restore]:
 def without_watch() -> list[Restore]:
     """In the driver: an answer is waited for, and no more."""
     from verl_like.backends.rpc import ProcessTransport
+    from verl_like.calls.diagnose import CallTimes
     from verl_like.calls.transport import Transport
-    from verl_like.calls.waiting import CallTimes
 
     kinds = [ProcessTransport, *ProcessTransport.__subclasses__()]
     return [

@@ -2,7 +2,7 @@
 
 Real groups split, submit, wait and collect; `answer` says what a rank would have computed. A rank
 answers when it would be done: at once, or after `seconds_of` a call, one call after the other.
-Beside its calls, it says that it is at work (`progress`) over a connection like a real one's.
+Apart from its calls, it shows its stack over a connection like a real one's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any
 
 from verl_like.backends.rpc import ProcessTransport, Requests, receive, send
 from verl_like.batch.protocol import DataProto
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.messages import Call, Header, Pending, Slot
-from verl_like.calls.progress import ELSEWHERE, Progress
-from verl_like.calls.waiting import Deadlines
 from verl_like.process.facts import ProcessFacts
 
 Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]
@@ -85,18 +84,6 @@ class Simulated(ProcessTransport):
 
     def fetch(self, reference: Any) -> Any:
         return reference.value
-
-    def fetch_all(
-        self, pending: Sequence[Pending], seconds: float
-    ) -> tuple[list[Header], list[Any]] | None:
-        last = max(each.header.at for each in pending)
-        if last:
-            left = last - time.monotonic()
-            time.sleep(max(0.0, min(left, seconds)))
-            if left > seconds:
-                return None
-        headers = [self.fetch_header(each.header) for each in pending]
-        return headers, [self.fetch_payload(each) for each in pending]
 
     def join(self, references: Sequence[Any]) -> Any:
         return Later([reference.value for reference in references])
@@ -164,15 +151,13 @@ class FarEnds:
         self.num += len(requests)
 
     def _serve(self) -> None:
-        lock, began = threading.Lock(), time.time()
+        lock = threading.Lock()
         while True:
             for key, _ in self._selector.select(timeout=0.5):
                 connection = key.fileobj
                 assert isinstance(connection, Connection)
-                number, method, _ = receive(connection)
-                progress = Progress(1, ELSEWHERE, "update.py:1", "1", time.time() - began)
-                asked = {"progress": progress, "stacks": "idle: no call is running"}
-                send(connection, lock, number, "answer", asked[method])
+                number, *_ = receive(connection)
+                send(connection, lock, number, "answer", "idle: no call is running")
             self.cpu_s = time.thread_time()
 
 

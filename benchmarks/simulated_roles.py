@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from simulated import Answer, Meshes, Simulated, batch_answer, filled, packed_bytes
+from simulated import Answer, Later, Meshes, Simulated, batch_answer, filled, packed_bytes
 
 from verl_like import DataProto
 from verl_like.batch.ragged import Ragged
@@ -97,13 +97,13 @@ class Workers(Simulated):
         with self._counting:
             Workers.bytes_out += num_bytes
 
-    def fetch_payload(self, pending: Pending) -> Any:
-        """A worker pickles what it gives, and the driver reads it."""
-        if pending.payload.value is None:
-            return None
+    def fetch(self, reference: Later) -> Any:
+        """A worker pickles what it gives, and the driver reads it; headers are small."""
+        if reference.value is None or isinstance(reference.value, bytes):
+            return reference.value
         with self._computing():
             buffers: list[pickle.PickleBuffer] = []
-            head = pickle.dumps(pending.payload.value, 5, buffer_callback=buffers.append)
+            head = pickle.dumps(reference.value, 5, buffer_callback=buffers.append)
             num_bytes = len(head) + sum(buffer.raw().nbytes for buffer in buffers)
         with self._counting:
             Workers.bytes_in += num_bytes

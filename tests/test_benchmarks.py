@@ -15,8 +15,8 @@ from tests.conftest import load
 from tests.forked import run_program
 from tests.workers.rollout_engines import make_engine, make_model
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from verl_like.calls.diagnose import CallTimes
 from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import CallTimes
 from verl_like.process.store import SignedStore
 from workers.losses.registry import POLICY_LOSSES
 from workers.rewards.scorer import Scorer

@@ -23,7 +23,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.report.disturbances import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
-from verl_like.calls.waiting import Deadlines, WaitClock
+from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.errors import (
     NoRoomError,
     PlacementError,

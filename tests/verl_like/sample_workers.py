@@ -22,7 +22,6 @@ from verl_like import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl_like.calls.progress import OWN_THREADS
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 
@@ -274,10 +273,6 @@ class Faulty(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def returns_past_queue(self) -> None:
         return 4  # type: ignore[return-value]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    async def serving_threads(self) -> set[str]:
-        return {thread.name for thread in threading.enumerate()} & set(OWN_THREADS)
 
     @register(dispatch_mode=PROTO)
     def raises(self, data: DataProto) -> DataProto:

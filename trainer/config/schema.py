@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.diagnose import Deadlines
 from verl_like.config_key import When, key, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry

@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.config.devices import devices_of
 from trainer.config.schema import PoolResources, RunConfig
 from trainer.config.user_modules import modules_of_the_user
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import NoRoomError, PlacementError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node, ProcessNeeds

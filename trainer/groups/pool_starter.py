@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.group import WorkerGroup
-from verl_like.calls.waiting import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import PlacementError
 from verl_like.placement.plan import Placement, PoolPlan

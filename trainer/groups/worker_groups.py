@@ -205,15 +205,11 @@ class WorkerGroups:
         Pools that work beside the driver are not among these: the recipe looks after them.
         """
         needed: dict[int, Transport] = {}
-        beside: dict[int, Transport] = {}
         for name, group in self._fused.items():
-            pools = beside if name in self.config.child_pools else needed
-            pools[group.transport.process_key] = group.transport
-        for key, transport in (needed | beside).items():
-            others = {each: other for each, other in (needed | beside).items() if each != key}
-            transport.other_pools = list(others.values())
-            if key in needed:
-                transport.companions = [other for each, other in others.items() if each in needed]
+            if name not in self.config.child_pools:
+                needed[group.transport.process_key] = group.transport
+        for key, transport in needed.items():
+            transport.companions = [other for each, other in needed.items() if each != key]
         self._needed = list(needed.values())
 
     def check_idle(self, what: str) -> None:

@@ -51,8 +51,8 @@ from trainer.run_folder.marker import (
     refuse_damaged,
     write_marker,
 )
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
-from verl_like.calls.waiting import Deadlines
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError, WorkerError
 from verl_like.files import json_lines, json_objects, put_in_place, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state

@@ -22,6 +22,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -33,21 +34,21 @@ from typing import Any
 
 import cloudpickle
 
+from verl_like.calls.diagnose import Deadlines, stack_by_signal
 from verl_like.calls.messages import Call, Pending
-from verl_like.calls.progress import PIPE, REQUEST, Progress
-from verl_like.calls.stacks import stack_by_signal
-from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
+from verl_like.process.machine import process_state
 
 logger = logging.getLogger(__name__)
-AT_ONCE = ("stacks", "progress", "past_queue", "kill")
+AT_ONCE = ("stacks", "past_queue", "kill")
 KEY_S = 5.0
 """How long who connects may take to send the key."""
 KEY_BYTES = 16
+STOPPED_S = 15.0
+"""A process that is stopped for this time is given up."""
 Load = Callable[[], Any]
 """Unpickles the content of a message: whoever can answer for it does so."""
 
@@ -178,7 +179,7 @@ class Answering:
                     continue
                 self._at_once.put(request)
                 if not self._num_idle.acquire(blocking=False):
-                    threading.Thread(target=self._answer_all, name=REQUEST, daemon=True).start()
+                    threading.Thread(target=self._answer_all, name="request", daemon=True).start()
 
     def _answer_all(self) -> None:
         while True:
@@ -226,7 +227,7 @@ def listen(address: str, host: WorkerHost) -> Endpoint:
     listening = socket.create_server((address, 0))
     endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(KEY_BYTES))
     work = listening, endpoint.key, host
-    threading.Thread(target=_accept, args=work, name=PIPE, daemon=True).start()
+    threading.Thread(target=_accept, args=work, name="pipe", daemon=True).start()
     return endpoint
 
 
@@ -245,7 +246,7 @@ def _accept(listening: socket.socket, key: bytes, host: WorkerHost) -> None:
     with contextlib.suppress(OSError):  # it has been shut down
         while True:
             work = listening.accept()[0], listening, key, host
-            threading.Thread(target=_let_in, args=work, name=PIPE, daemon=True).start()
+            threading.Thread(target=_let_in, args=work, name="pipe", daemon=True).start()
 
 
 def _let_in(
@@ -285,7 +286,8 @@ class ProcessTransport(Transport):
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         """A subclass starts the processes, and makes the connections."""
         super().__init__(facts, deadlines)
-        self._stopped = StoppedProcesses()
+        self._stopped_since: dict[int, float] = {}
+        """By process: since when it has been stopped, as far as somebody has looked."""
         self.requests: Sequence[Requests] = ()
         """By rank, once the processes are there."""
 
@@ -296,7 +298,13 @@ class ProcessTransport(Transport):
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Asked beside the queue; of a silent process on this machine, by signal."""
-        found: dict[int, str] = self._ask_all("stacks", seconds)
+        asked = {rank: requests.ask("stacks")[0] for rank, requests in enumerate(self.requests)}
+        wait_futures(asked.values(), seconds)
+        found: dict[int, str] = {
+            rank: answer.result()
+            for rank, answer in asked.items()
+            if answer.done() and answer.exception() is None
+        }
         for rank, facts in enumerate(self.facts):
             path, pid = facts.log_path(), self.pid_here(rank)
             if rank in found or path is None or pid is None:
@@ -304,20 +312,6 @@ class ProcessTransport(Transport):
             if text := stack_by_signal(pid, path):
                 found[rank] = text
         return found
-
-    def progress(self, seconds: float) -> dict[int, Progress]:
-        """Asked beside the queue."""
-        return self._ask_all("progress", seconds)
-
-    def _ask_all(self, method: str, seconds: float) -> dict[int, Any]:
-        """The answers that come in that time, by rank."""
-        asked = {rank: requests.ask(method)[0] for rank, requests in enumerate(self.requests)}
-        wait_futures(asked.values(), seconds)
-        return {
-            rank: answer.result()
-            for rank, answer in asked.items()
-            if answer.done() and answer.exception() is None
-        }
 
     @abstractmethod
     def pid_here(self, rank: int) -> int | None:
@@ -330,9 +324,20 @@ class ProcessTransport(Transport):
             pid = self.pid_here(rank)
             if rank < len(self.requests) and (dead := self.requests[rank].dead):
                 gone[rank] = str(dead)
-            elif pid is not None and (why := self._stopped.why_gone(pid)):
-                gone[rank] = why
+            elif pid is not None and self._stays_stopped(pid):
+                gone[rank] = (
+                    f"the process is stopped since {STOPPED_S:.0f} s (SIGSTOP, by hand or by a "
+                    f"scheduler); `kill -CONT {pid}` lets one go on."
+                )
         return gone
+
+    def _stays_stopped(self, pid: int) -> bool:
+        """Whether a process has been stopped so long that nobody counts on its going on."""
+        if process_state(pid) != "T":
+            self._stopped_since.pop(pid, None)
+            return False
+        now = time.monotonic()
+        return now - self._stopped_since.setdefault(pid, now) >= STOPPED_S
 
     def kill(self, rank: int) -> None:
         """Asked of the process itself, whose end is the answer."""

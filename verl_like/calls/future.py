@@ -1,45 +1,50 @@
-"""Results that are still being made.
+"""Results that are still being made, and the wait for them.
 
-A future holds references to chunks on the workers; `get()` brings them here.
+A future holds references to chunks on the workers; `get()` brings them to the driver.
 
     ref = reference.compute_ref_log_prob.remote(batch)
     values = critic.compute_values.remote(batch)
     update = critic.update_critic.remote(values)    # its chunks travel from worker to worker
     ref, values = gather(ref, values)               # waits for both, also when one fails
+
+`wait_for` is the one loop that waits. It reads everything by one request if all goes well and comes
+soon; otherwise it looks for ranks that are gone, late, or stand still.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
 from typing import Any
 
-from verl_like.calls.answers import AFTER_DEATH_S, CallAnswers, CallWait, note_some, wait_for_calls
-from verl_like.calls.messages import Header, Pending
+from verl_like.calls.diagnose import (
+    LOOK_FROM,
+    STACKS_S,
+    HangWatch,
+    WaitClock,
+    late_in_words,
+    likely_cause,
+)
+from verl_like.calls.messages import Header, Pending, payload_of
 from verl_like.calls.result import Result
 from verl_like.calls.transport import Transport
-from verl_like.errors import (
-    DispatchError,
-    WaitTimeoutError,
-    WorkerDiedError,
-    WorkerError,
-    few,
-)
+from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
 
 logger = logging.getLogger(__name__)
 SOON_S = 1.0
-"""Answers that come within so long are read by one request, before anybody is looked for."""
+"""Answers that come within this time are read by one request, before anybody is looked for."""
+AFTER_DEATH_S = 1.0
+"""How long the other ranks may go on when one has died: its death explains the rest."""
+NOTED = 8
+"""Other failures that the notes of the raised one tell."""
 Outcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
-Answers = tuple[list[Header], list[Any]]
-"""The headers of a call's ranks, and their payloads."""
 
 
 class WorkerFuture:
@@ -51,47 +56,38 @@ class WorkerFuture:
         transport: Transport,
         pending: Sequence[Pending],
         collect: Callable[[list[Header], list[Any]], Any],
-        form: str,
-        chunks: Sequence[Pending],
+        form: str = "own",
+        chunks: Sequence[Pending] = (),
         rows: int = 0,
+        keeps: Sequence[Any] = (),
+        limit: tuple[float, str] | None = None,
     ):
-        """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
+        """`collect` turns headers and payloads, by rank, into the result.
 
         `form` says how `chunks`, the answers that count, make the result: a `batch`, `metrics`, a
         `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
-        `rows` are those of its batches, where they are known.
+        `rows` is the length of the call's batches, where it is known. `keeps` is what the call was
+        sent: it is held until the call has ended, because other calls may share it. `limit` is a
+        deadline instead of that of calls, with the way to raise it.
         """
-        self.name = name
-        self.transport = transport
-        self.pending = list(pending)
-        self.form = form
-        self.chunks = list(chunks)
-        self.keeps: list[Any] = []
-        """What its call was sent, until the answers are here: other calls may share it."""
-        self.gives_up_soon = False
-        """Its ranks wait for each other only for a moment, unless they wait in vain."""
-        self._collect = collect
-        self._answers: Answers | None = None
-        self._waited: list[Header] | BaseException | None = None
-        """What a watched wait has found: headers whose payloads are not here, or the failure."""
-        self.is_late = False
-        """Some answer did not come soon, or tells of a failure: `get` watches for all of them."""
+        self.name, self.transport, self.form, self.rows = name, transport, form, rows
+        self.pending, self.chunks = list(pending), list(chunks)
+        self._collect, self._keeps, self._limit = collect, keeps, limit
+        self._launched = time.time()
+        self._open = {call.header: call for call in pending}
+        """By the reference to the header: calls without an answer."""
+        self._headers: dict[int, Header] = {}
+        self._payloads: dict[int, Any] = {}
+        self._failures: dict[int, BaseException] = {}
         self._outcome: tuple[Any, BaseException | None] | None = None
-        self._launched, self.rows = time.time(), rows
-        self._calls = CallAnswers(transport, name, pending)
 
     def get(self, timeout: float | None = None) -> Any:
-        """The result; waits for it, at most `timeout` seconds.
-
-        Unless given, that is the group's own deadline for calls.
-        """
+        """Wait for the result, at most `timeout` seconds or until the group's own deadline."""
         if self._outcome is None:
-            try:
-                self._outcome = self._collect(*self._fetch(timeout)), None
-            except TimeoutError:
-                raise
-            except Exception as error:  # noqa: BLE001 - kept, and raised at every get
-                self._outcome = None, error
+            for _, error in wait_for([self], timeout):
+                if error is not None:
+                    raise error
+        assert self._outcome is not None, "a call that was waited for has ended"
         value, failure = self._outcome
         if failure is not None:
             raise failure
@@ -106,69 +102,15 @@ class WorkerFuture:
             )
         return batch
 
-    def _fetch(self, timeout: float | None) -> Answers:
-        """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
-        began = time.monotonic()
-        if not (self.has_answers or self.is_late):
-            read_together([self], SOON_S if timeout is None else min(timeout, SOON_S))
-        if self._answers is None and self._waited is None:
-            for _ in watch_together([self], timeout, since=began):
-                pass
-        if self._answers is not None:
-            answers, self._answers = self._answers, None
-            return answers
-        waited, self._waited = self._waited, None
-        assert waited is not None, "a call that was waited for has ended"
-        if isinstance(waited, BaseException):
-            raise waited
-        self._note_end(waited)
-        return waited, [self.fetch_payload(pending) for pending in self.pending]
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether `get` has no worker to wait for, and nothing to fetch."""
-        return self._outcome is not None or self._answers is not None
-
-    def accept(self, headers: list[Header], payloads: list[Any]) -> None:
-        """The answers of all ranks, as they were read; what failed is left to the watched wait."""
-        self.is_late = any(header.error is not None for header in headers)
-        if not self.is_late:
-            self.transport.finished.extend(headers)
-            self._note_end(headers)
-            self._answers = headers, payloads
-
-    def take_payloads(self, payloads: Iterator[Any]) -> None:
-        """Take what all ranks have returned, once a watched wait has found their headers."""
-        own = list(islice(payloads, len(self.pending)))
-        headers, self._waited = self._waited, None
-        if isinstance(headers, list):
-            self._note_end(headers)
-            self._answers = headers, own
-
-    def _note_end(self, headers: Sequence[Header]) -> None:
-        """How long the call took, its turn in the queue included; clocks of nodes may differ."""
-        self.keeps = []
-        computed = max(header.end - header.start for header in headers)
-        waited = max(header.end for header in headers) - self._launched
-        self.transport.call_times.add(self.name, max(computed, waited), self.rows)
-
-    def fetch_payload(self, pending: Pending) -> Any:
-        """What one rank has returned, once it has answered."""
-        try:
-            return self.transport.fetch_payload(pending)
-        except WorkerError as error:
-            raise type(error)(f"{self._calls.where(pending)}: {error}") from None
-
     def done(self) -> bool:
         """Whether `get` would return (or raise) at once."""
-        headers = [p.header for p in self.pending]
+        headers = list(self._open)
         return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
 
     @property
     def lost_ranks(self) -> list[int]:
         """Ranks that waits for this call have found gone."""
-        failures = self._calls.failures
-        return [rank for rank, error in failures.items() if isinstance(error, WorkerDiedError)]
+        return [rank for rank, why in self._failures.items() if isinstance(why, WorkerDiedError)]
 
     @functools.cached_property
     def headers_of_chunks(self) -> list[Any]:
@@ -178,9 +120,47 @@ class WorkerFuture:
         return headers if joined is None else [joined]
 
     def can_be_passed_to(self, transport: Transport, num_chunks: int) -> bool:
-        """Whether so many ranks of another group can each be given a chunk by reference."""
+        """Whether that many ranks of another group can each be given a chunk by reference."""
         is_split_so = self.form == "batch" and len(self.chunks) == num_chunks
         return is_split_so and self.transport.kind == transport.kind
+
+    def where(self, call: Pending) -> str:
+        """The call of one rank, in words."""
+        return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
+
+    def late(self) -> str:
+        """The ranks without an answer, in words; of many the first ones, and how many more."""
+        return few([self.transport.describe(p.rank, p.role) for p in self._open.values()])
+
+    def note(self, reference: Any, answer: Any) -> None:
+        """Note the answer of a rank; an error says that it died, or its answer cannot travel."""
+        call = self._open.pop(reference)
+        if isinstance(answer, WorkerError):
+            self._failures[call.rank] = type(answer)(f"{self.where(call)}: {answer}")
+            return
+        header = self._headers[call.rank] = Header.read(answer)
+        self.transport.finished.append(header)
+        if header.error is not None:
+            self._failures[call.rank] = header.error.rebuild(self.where(call))
+        elif call.is_one_answer:
+            self._payloads[call.rank] = payload_of(answer)
+
+    def settle(self, failure: BaseException | None = None) -> None:
+        """Make the result of all answers, or keep the failure: every `get` gives the same."""
+        if failure is None and not self._failures:
+            headers = [self._headers[call.rank] for call in self.pending]
+            computed = max(header.end - header.start for header in headers)
+            waited = max(header.end for header in headers) - self._launched
+            self.transport.call_times.add(self.name, max(computed, waited), self.rows)
+            try:
+                payloads = [self._payloads.pop(call.rank) for call in self.pending]
+                self._outcome = self._collect(headers, payloads), None
+            except Exception as error:  # noqa: BLE001 - kept, and raised at every `get`
+                failure = error
+        if self._outcome is None:
+            failures = [self._failures[rank] for rank in sorted(self._failures)]
+            self._outcome = None, failure or _with_others(failures)
+        self._keeps = ()
 
     def __del__(self) -> None:
         """A failed call that nobody looked at is reported when the transport next waits."""
@@ -192,82 +172,251 @@ class WorkerFuture:
         return f"<{type(self).__name__} {self.name}: {len(self.pending)} chunks, {state}>"
 
     def __str__(self) -> str:
-        """The call, and the ranks of which no answer is known."""
-        late = self._calls.late()
+        """The call, and the ranks whose answers are not known."""
+        late = self.late()
         return f"{self.name} of {late}" if late else self.name
-
-
-def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
-    """Read the answers of these calls, of one kind of backend, if they all come within that time.
-
-    It is one request for all of them, where the backend has such a thing.
-    """
-    pending = [each for future in futures for each in future.pending]
-    answers = futures[0].transport.fetch_all(pending, seconds)
-    if answers is None:
-        for future in futures:
-            future.is_late = True
-        return
-    headers, payloads = iter(answers[0]), iter(answers[1])
-    for future in futures:
-        size = len(future.pending)
-        future.accept(list(islice(headers, size)), list(islice(payloads, size)))
-
-
-def watch_together(
-    futures: Sequence[WorkerFuture], timeout: float | None = None, since: float | None = None
-) -> Iterator[int]:
-    """Wait for calls on one transport; gives the place of each once its answers are here.
-
-    A failure is given as soon as it is known, and so are the calls that have ended by then. While
-    all goes well, payloads are read at the end, by one request where a backend has that.
-    """
-    waits = [
-        CallWait(
-            future._calls,
-            timeout,
-            since=since,
-            rows=future.rows,
-            gives_up_soon=future.gives_up_soon,
-        )
-        for future in futures
-    ]
-    has_failed, unread = False, []
-    for place in wait_for_calls(waits):
-        futures[place]._waited = outcome = waits[place].outcome
-        if isinstance(outcome, BaseException):
-            has_failed = True
-            yield place
-        else:
-            unread.append(place)
-        if has_failed:
-            _read_payloads([futures[place] for place in unread])
-            yield from unread
-            unread = []
-    _read_payloads([futures[place] for place in unread])
-    yield from unread
-
-
-def _read_payloads(futures: Sequence[WorkerFuture]) -> None:
-    """Bring what these calls on one transport have returned, whose headers are there.
-
-    What does not come is left to the future that it belongs to: it says whose it is.
-    """
-    if not futures:
-        return
-    pending = [each for future in futures for each in future.pending]
-    with suppress(WorkerError):
-        payloads = iter(futures[0].transport.fetch_payloads(pending))
-        for future in futures:
-            future.take_payloads(payloads)
 
 
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`; `get()` gives a `Result` where the method returns metrics, too.
 
     Passed to a group that has as many data-parallel ranks, its chunks go from worker to worker as
-    the batch: nothing is fetched here.
+    the batch: nothing is fetched to the driver.
     """
+
+
+def answers_of_all(
+    transport: Transport, what: str, references: Sequence[Any], limit: tuple[float, str]
+) -> list[tuple[Header, Any]]:
+    """Wait for what every rank answers while its roles start: headers and payloads."""
+    name = transport.facts[0].name
+    pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
+    future = WorkerFuture(
+        f"{what} of {name}",
+        transport,
+        pending,
+        lambda headers, payloads: list(zip(headers, payloads, strict=True)),
+        limit=limit,
+    )
+    answers: list[tuple[Header, Any]] = future.get()
+    return answers
+
+
+def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Header]:
+    """Wait until every rank's roles are constructed: their headers in rank order."""
+    limit = transport.deadlines.start_s, "raise watch.start_s"
+    return [header for header, _ in answers_of_all(transport, "start", references, limit)]
+
+
+# ------------------------------------------------------------------------------------ the one wait
+
+
+class _Wait:
+    """One try to wait for a future: its clock, and the grace of the other ranks after a failure."""
+
+    def __init__(self, future: WorkerFuture, timeout: float | None) -> None:
+        self.future = future
+        transport, name = future.transport, future.name
+        limits, times = transport.deadlines, transport.call_times
+        if timeout is not None:
+            limit_s, self._way_out = timeout, "give more time"
+        elif future._limit is not None:
+            limit_s, self._way_out = future._limit
+        else:
+            limit_s = times.limit_s(name, future.rows, limits)
+            is_first = limit_s == limits.call_s
+            self._way_out = "raise watch.call_s" if is_first else "raise watch.late_s"
+        usual_s = times.usual_s(name)
+        self.look_from_s = LOOK_FROM * (usual_s or 0.0)
+        if future._limit is not None:  # its process cannot show a stack before it has started
+            self.look_from_s = math.inf
+        is_first_call = usual_s is None and future._limit is None and timeout is None
+        more = ", the first of its calls, which loads or compiles" if is_first_call else ""
+        self.clock = WaitClock(f"{name}{more}", limit_s, limits.warn_s)
+        self._failed_at_s: float | None = None
+
+    @property
+    def late(self) -> list[int]:
+        """The ranks without an answer."""
+        return [call.rank for call in self.future._open.values()]
+
+    def end_if_failed(self) -> bool:
+        """Settle the future if its other ranks have had their grace after the first failure.
+
+        They may be stuck in a collective that a rank has left.
+        """
+        failures = self.future._failures
+        if not failures:
+            return False
+        if self._failed_at_s is None:
+            self._failed_at_s = self.clock.age_s
+        died = any(isinstance(failure, WorkerDiedError) for failure in failures.values())
+        limit_s = self.future.transport.deadlines.grace_s
+        grace_s = min(limit_s, AFTER_DEATH_S) if died else limit_s
+        if self.clock.age_s - self._failed_at_s < grace_s:
+            return False
+        late = self.future.late()
+        self.future.settle()
+        assert self.future._outcome is not None
+        _, failed = self.future._outcome
+        if failed is not None:
+            failed.add_note(f"not finished {grace_s:.0f} s after the failure: {late}")
+        return True
+
+    def too_late(self, stacks: Callable[[], dict[int, str]]) -> WaitTimeoutError | None:
+        """The error of a call past its deadline, which may be waited for again."""
+        if self.future._failures or not self.clock.over():
+            self.clock.warn_if_old(self.future.late)
+            return None
+        what = f"{self.future.late()} did not finish within {self.clock.limit_s:.1f} s"
+        explained = late_in_words(
+            f"{self.future.name}: {what}.",
+            likely_cause(stacks(), self.late),
+            stacks(),
+            self.future.transport,
+        )
+        return WaitTimeoutError(f"{explained}\nIf the work is only slow, {self._way_out}.")
+
+
+def wait_for(
+    futures: Sequence[WorkerFuture], timeout: float | None = None
+) -> Iterator[tuple[int, WaitTimeoutError | None]]:
+    """Wait for calls on one kind of backend: gives the place of each one that has ended.
+
+    With it comes an error if the wait has passed its deadline; the call may then be waited for
+    again. However many calls there are, each pool is looked at once for all of them.
+    """
+    waits = {place: _Wait(future, timeout) for place, future in enumerate(futures)}
+    pools = {id(future.transport): future.transport for future in futures}
+    watches = {key: HangWatch(transport) for key, transport in pools.items()}
+    for transport in pools.values():
+        transport.report_abandoned()
+    _read_together(list(waits.values()))
+    while waits:
+        answered = {place: wait.future for place, wait in waits.items() if not wait.future._open}
+        _bring_payloads([future for future in answered.values() if not future._failures])
+        for place, future in answered.items():
+            if future._outcome is None:
+                future.settle()
+            del waits[place]
+            yield place, None
+        if not waits:
+            return
+        _read_answers(list(waits.values()))
+        for key, transport in pools.items():
+            in_pool = {n: wait for n, wait in waits.items() if id(wait.future.transport) == key}
+            for place, error in _look(transport, in_pool, watches[key]):
+                del waits[place]
+                yield place, error
+
+
+def _read_together(waits: Sequence[_Wait]) -> None:
+    """Read all answers by one request, if they come soon."""
+    calls = [(wait.future, call) for wait in waits for call in wait.future._open.values()]
+    if not calls:
+        return
+    seconds = min(SOON_S, *(wait.clock.remaining() for wait in waits))
+    headers = [call.header for _, call in calls]
+    apart = [call.payload for _, call in calls if not call.is_one_answer]
+    values = calls[0][0].transport.fetch_together([*headers, *apart], seconds)
+    if values is not None:
+        payloads = iter(values[len(headers) :])
+        for (future, call), answer in zip(calls, values[: len(headers)], strict=True):
+            future.note(call.header, answer)
+            if not call.is_one_answer:
+                future._payloads[call.rank] = next(payloads)
+
+
+def _read_answers(waits: Sequence[_Wait]) -> None:
+    """Read the headers that come within the next moment."""
+    future_of = {reference: wait.future for wait in waits for reference in wait.future._open}
+    transport = waits[0].future.transport
+    ready = transport.wait(list(future_of), min(wait.clock.remaining() for wait in waits))
+    answers = transport.fetch_together(ready, 0.0) if ready else []
+    for place, reference in enumerate(ready):
+        try:
+            answer = transport.fetch(reference) if answers is None else answers[place]
+        except WorkerError as error:
+            answer = error
+        future_of[reference].note(reference, answer)
+
+
+def _bring_payloads(futures: Sequence[WorkerFuture]) -> None:
+    """Fetch the payloads of calls whose headers are there; what cannot be had is a failure."""
+    calls = [
+        (future, call)
+        for future in futures
+        for call in future.pending
+        if future._outcome is None and call.rank not in future._payloads
+    ]
+    if not calls:
+        return
+    transport = calls[0][0].transport
+    together = transport.fetch_together([call.payload for _, call in calls], SOON_S)
+    for place, (future, call) in enumerate(calls):
+        try:
+            payload = transport.fetch(call.payload) if together is None else together[place]
+        except WorkerError as error:
+            future._failures[call.rank] = type(error)(f"{future.where(call)}: {error}")
+        else:
+            future._payloads[call.rank] = payload
+
+
+def _look(
+    transport: Transport, waits: dict[int, _Wait], watch: HangWatch
+) -> Iterator[tuple[int, WaitTimeoutError | None]]:
+    """Look which ranks of a pool are gone or stand still; gives the calls that this ends."""
+    lost = transport.lost(sorted({rank for wait in waits.values() for rank in wait.late}))
+    for wait in waits.values():
+        for reference, call in list(wait.future._open.items()):
+            if call.rank in lost:
+                wait.future.note(reference, WorkerDiedError(lost[call.rank]))
+
+    well = {place: wait for place, wait in waits.items() if not wait.future._failures}
+    names = [wait.future.name for wait in well.values()]
+    try:
+        if well:
+            transport.check_companions(", ".join(dict.fromkeys(names)))
+    except WorkerDiedError as error:
+        for place, wait in well.items():
+            wait.future.settle(WorkerDiedError(str(error)))
+            yield place, None
+        well = {}
+    watch.look_if_due(
+        {
+            wait.future.name: wait.late
+            for wait in well.values()
+            if wait.clock.age_s > wait.look_from_s
+        }
+    )
+
+    stacks = functools.cache(lambda: transport.stacks(STACKS_S))
+    for place, wait in waits.items():
+        if wait.future._outcome is None and wait.future._open:
+            if wait.end_if_failed():
+                yield place, None
+            elif late := wait.too_late(stacks):
+                yield place, late
+
+
+def _with_others(failures: Sequence[BaseException]) -> BaseException:
+    """The failure that explains most: a death before an exception. The others become its notes."""
+    first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
+    others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
+    _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
+    if (same := len(failures) - len(others)) > 1:
+        first.add_note(f"{same} ranks raised this")
+    return first
+
+
+def _note_some(error: BaseException, notes: Sequence[str]) -> None:
+    for note in notes[:NOTED]:
+        error.add_note(note)
+    if more := notes[NOTED:]:
+        error.add_note(f"and {len(more)} more failures")
+
+
+# -------------------------------------------------------------------------------- several futures
 
 
 class _GivenUpError(WaitTimeoutError):
@@ -277,25 +426,21 @@ class _GivenUpError(WaitTimeoutError):
 def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = None) -> list[Any]:
     """The results of all the futures, in order.
 
-    All are waited for (together `timeout` seconds), even when one fails; with `grace_s` no longer
-    than that after it, and a second after a death: calls of two groups that wait for each other. A
-    failure is logged as soon as it is there. In the end the first in order is raised, a death
-    before others; the other ones are in its attribute `others` and in its notes.
+    All are waited for (together `timeout` seconds), even when one fails. With `grace_s` the others
+    are waited for no longer than that after a failure, and a second after a death: use it for calls
+    of two groups that wait for each other. A failure is logged at once. In the end the first in
+    order is raised, a death before others; the other ones are in its attribute `others` and in its
+    notes.
     """
     outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
-    errors.sort(key=_says_less)
     if not errors:
         return [value for value, _ in outcomes]
+    errors.sort(key=lambda e: (not isinstance(e, WorkerDiedError), isinstance(e, _GivenUpError)))
     first, *others = errors
     first.others = others  # type: ignore[attr-defined]
-    note_some(first, [f"also failed: {type(other).__name__}: {other}" for other in others])
+    _note_some(first, [f"also failed: {type(other).__name__}: {other}" for other in others])
     raise first
-
-
-def _says_less(error: Exception) -> int:
-    """By how much an error explains less than others: a death explains them."""
-    return 0 if isinstance(error, WorkerDiedError) else 1 + isinstance(error, _GivenUpError)
 
 
 def _outcomes(
@@ -303,72 +448,68 @@ def _outcomes(
 ) -> list[Outcome]:
     """The value or the error of every future, in order."""
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-
-    def watch(position: int) -> None:
-        arrived.put((position, _outcome_of(futures[position], timeout)))
-
-    def watch_calls(positions: Sequence[int]) -> None:
-        left = list(positions)
-        try:
-            for place in watch_together([futures[position] for position in positions], timeout):
-                left.remove(positions[place])
-                watch(positions[place])
-        except Exception:  # noqa: BLE001 - `get` raises it for each that is left
-            logger.debug("the watch over %s calls ended", len(positions), exc_info=True)
-        for position in left:
-            watch(position)
-
-    if timeout is None:
-        _read_soon(futures)
-    work: list[Callable[[], None]] = []
-    by_transport: dict[int, list[int]] = defaultdict(list)
-    for position, future in enumerate(futures):
-        if len(futures) == 1 or (isinstance(future, WorkerFuture) and future.has_answers):
-            watch(position)
-        elif isinstance(future, WorkerFuture):
-            by_transport[id(future.transport)].append(position)
+    by_kind: dict[object, list[int]] = defaultdict(list)
+    """The calls of one kind of backend have one wait, and so has each future of another sort."""
+    for place, future in enumerate(futures):
+        kind = future.transport.kind if isinstance(future, WorkerFuture) else place
+        by_kind[kind].append(place)
+    for places in by_kind.values():
+        work = functools.partial(_wait_in_turn, futures, places, timeout, arrived)
+        if len(futures) == 1:
+            work()
         else:
-            work.append(functools.partial(watch, position))
-    work += [functools.partial(watch_calls, positions) for positions in by_transport.values()]
-    for each in work:
-        threading.Thread(target=each, name="gather", daemon=True).start()
+            threading.Thread(target=work, name="gather", daemon=True).start()
 
     outcomes: dict[int, Outcome] = {}
-    until: float | None = None
+    ends_at: float | None = None
     while len(outcomes) < len(futures):
+        left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
         try:
-            position, outcome = arrived.get(timeout=until and max(0.0, until - time.monotonic()))
+            place, outcome = arrived.get(timeout=left_s)
         except queue.Empty:
             for n, future in enumerate(futures):
-                given_up = _GivenUpError(f"{future}: not finished {grace_s:g} s after the failure")
-                outcomes.setdefault(n, (None, given_up))
+                words = f"{future}: not finished {grace_s:g} s after the failure"
+                outcomes.setdefault(n, (None, _GivenUpError(words)))
             break
-        outcomes[position] = outcome
+        outcomes[place] = outcome
         error = outcome[1]
-        if error is not None and len(outcomes) < len(futures):
-            if grace_s is not None and isinstance(error, WorkerDiedError):
-                grace_s, until = min(grace_s, AFTER_DEATH_S), None
-            until = until or (None if grace_s is None else time.monotonic() + grace_s)
-            left = few([str(future) for n, future in enumerate(futures) if n not in outcomes])
-            said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            said = said.rstrip(".")  # the whole of it is raised
-            logger.error("%s failed: %s. Waiting for %s.", futures[position], said, left)
-    return [outcomes[position] for position in range(len(futures))]
+        if error is None or len(outcomes) == len(futures):
+            continue
+        if grace_s is not None:
+            if isinstance(error, WorkerDiedError):
+                grace_s, ends_at = min(grace_s, AFTER_DEATH_S), None
+            ends_at = ends_at or time.monotonic() + grace_s
+        left = few([str(future) for n, future in enumerate(futures) if n not in outcomes])
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        logger.error("%s failed: %s. Waiting for %s.", futures[place], first_line, left)
+    return [outcomes[place] for place in range(len(futures))]
 
 
-def _read_soon(futures: Sequence[Any]) -> None:
-    """Read the answers of workers together, of those that nobody has waited for."""
-    unread: dict[str, list[WorkerFuture]] = defaultdict(list)
-    for future in futures:
-        if isinstance(future, WorkerFuture) and not (future.has_answers or future.is_late):
-            unread[future.transport.kind].append(future)
-    for alike in unread.values():
-        if len(alike) > 1:
-            read_together(alike, SOON_S)
+def _wait_in_turn(
+    futures: Sequence[Any],
+    places: Sequence[int],
+    timeout: float | None,
+    arrived: queue.SimpleQueue[tuple[int, Outcome]],
+) -> None:
+    """Wait for the futures at these places, and hand in each one's outcome as it comes."""
+    left = list(places)
+    try:
+        if isinstance(futures[places[0]], WorkerFuture):
+            for n, error in wait_for([futures[place] for place in places], timeout):
+                place = places[n]
+                outcome = (None, error) if error else _outcome_of(futures[place], timeout)
+                left.remove(place)
+                arrived.put((place, outcome))
+        else:
+            place = left.pop()
+            arrived.put((place, _outcome_of(futures[place], timeout)))
+    except Exception as error:  # noqa: BLE001 - it is the error of every call that is left
+        for place in left:
+            arrived.put((place, (None, error)))
 
 
 def _outcome_of(future: Any, timeout: float | None) -> Outcome:
     try:
         return future.get(timeout), None
-    except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
+    except Exception as error:  # noqa: BLE001 - `gather` raises it, with all others
         return None, error

@@ -114,10 +114,16 @@ class BoundMethod:
         collect = functools.partial(self._collect, target)
         batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
         rows = max(map(len, batches), default=0)
-        about = self.form, chunks, rows
-        future = kind(self.site.name, group.transport, pending, collect, *about)
-        future.keeps = keeps
-        return future
+        return kind(
+            self.site.name,
+            group.transport,
+            pending,
+            collect,
+            form=self.form,
+            chunks=chunks,
+            rows=rows,
+            keeps=keeps,
+        )
 
     def _check_split(self, target: CallTarget, arguments: Sequence[tuple[int | str, Any]]) -> None:
         """Refuse what a dispatch function gave unless it is one element per worker."""

@@ -157,7 +157,7 @@ def answer_of(payload: Any, header: Header) -> Answer:
 
 def payload_of(answer: Answer) -> Any:
     """The payload of an answer."""
-    return None if isinstance(answer, bytes) else answer[1]
+    return answer[1] if type(answer) is tuple else None
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,21 @@ value = transport.fetch(reference)              # the value, or the error of a d
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from verl_like.calls.messages import Call, Header, Pending, payload_of
-from verl_like.calls.progress import Progress
-from verl_like.calls.waiting import CallTimes, Deadlines
+from verl_like.calls.diagnose import CallTimes, Deadlines
+from verl_like.calls.messages import Call, Header, Pending
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.facts import ProcessFacts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FINISHED_KEPT = 100_000
-"""Headers kept of finished calls that nobody takes."""
+"""Headers of finished calls that are kept until somebody takes them."""
 
 
 class Transport(ABC):
@@ -32,33 +32,27 @@ class Transport(ABC):
     """
 
     kind: str
+    """References of one kind may be waited for, fetched and passed on by any transport of it."""
     can_kill: ClassVar[bool] = False
-    """Whether the ranks have processes that are not the driver's own, on whatever machine."""
-    world_size: int
-    deadlines: Deadlines
-    facts: Sequence[ProcessFacts]
-    """What every rank was started with."""
-    process_key: int
-    """Equal for groups whose workers live in the same processes."""
+    """Whether the ranks have processes of their own, apart from the driver's."""
     started: list[Header]
-    """What every rank said when its roles were constructed."""
-    finished: deque[Header]
-    """Headers of the last finished calls, oldest first, for `take_finished`."""
-    abandoned: deque[tuple[str, list[Any]]]
-    """Name and header references of every call whose future nobody read."""
+    """The header of every rank's construction of its roles."""
 
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
-        self.started, self.finished, self.abandoned = [], deque(maxlen=FINISHED_KEPT), deque()
+        """Equal for groups whose workers are in the same processes."""
+        self.started = []
+        self.finished: deque[Header] = deque(maxlen=FINISHED_KEPT)
+        """Headers of the last finished calls, oldest first, for `take_finished`."""
+        self.abandoned: deque[tuple[str, list[Any]]] = deque()
+        """Name and header references of every call whose future nobody read."""
         self.call_times = CallTimes()
         self.companions: Sequence[Transport] = ()
         """Those of other pools without which a run cannot go on."""
         self.is_replaceable = False
-        """Whether others may finish what they are doing when this one is lost."""
+        """Whether others may finish their work when this one is lost."""
         self._is_said_lost = False
-        self.other_pools: Sequence[Transport] = ()
-        """All others of the run: a call here may be waiting for a process there."""
 
     @abstractmethod
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -68,7 +62,7 @@ class Transport(ABC):
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """The references that are there, or have failed, within that time.
 
-        Returns as soon as all of them are; a backend may return as soon as one is.
+        It returns as soon as all of them are; a backend may return as soon as one is.
         """
 
     @abstractmethod
@@ -78,46 +72,22 @@ class Transport(ABC):
         Raises `WorkerDiedError` if its process died.
         """
 
-    def fetch_payload(self, pending: Pending) -> Any:
-        """The payload of a call whose header is there."""
-        value = self.fetch(pending.payload)
-        return payload_of(value) if pending.is_one_answer else value
-
-    def fetch_payloads(self, pending: Sequence[Pending]) -> list[Any]:
-        """The payloads of calls whose headers are there."""
-        return [self.fetch_payload(each) for each in pending]
-
-    def fetch_header(self, reference: Any) -> Header:
-        """The header behind a reference that is there."""
-        return Header.read(self.fetch(reference))
-
-    def fetch_headers(self, references: Sequence[Any]) -> list[Header | WorkerError]:
-        """The headers behind references that are there, or why one cannot be had."""
-        found: list[Header | WorkerError] = []
-        for reference in references:
-            try:
-                found.append(self.fetch_header(reference))
-            except WorkerError as error:
-                found.append(error)
-        return found
-
-    def fetch_all(
-        self, pending: Sequence[Pending], seconds: float
-    ) -> tuple[list[Header], list[Any]] | None:
-        """Headers and payloads, if they all come within that time, where one step can do it.
-
-        The calls may be those of other transports of this kind. None: use `wait`, `fetch_header`
-        and `fetch_payload`.
-        """
-        return None
+    def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
+        """The values behind all these references; None if one is late or cannot be had."""
+        missing = set(references)
+        until = time.monotonic() + seconds
+        while missing:
+            missing.difference_update(self.wait(list(missing), max(0.0, until - time.monotonic())))
+            if missing and time.monotonic() >= until:
+                return None
+        try:
+            return [self.fetch(reference) for reference in references]
+        except WorkerError:
+            return None
 
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
         """The Python stacks of every process that answers in that time, past the queue of calls."""
-
-    def progress(self, seconds: float) -> dict[int, Progress]:
-        """What every process is doing that answers in that time, past the queue of calls."""
-        return {}
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -125,7 +95,7 @@ class Transport(ABC):
 
     @abstractmethod
     def construct_again(self) -> None:
-        """Construct every rank's roles anew, in the processes that there are; waits for it."""
+        """Construct every rank's roles again, in the same processes; waits for it."""
 
     @abstractmethod
     def place(self, rank: int) -> str:
@@ -145,7 +115,7 @@ class Transport(ABC):
         return {}
 
     def kill(self, rank: int) -> None:
-        """End the process of a rank by SIGKILL, for a fault on purpose."""
+        """End the process of a rank by SIGKILL, for an injected fault."""
         raise NotImplementedError(f"the processes of {self.kind} are not killed")
 
     def check_companions(self, what: str) -> None:
@@ -156,7 +126,7 @@ class Transport(ABC):
     def check_idle(self, what: str) -> None:
         """Raise if a rank is gone, while `what` is waited for.
 
-        Of a pool that can be replaced it is only said, once: whoever calls it next will see.
+        The loss of a pool that can be replaced is logged once: whoever calls it next will see.
         """
         for rank, why in self.lost(range(self.world_size)).items():
             words = f"{self.describe(rank)}, idle during {what}: {why}"
@@ -171,8 +141,9 @@ class Transport(ABC):
         return list(take_all(self.finished))
 
     def share(self, value: Any) -> tuple[Any, Any]:
-        """A large value that ranks will get, and what keeps it: a backend with a store puts it
-        there.
+        """A large value as ranks will get it, and what keeps it alive.
+
+        A backend with an object store puts the value there.
         """
         return value, None
 
@@ -184,13 +155,13 @@ class Transport(ABC):
         return None
 
     def report_abandoned(self) -> None:
-        """Log the failures of finished calls that nobody will ask for any more."""
+        """Log the failures of finished calls whose futures are gone."""
         for name, headers in take_all(self.abandoned):
             if len(self.wait(headers, 0.0)) < len(headers):
                 self.abandoned.append((name, headers))
                 continue
             try:
-                errors = (self.fetch_header(reference).error for reference in headers)
+                errors = (Header.read(self.fetch(reference)).error for reference in headers)
                 failed = next((error.traceback for error in errors if error is not None), None)
             except WorkerError as error:
                 failed = str(error)
@@ -199,7 +170,7 @@ class Transport(ABC):
 
 
 def take_all(entries: deque[T]) -> Iterator[T]:
-    """What is there now, taken out; other threads may add and take at the same time."""
+    """Take out the entries that are there now; other threads may add and take meanwhile."""
     for _ in range(len(entries)):
         try:
             entry = entries.popleft()

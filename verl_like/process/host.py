@@ -28,10 +28,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import count_real_rows
 from verl_like.batch.tensordict_rows import rows_of, value_of
-from verl_like.calls import stacks
+from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
-from verl_like.calls.progress import COROUTINES, Progress, progress_of_call
 from verl_like.calls.result import take_apart
 from verl_like.calls.unpack import UpstreamError, chunk_of, fill
 from verl_like.errors import WorkerError
@@ -78,7 +77,6 @@ class WorkerHost:
         self._one_call = threading.RLock()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
-        self._num_calls = 0
         self._known_meshes: dict[str, Any] | None = None
         """What a driver knows that the roles have registered; None if a call registered more."""
         self._workers: dict[str, Worker] = {} if workers is None else workers
@@ -134,11 +132,7 @@ class WorkerHost:
 
     def stacks(self) -> str:
         """The Python stacks of this process's threads but the one that asks, newest frame last."""
-        return stacks.stacks_of_calls(self._loop, WorkerHost._timed.__code__)
-
-    def progress(self) -> Progress:
-        """Whether this process's call makes progress; asked in another thread than the call's."""
-        return progress_of_call(self._num_calls, WorkerHost._timed.__code__, self._loop)
+        return stacks_of_calls(self._loop, WorkerHost._timed.__code__)
 
     def close(self) -> None:
         """Give back what outlives a call: log files and the loop thread.
@@ -197,7 +191,7 @@ class WorkerHost:
             # open as long as the process lives
             self._crash_log = open(path, "a", encoding="utf-8")  # noqa: SIM115
             faulthandler.enable(self._crash_log)
-            faulthandler.register(stacks.SIGNAL, self._crash_log)
+            faulthandler.register(SIGNAL, self._crash_log)
 
     def _run(self, call: Call, parts: Sequence[Any]) -> Outcome:
         """Fill the arguments, run the method in its role's turn, take the result apart."""
@@ -280,7 +274,6 @@ class WorkerHost:
         call: Call,
         parts: Sequence[Any],
     ) -> tuple[Any, Header]:
-        self._num_calls += 1
         start, cpu = time.time(), time.process_time()
         (payload, about), error = NOTHING, None
         try:
@@ -333,7 +326,7 @@ class WorkerHost:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._loop_thread = threading.Thread(
-                    target=self._loop.run_forever, name=COROUTINES, daemon=True
+                    target=self._loop.run_forever, name="coroutines", daemon=True
                 )
                 self._loop_thread.start()
         result, error = asyncio.run_coroutine_threadsafe(_caught(value), self._loop).result()

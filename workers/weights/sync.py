@@ -158,7 +158,7 @@ class _Side:
     def _reports(self) -> list[SyncReport]:
         try:
             future = self._call()
-            future.gives_up_soon, self._name = True, str(future)
+            self._name = str(future)
             reports: list[SyncReport] = future.get()
             self.reports = reports
             if not all(report.voted for report in reports):

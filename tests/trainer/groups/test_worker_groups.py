@@ -120,9 +120,6 @@ def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> N
     assert transports["critic_pool"].companions == [transports["ref_pool"]]
     assert transports["ref_pool"].companions == [transports["critic_pool"]]
     assert transports["maker_pool"].companions == []
-    assert transports["maker_pool"].other_pools == [
-        transports[name] for name in ("ref_pool", "critic_pool")
-    ]
     groups.check_idle("rewards")
     checked = [name for name, transport in transports.items() if hasattr(transport, "checked")]
     assert checked == ["ref_pool", "critic_pool"], "one of those that share their processes"

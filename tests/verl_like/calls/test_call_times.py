@@ -10,7 +10,7 @@ import torch
 
 from tests.verl_like.fake_transport import fake_group
 from verl_like import DataProto
-from verl_like.calls.waiting import CallTimes, Deadlines
+from verl_like.calls.diagnose import CallTimes, Deadlines
 from verl_like.errors import WaitTimeoutError
 
 LIMITS = Deadlines(call_s=7200.0, late_s=60.0)
@@ -80,7 +80,7 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     batch = DataProto.from_dict({"x": torch.zeros(4)})
     for _ in range(3):
         group.echo(batch)
-    assert len(group.transport.call_times._seconds["modes.echo"]) == 3
+    assert len(group.transport.call_times._calls["modes.echo"]) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
     with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise watch.late_s"):

@@ -12,7 +12,7 @@ import pytest
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Faulty
 from tests.waiting import wait_until
-from verl_like.calls import stopped
+from verl_like.backends import rpc
 from verl_like.errors import WorkerDiedError
 
 
@@ -31,7 +31,7 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
     with start(backend, roles, [1], **alone) as busy, start(backend, roles, [1], **alone) as idle:
         busy.transport.companions = [idle.transport]
         pid = idle.transport.pid_here(0)
-        monkeypatch.setattr(stopped, "STOPPED_S", 0.5)
+        monkeypatch.setattr(rpc, "STOPPED_S", 0.5)
         os.kill(pid, signal.SIGSTOP)
         idle.transport.is_replaceable = True
         assert busy.sleeps(4).get() == [0], "whoever calls it next will see"
@@ -59,7 +59,7 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
 def test_a_worker_that_is_stopped_within_a_call_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stopped, "STOPPED_S", 0.5)
+    monkeypatch.setattr(rpc, "STOPPED_S", 0.5)
     with start("child", {"faulty": (Faulty, ())}, [1], own_processes=True) as group:
         slow = group.sleeps(60)
         os.kill(group.transport.pid_here(0), signal.SIGSTOP)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from verl_like import gather
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import WorkerFuture
 from verl_like.calls.messages import Header, Pending, RemoteError
 from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError
 from verl_like.process.facts import ProcessFacts
 
@@ -111,13 +111,12 @@ class Store(Transport):
         self.headers, self.requests, self.threads = headers, [], []
         self.held: dict[str, threading.Event] = {}
         """Answers that come when their event is set."""
-        self.read: list[list[str]] = []
 
-    def fetch_all(self, pending: Sequence[Pending], seconds: float) -> Any:
-        self.requests.append([call.header for call in pending])
-        if any(call.header not in self.headers for call in pending):
+    def fetch_together(self, references: Sequence[Any], seconds: float) -> Any:
+        self.requests.append(list(references))
+        if any(one not in self.headers for one in references):
             return None
-        return [self.headers[call.header] for call in pending], [call.header for call in pending]
+        return [self.fetch(reference) for reference in references]
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         self.threads.append(threading.current_thread().name)
@@ -125,12 +124,8 @@ class Store(Transport):
             self.held[reference].wait(0.01)
         return [one for one in references if one not in self.held or self.held[one].is_set()]
 
-    def fetch_payloads(self, pending: Sequence[Pending]) -> list[Any]:
-        self.read.append([call.payload for call in pending])
-        return super().fetch_payloads(pending)
-
     def fetch(self, reference: Any) -> Any:
-        return self.headers.get(reference, header()).packed()
+        return self.headers.get(reference, header()).packed(), reference
 
     def place(self, rank: int) -> str:
         return "nowhere"
@@ -165,12 +160,11 @@ def test_a_call_that_fails_is_raised_after_the_others_have_been_read() -> None:
     assert good.get() == ["first"]
 
 
-def test_calls_that_do_not_come_soon_are_watched_by_one_thread_of_their_pool() -> None:
+def test_calls_that_do_not_come_soon_are_watched_by_one_thread_of_their_backend() -> None:
     store = Store({"first": header()})
-    assert gather(store.call("first"), store.call("late")) == [[None], [None]]
-    assert store.requests == [["first", "late"]]
+    assert gather(store.call("first"), store.call("late")) == [["first"], ["late"]]
+    assert store.requests[0] == ["first", "late"]
     assert store.threads == ["gather"]
-    assert store.read == [["first", "late"]], "by one request"
 
 
 def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_on_its_way() -> None:
@@ -185,21 +179,21 @@ def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_on_its_way() -> No
     finally:
         logging.getLogger("verl_like.calls.future").removeHandler(handler)
     assert logged.is_set()
-    assert late.get() == [None]
+    assert late.get() == ["late"]
 
 
 def test_what_cannot_be_fetched_is_the_error_of_its_own_call() -> None:
     class Lossy(Store):
-        def fetch_payload(self, pending: Pending) -> Any:
-            if pending.payload == "lost":
+        def fetch(self, reference: Any) -> Any:
+            if reference == "lost":
                 raise WorkerDiedError("the machine that held the answer is gone")
-            return super().fetch_payload(pending)
+            return super().fetch(reference)
 
     store = Lossy({})
     lost, kept = store.call("lost"), store.call("kept")
     with pytest.raises(WorkerDiedError, match=r"^lost, role rank 0 .*the machine that held"):
         gather(kept, lost)
-    assert kept.get() == [None]
+    assert kept.get() == ["kept"]
 
 
 def test_calls_of_one_pool_that_are_late_have_asked_it_once_what_it_does() -> None:

@@ -14,7 +14,6 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
 from tests.waiting import wait_until
 from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
-from verl_like.calls.progress import COROUTINES, PIPE, REQUEST
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
 BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]
@@ -258,16 +257,6 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="past_queue=True. splits no batch"):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, past_queue=True)
-
-
-def test_threads_that_serve_the_driver_have_names_that_a_look_for_deadlocks_knows(
-    groups, backend
-) -> None:
-    serving = {COROUTINES} if backend[0] == "inline" else {PIPE, REQUEST, COROUTINES}
-    found = groups["faulty"].serving_threads()
-    assert len(found) == backend[1][0]
-    for names in found:  # the tests' own process has those of other tests, too
-        assert names == serving or backend[0] == "inline" and COROUTINES in names
 
 
 def test_blocking_is_obeyed(groups) -> None:

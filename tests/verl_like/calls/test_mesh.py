@@ -83,9 +83,9 @@ def test_a_call_is_collected_by_the_layout_that_it_was_split_by() -> None:
 def test_of_ranks_that_share_a_chunk_one_sends_its_result_and_all_their_headers() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     future = group.on_rows.remote(batch(4))
-    sent = [group.transport.fetch_payload(each) for each in future.pending]
+    sent = [group.transport.fetch(each.payload) for each in future.pending]
     assert [None if rows is None else len(rows) for rows in sent] == [2, None, 2, None]
-    headers = [group.transport.fetch_header(each.header) for each in future.pending]
+    headers = [group.transport.fetch(each.header) for each in future.pending]
     assert [header.rows for header in headers] == [2] * 4
     assert len(future.get()) == 4
 

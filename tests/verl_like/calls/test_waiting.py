@@ -15,8 +15,8 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Faulty
 from tests.waiting import wait_until_ended
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
-from verl_like.calls import answers
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls import future
+from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 QUICK = Deadlines(start_s=180, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
@@ -98,7 +98,7 @@ def test_a_timeout_may_be_followed_by_another_try(groups) -> None:
 def test_native_code_that_holds_the_interpreter_is_asked_by_signal(
     groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "STACKS_S", 0.5)
+    monkeypatch.setattr(future, "STACKS_S", 0.5)
     hanging = groups["faulty"].holds_the_interpreter(3)
     time.sleep(0.3)
     with pytest.raises(WaitTimeoutError, match="(?s)asked by signal.*in holds_the_interpreter"):

@@ -15,7 +15,7 @@ import pytest
 from tests.workers.samples import make_batch, tiny_config
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import WorkerDiedError
 from verl_like.placement.pools import ResourcePool

@@ -13,7 +13,7 @@ from tests.verl_like.mortal_transport import mortal_group
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import DataProto
-from verl_like.calls import answers
+from verl_like.calls import future
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import LostSamplesError
 from workers.config import WorkersConfig
@@ -42,7 +42,7 @@ class Sampler(RolloutWorker):
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     MADE.clear()
-    monkeypatch.setattr(answers, "AFTER_DEATH_S", 0.0)
+    monkeypatch.setattr(future, "AFTER_DEATH_S", 0.0)
 
 
 def engines(config: WorkersConfig, count: int, dead: tuple[int, ...] = ()) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.verl_like.calls.threads_of_others import leave_out
-from tests.waiting import wait_until
 from tests.workers.stand_ins import (
     Group,
     Receiver,
@@ -24,11 +19,9 @@ from tests.workers.stand_ins import (
     train,
     versions,
 )
-from verl_like.calls.progress import AT_LOCK, progress_of_call
 from workers.weights import connection, sender
 from workers.weights.channel import ALIGNMENT, Bucket, Channel, Finish, pack
 from workers.weights.checksum import Stopwatch, byte_view, hash_of
-from workers.weights.receiver import WeightReceiver
 from workers.weights.sync import sync_weights
 
 
@@ -54,30 +47,6 @@ def test_an_engine_is_told_the_hash_of_what_has_arrived(actor: Group) -> None:
     sync_weights(actor, Group([receiver]), 1, bucket_mb=0.001)
     sent = actor.workers[0].engine.module.named_parameters()
     assert told == {name: hash_of(byte_view(tensor)) for name, tensor in sent}
-
-
-def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
-    actor: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send, go_on = Channel.send, threading.Event()
-
-    def send_late(channel: Any, *arguments: Any, **named: Any) -> None:
-        assert go_on.wait(30)
-        send(channel, *arguments, **named)
-
-    monkeypatch.setattr(Channel, "send", send_late)
-    receives = WeightReceiver.receive_weights.__code__
-    with ThreadPoolExecutor(1) as own_thread:
-        synced = own_thread.submit(sync_weights, actor, Group([Receiver()]), 1)
-        time.sleep(0.3)
-        others = [thread.name for thread in threading.enumerate()]
-        leave_out(monkeypatch, *others)
-        wait_until(lambda: progress_of_call(1, receives, None).waits == AT_LOCK)
-        before = progress_of_call(1, receives, None).wakeups
-        time.sleep(0.3)
-        assert progress_of_call(1, receives, None).wakeups == before
-        go_on.set()
-    assert synced.result()["training/weight_version"] == 1.0
 
 
 def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:

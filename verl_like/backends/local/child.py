@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from verl_like.backends.rpc import Answering, Load
-from verl_like.calls.progress import PIPE
 
 
 def main(connection: Connection) -> None:
@@ -35,6 +34,6 @@ def main(connection: Connection) -> None:
         answering.run(calls.put)
         os._exit(0)
 
-    threading.Thread(target=read, name=PIPE, daemon=True).start()
+    threading.Thread(target=read, name="pipe", daemon=True).start()
     while True:
         answering.answer(*calls.get())

@@ -22,9 +22,9 @@ import cloudpickle
 
 from verl_like.backends.local.references import resolve, wait_for_any
 from verl_like.backends.rpc import ProcessTransport, Requests
-from verl_like.calls.answers import wait_for_start
+from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.future import wait_for_start
 from verl_like.calls.messages import Call, Pending
-from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerError
 from verl_like.process.child import start_child
 from verl_like.process.environment import ONE_THREAD

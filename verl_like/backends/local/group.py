@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from verl_like.backends.local.children import ChildTransport
 from verl_like.backends.local.inline import InlineTransport
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.group import WorkerGroup, method_table
 from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool

@@ -16,11 +16,10 @@ from typing import Any
 
 from verl_like.backends.local.references import Done, resolve, wait_for_any
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.answers import wait_for_start
+from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.future import wait_for_start
 from verl_like.calls.messages import Call, Pending
-from verl_like.calls.progress import Progress
 from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import Deadlines
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes, WorkerHost
 from verl_like.process.worker import Worker
@@ -94,10 +93,6 @@ class InlineTransport(Transport):
     def stacks(self, seconds: float) -> dict[int, str]:
         """The caller's own stack is where it waits."""
         return {0: self.host.stacks()}
-
-    def progress(self, seconds: float) -> dict[int, Progress]:
-        """Of a call that another thread of the driver makes."""
-        return {0: self.host.progress()}
 
     def place(self, rank: int) -> str:
         """The caller's thread, in words."""

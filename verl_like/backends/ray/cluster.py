@@ -19,7 +19,7 @@ import ray
 
 from verl_like.backends.ray.ending import end_in_time_at_exit
 from verl_like.backends.ray.private_session import private_session
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
 from verl_like.process.environment import ONE_THREAD, environment

@@ -21,8 +21,8 @@ from verl_like.backends.ray.cluster import has_one_node
 from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.group import WorkerGroup, method_table
-from verl_like.calls.waiting import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env

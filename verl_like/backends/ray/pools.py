@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl_like.backends.ray.cluster import amounts, connect, free_resources, living_nodes
 from verl_like.backends.ray.ending import RELEASE_S, within
-from verl_like.calls.waiting import Deadlines, WaitClock
+from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share

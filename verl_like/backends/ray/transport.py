@@ -30,9 +30,9 @@ from verl_like.backends.ray.packing import pack
 from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.backends.ray.stored import small_or_stored
 from verl_like.backends.rpc import ProcessTransport, connect
-from verl_like.calls.answers import wait_for_start
-from verl_like.calls.messages import Call, Header, Pending, payload_of
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.future import answers_of_all, wait_for_start
+from verl_like.calls.messages import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 
@@ -71,8 +71,10 @@ class RayTransport(ProcessTransport):
         try:
             located = [actor.location.remote() for actor in self.actors]
             starting = self._start(master_port)
-            self.started = wait_for_start(self, located)
-            locations: list[Location] = [payload_of(answer) for answer in ray.get(located)]
+            limit = deadlines.start_s, "raise watch.start_s"
+            there = answers_of_all(self, "start", located, limit)
+            self.started = [header for header, _ in there]
+            locations: list[Location] = [location for _, location in there]
             self._cluster = ClusterProbe()
             self._nodes = [location.node for location in locations]
             self.requests = [
@@ -157,46 +159,12 @@ class RayTransport(ProcessTransport):
         except RayError as error:
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
 
-    def fetch_all(
-        self, pending: Sequence[Pending], seconds: float
-    ) -> tuple[list[Header], list[Any]] | None:
+    def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """One request for everything; a failure among them is for `fetch` to explain."""
-        headers = [p.header for p in pending]
-        if any(isinstance(reference, Future) for reference in headers):
-            return None
-        apart = [p.payload for p in pending if not p.is_one_answer]
-        try:
-            values = list(ray.get([*headers, *apart], timeout=seconds))
-        except RayError:
-            return None
-        answers, payloads = values[: len(headers)], iter(values[len(headers) :])
-        both = zip(pending, answers, strict=True)
-        return (
-            [Header.read(answer) for answer in answers],
-            [payload_of(answer) if p.is_one_answer else next(payloads) for p, answer in both],
-        )
-
-    def fetch_headers(self, references: Sequence[Any]) -> list[Header | WorkerError]:
-        """One request for all."""
-        values = self._fetch_together(references)
-        if values is None:
-            return super().fetch_headers(references)
-        return [Header.read(value) for value in values]
-
-    def fetch_payloads(self, pending: Sequence[Pending]) -> list[Any]:
-        """One request for all."""
-        values = self._fetch_together([each.payload for each in pending])
-        if values is None:
-            return super().fetch_payloads(pending)
-        both = zip(pending, values, strict=True)
-        return [payload_of(value) if each.is_one_answer else value for each, value in both]
-
-    def _fetch_together(self, references: Sequence[Any]) -> list[Any] | None:
-        """None: some came over a connection, or a failure is among them, which `fetch` explains."""
         if any(isinstance(reference, Future) for reference in references):
-            return None
+            return super().fetch_together(references, seconds)
         try:
-            return list(ray.get(list(references)))
+            return list(ray.get(list(references), timeout=seconds))
         except RayError:
             return None
 

@@ -27,7 +27,7 @@ from verl_like import (
     ResourcePool,
     gather,
 )
-from verl_like.calls.waiting import Deadlines
+from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerDiedError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]

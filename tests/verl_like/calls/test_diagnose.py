@@ -1,0 +1,166 @@
+"""Why ranks do not come back: read off their stacks, in few words even of a thousand ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Adder, Faulty
+from verl_like.calls import diagnose
+from verl_like.calls.diagnose import (
+    HangWatch,
+    likely_cause,
+    ranks_alike,
+    ranks_in_words,
+    stacks_of_calls,
+    who_waits,
+)
+from verl_like.errors import WaitTimeoutError
+
+FRAME = 'File "a.py", line 1, in {}\n  x\nFile "/torch/distributed_c10d.py", line 2, in {}\n'
+
+
+def test_likely_cause_reads_stacks() -> None:
+    same = dict.fromkeys(range(2), FRAME.format("f", "all_reduce"))
+    assert "all ranks are in the same collective" in likely_cause(same, [0, 1])
+    assert "rank 1 does not answer" in likely_cause({0: FRAME.format("f", "barrier")}, [0, 1])
+    assert "still computing" in likely_cause({0: 'File "a.py", line 1, in f\n'}, [0])
+    gpu = (
+        "thread main:\n"
+        + FRAME.format("f", "update")
+        + "\nNCCL: all_gather, number {} of group 0 pg"
+    )
+    cause = likely_cause({0: gpu.format(7), 1: gpu.format(8)}, [0, 1])
+    assert "rank 0 in all_gather (number 7 of group 0 pg), rank 1 in all_gather (number 8" in cause
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "    lock.acquire()\n",
+        '    self.answers.get()\nFile "/lib/queue.py", line 171, in get\n    while not size:\n',
+        "    with self._lock:\n",
+    ],
+)
+def test_a_rank_at_a_lock_is_said_to_wait_for_one(inner: str) -> None:
+    stack = f'thread MainThread:\nFile "/code/a.py", line 7, in take\n{inner}'
+    cause = likely_cause({0: stack, 1: "idle: no call is running"}, [0])
+    assert "rank 0 in take, a.py:7 waits for a lock, an event or a queue" in cause
+
+
+def test_ranks_that_follow_each_other_are_one_span() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([2, 1]) == "rank 1, 2"
+    assert ranks_in_words([*range(512), *range(513, 1024)]) == "rank 0-511, 513-1023"
+    assert ranks_in_words(range(0, 100, 2)).endswith(", 28, 30 and 34 more")
+
+
+def test_the_value_of_the_fewest_ranks_comes_first() -> None:
+    assert ranks_alike({0: "a", 1: "b", 2: "a", 3: "c", 4: "a"}) == [[1], [3], [0, 2, 4]]
+
+
+def test_of_a_thousand_ranks_in_a_collective_the_one_that_is_elsewhere_comes_first() -> None:
+    stacks = dict.fromkeys(range(1024), FRAME.format("step", "all_reduce"))
+    stacks[512] = FRAME.format("save", "barrier")
+    assert likely_cause(stacks, range(1024)) == (
+        "Likely cause: the ranks are in different collectives and wait for each other: rank 512 in "
+        "barrier (save, a.py:1), rank 0-511, 513-1023 in all_reduce (step, a.py:1)."
+    )
+
+
+def test_a_thousand_ranks_at_places_of_their_own_are_counted() -> None:
+    stacks = {rank: FRAME.format(f"f{rank}", "all_reduce") for rank in range(1024)}
+    cause = likely_cause(stacks, range(1024))
+    assert cause.endswith("rank 7 in all_reduce (f7, a.py:1) and 1016 more.")
+    silent = likely_cause({}, range(1024))
+    assert "rank 0-1023 does not answer" in silent
+
+
+def watched(*looks: dict[int, str], late: list[int], caplog: Any) -> list[str]:
+    """What is logged when a pool shows these stacks, one after the other."""
+    caplog.clear()
+    shown = iter(looks)
+    pool: Any = SimpleNamespace(
+        world_size=2, stacks=lambda seconds: next(shown), describe=lambda rank: f"actor rank {rank}"
+    )
+    watch = HangWatch(pool)
+    for _ in looks:
+        watch._look({"actor.update": late})
+    return [record.getMessage() for record in caplog.records]
+
+
+LOCK = 'File "b.py", line 1, in take\n    lock.acquire()\n'
+WORK = 'File "b.py", line {}, in compute\n    x = x @ y\n'
+
+
+def test_ranks_that_stand_still_and_wait_are_explained_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waits = {0: FRAME.format("f", "barrier"), 1: "idle: no call is running"}
+    (words,) = watched(waits, waits, waits, late=[0], caplog=caplog)
+    assert words.startswith("actor.update: actor rank 0 stood still for 5 s.\nLikely cause: rank 0")
+    assert "waits in a collective that rank 1 never entered" in words
+    assert words.count("--- stack of") == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({0: WORK.format(1), 1: LOCK}, {0: WORK.format(2), 1: LOCK}),
+        ({0: WORK.format(1), 1: "idle"}, {0: WORK.format(1), 1: "idle"}),
+    ],
+    ids=["a rank moves", "a rank computes in one place"],
+)
+def test_who_works_or_waits_for_one_that_does_is_left_alone(
+    first: dict[int, str], second: dict[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert watched(first, second, late=[0, 1], caplog=caplog) == []
+
+
+def test_a_gpu_that_waits_for_others_is_in_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 7, "state": "started"}
+    entry["process_group"] = ["0", "default_pg"]
+    dump = json.dumps({"entries": [entry | {"is_p2p": True}, entry]})
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda **_: dump, raising=False
+    )
+    shown = stacks_of_calls(None, test_a_gpu_that_waits_for_others_is_in_the_stacks.__code__)
+    assert shown == "NCCL: all_reduce, number 7 of group 0 default_pg"
+    assert "rank 0 in all_reduce (number 7" in who_waits({0: shown}, [0])
+
+
+@pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("leaves_the_others", "rank 0 in barrier .* waits in a collective that rank 1 never"),
+        ("waits_for_itself", "rank 0, 1 in waits_for_itself.* waits for a lock"),
+    ],
+)
+def test_a_hang_is_explained_while_it_is_waited_for_and_ends_at_its_deadline(
+    backend: str,
+    method: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    monkeypatch.setattr(diagnose, "LOOK_EVERY_S", 0.5)
+    with start(backend, {"faulty": (Faulty, ()), "adder": (Adder, ())}, [2]) as group:
+        group.adder_allreduce()
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(WaitTimeoutError, match=f"(?s){words}"),
+        ):
+            getattr(group, f"faulty_{method}")().get(timeout=4.0)
+    (explained,) = [r.getMessage() for r in caplog.records if "stood still" in r.getMessage()]
+    assert re.search(f"(?s){words}", explained)

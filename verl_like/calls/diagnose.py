@@ -1,0 +1,401 @@
+"""Deadlines of waits, and what is said of a wait that grows old: who waits for whom, and where.
+
+`Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` says
+how long the calls of a method usually take. A `HangWatch` looks at the Python stacks of a pool
+every 5 s while a call on it is waited for. Ranks that show the same stacks twice, and are in a
+collective or at a lock, are explained in a warning. `late_in_words` explains a call that has passed
+its deadline.
+
+`stacks_of_calls` runs in a worker, past its queue of calls. Where native code holds the
+interpreter, the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it
+and `stack_by_signal` sends it, to processes of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+from verl_like.errors import ConfigError, few, nearest
+
+if TYPE_CHECKING:
+    from verl_like.calls.transport import Transport
+
+logger = logging.getLogger(__name__)
+SIGNAL = signal.SIGUSR1
+LATE_AT = 10.0
+"""A call is late at this multiple of the median of its method's calls."""
+TIMES_KEPT = 25
+"""The median is over this many calls of a method."""
+LOOK_EVERY_S = 5.0
+"""Time between two looks at the stacks of a pool that is waited for."""
+LOOK_FROM = 2.0
+"""A call is looked at from this multiple of its method's median on."""
+STACKS_S = 5.0
+"""Time that a process has to show its stack before it is asked by signal."""
+SHOWN_STACKS = 8
+"""Different stacks that a message shows, those of the fewest ranks first."""
+NAMED_SPANS = 16
+"""Spans of ranks that a message names."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long each kind of wait may take, in seconds."""
+
+    connect_s: float = 120.0
+    """Until Ray's cluster is joined, or started here."""
+    placement_s: float = 120.0
+    """Until the cluster gives a pool its places."""
+    start_s: float = 180.0
+    """Until the processes have started and constructed their roles."""
+    rendezvous_s: float = 300.0
+    """Until all ranks have met to open a process group."""
+    call_s: float = 7200.0
+    """A call on a group; on CPUs also a collective inside a call."""
+    collective_s: float = 1800.0
+    """A collective of GPUs, from when the first rank enters it: then NCCL ends the process."""
+    late_s: float = 60.0
+    """A call of a method that has been called before is late at ten times the median of its calls,
+    and not before this."""
+    warn_s: float = 60.0
+    """The age at which a wait is logged for the first time, then at twice that age, and so on."""
+    grace_s: float = 8.0
+    """How long the other ranks may go on when one has failed."""
+
+    @classmethod
+    def settings(cls) -> dict[str, float]:
+        """The deadlines that a configuration may set, with their defaults."""
+        return {name: seconds for name, seconds in asdict(cls()).items() if name != "grace_s"}
+
+    @classmethod
+    def of(cls, settings: Mapping[str, float]) -> Deadlines:
+        """Deadlines from a configuration's settings."""
+        known = cls.settings()
+        for name, seconds in settings.items():
+            if name not in known:
+                raise ConfigError(
+                    f"watch.{name} is no deadline.{nearest(name, known)} There are "
+                    f"{', '.join(known)}."
+                )
+            if seconds <= 0:
+                raise ConfigError(f"watch.{name}={seconds}: a deadline is above 0 seconds.")
+        return cls(**settings)
+
+
+class WaitClock:
+    """The clock of one named wait. It warns each time the wait doubles its age."""
+
+    def __init__(self, what: str, limit_s: float, warn_s: float, since: float | None = None):
+        """Start to run, now or `since` a reading of `time.monotonic`."""
+        self.what, self.limit_s, self.next_warning_s = what, limit_s, warn_s
+        self.began = time.monotonic() if since is None else since
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self.began
+
+    def remaining(self, slice_s: float = 1.0) -> float:
+        """Seconds to wait before looking again; 0 when the deadline has passed."""
+        until_warning = max(self.next_warning_s - self.age_s, 0.01)
+        return max(0.0, min(slice_s, self.limit_s - self.age_s, until_warning))
+
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.age_s >= self.limit_s
+
+    def warn_if_old(self, waiting_for: Callable[[], str]) -> None:
+        """Log who waits for whom, once per doubling of the age."""
+        if self.age_s >= self.next_warning_s:
+            logger.warning(
+                "%s: waiting for %s since %.0f s (limit %.0f s)",
+                self.what,
+                waiting_for(),
+                self.age_s,
+                self.limit_s,
+            )
+            self.next_warning_s *= 2
+
+
+class CallTimes:
+    """Duration and rows of the last calls of every method of a group. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, deque[tuple[float, int]]] = defaultdict(
+            lambda: deque(maxlen=TIMES_KEPT)
+        )
+
+    def add(self, name: str, seconds: float, rows: int) -> None:
+        """Note a call that has ended; `rows` is 0 where nobody knows them."""
+        self._calls[name].append((seconds, rows))
+
+    def usual_s(self, name: str) -> float | None:
+        """Median duration of a method's calls; None before the first one has ended."""
+        calls = list(self._calls.get(name, ()))
+        return statistics.median_high(seconds for seconds, _ in calls) if calls else None
+
+    def limit_s(self, name: str, rows: int, limits: Deadlines) -> float:
+        """Seconds after which a call is late: never before `late_s`, nor after `call_s`.
+
+        A call of more rows than usual, such as a validation, gets more time in proportion. Of two
+        earlier calls the slower one counts, and the fewer rows: first calls compile, fill caches.
+        """
+        usual_s = self.usual_s(name)
+        if usual_s is None:
+            return limits.call_s
+        usual_rows = statistics.median_low(rows for _, rows in list(self._calls[name]))
+        if rows > 0 and usual_rows == 0:
+            return limits.call_s  # the duration of a call without rows says nothing of this one
+        share = max(1.0, rows / usual_rows) if usual_rows else 1.0
+        return min(limits.call_s, max(limits.late_s, LATE_AT * usual_s * share))
+
+
+# --------------------------------------------------------------------------- stacks of one process
+
+
+def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
+    """The stacks of this process's calls and coroutines, newest frame last.
+
+    A thread is in a call when the code `runs_calls` is on its stack.
+    """
+    asking = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != asking and _is_inside(frame, runs_calls):
+            text = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(ident, ident)}:\n{text}")
+    for task in asyncio.all_tasks(loop) if loop is not None else ():
+        text_of_task = io.StringIO()
+        task.print_stack(file=text_of_task)
+        parts.append(f"coroutine:\n{text_of_task.getvalue()}")
+    if collective := _gpu_collective():
+        parts.append(collective)
+    return "\n".join(parts) or "idle: no call is running"
+
+
+def _gpu_collective() -> str:
+    """The oldest collective that this process's GPU has not ended, in words; "" if there is none.
+
+    NCCL runs beside Python, which may be anywhere: torch's flight recorder knows. Sends and
+    receives are left out, because the record does not say which belong together.
+    """
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
+    if dump is None:
+        return ""
+    for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []):
+        if entry["state"] != "completed" and not entry.get("is_p2p"):
+            name = entry["profiling_name"].rpartition(":")[2]
+            group = " ".join(entry["process_group"])
+            return f"NCCL: {name}, number {entry['collective_seq_id']} of group {group}"
+    return ""
+
+
+def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def stack_by_signal(pid: int, file: Path) -> str | None:
+    """What a process on this machine writes into its crash log when it gets the signal."""
+    before = file.stat().st_size if file.exists() else 0
+    with contextlib.suppress(OSError):
+        os.kill(pid, SIGNAL)
+        for _ in range(10):
+            time.sleep(0.1)
+            if file.exists() and file.stat().st_size > before:
+                time.sleep(0.1)
+                with open(file, encoding="utf-8", errors="replace") as written:
+                    written.seek(before)
+                    return (
+                        "(asked by signal: the interpreter is held by native code)\n"
+                        f"{_newest_last(written.read())}"
+                    )
+    return None
+
+
+def _newest_last(text: str) -> str:
+    """Reverse the frames of each thread: `faulthandler` puts the newest one first."""
+    blocks: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("  ") and blocks:
+            blocks[-1].insert(1, line)
+        else:
+            blocks.append([line])
+    return "\n".join(line for block in blocks for line in block)
+
+
+# ------------------------------------------------------------------------ who waits for whom, where
+
+_COLLECTIVES = (
+    r"all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|reduce|"
+    r"gather\w*|scatter\w*|send\w*|recv\w*|monitored_barrier|init_process_group|"
+    r"open_process_group"
+)
+_COLLECTIVE = re.compile(rf'File "[^"]+", line \d+,? in (?P<name>{_COLLECTIVES})$', re.MULTILINE)
+_ON_GPU = re.compile(r"^NCCL: (?P<name>\w+), (?P<place>.+)$", re.MULTILINE)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
+_LOCKS = re.compile(r"/(threading|queue)\.py$")
+_LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
+
+
+def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
+    """Who of these ranks waits for whom, by the stacks of a pool; "" if none of them waits."""
+    silent = [rank for rank in ranks if rank not in stacks]
+    if silent:
+        return (
+            f"{ranks_in_words(silent)} does not answer (its process is stopped, swapping, or in "
+            "native code)."
+        )
+
+    entered = {rank: _collective_of(stack) for rank, stack in stacks.items()}
+    where = {rank: place for rank, place in entered.items() if place}
+    absent = [rank for rank in stacks if rank not in where]
+    places = _by_place(where)
+    if len(set(where.values())) > 1:
+        return f"the ranks are in different collectives and wait for each other: {places}."
+    if where and absent:
+        return f"{places} waits in a collective that {ranks_in_words(absent)} never entered."
+    if where:
+        missing = "a rank outside this group, or the network, is missing"
+        return f"all ranks are in the same collective ({places}): {missing}."
+
+    locks = {rank: place for rank in ranks if (place := _lock_of(stacks[rank]))}
+    if locks:
+        return (
+            f"{_by_place(locks)} waits for a lock, an event or a queue of its own process; see "
+            "its stack for who should end that."
+        )
+    return ""
+
+
+def likely_cause(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
+    """One sentence on why these ranks do not answer, read off the stacks of their pool."""
+    computing = f"{ranks_in_words(ranks)} is still computing (or sleeping); see its stack."
+    return f"Likely cause: {who_waits(stacks, ranks) or computing}"
+
+
+def ranks_alike(values: Mapping[int, str]) -> list[list[int]]:
+    """The ranks of each value, the rarest value first: of a thousand ranks, the odd one tells."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, value in sorted(values.items()):
+        alike[value].append(rank)
+    return sorted(alike.values(), key=lambda ranks: (len(ranks), ranks))
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, `rank 1, 2`, `rank 0-511, 513-1023`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank {few(words, NAMED_SPANS)}"
+
+
+def _by_place(place_of: Mapping[int, str]) -> str:
+    alike = ranks_alike(place_of)
+    return few([f"{ranks_in_words(ranks)} in {place_of[ranks[0]]}" for ranks in alike])
+
+
+def _collective_of(stack: str) -> str:
+    """The collective that a rank is in, and the frame outside torch that entered it; or ""."""
+    if on_gpu := _ON_GPU.search(stack):
+        return f"{on_gpu['name']} ({on_gpu['place']})"
+    entered = list(_COLLECTIVE.finditer(stack))
+    if not entered:
+        return ""
+    for file, line, name in reversed(_FRAME.findall(stack[: entered[-1].start()])):
+        if "/torch/" not in file and "/contextlib.py" not in file:
+            return f"{entered[-1]['name']} ({name}, {file.rsplit('/', 1)[-1]}:{line})"
+    return f"{entered[-1]['name']} (torch.distributed)"
+
+
+def _lock_of(stack: str) -> str | None:
+    """The function that waits for another thread of its process; None if none does."""
+    frames = list(_FRAME.finditer(stack))
+    if not frames:
+        return None
+    source = stack[frames[-1].end() :].strip()
+    if not (_LOCKS.search(frames[-1][1]) or _LOCK_LINE.search(source)):
+        return None
+    file, line, name = next(
+        (frame.groups() for frame in reversed(frames) if not _LOCKS.search(frame[1])),
+        frames[-1].groups(),
+    )
+    return f"{name}, {file.rsplit('/', 1)[-1]}:{line}"
+
+
+def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: Transport) -> str:
+    """A wait that hangs: what is late, the likely cause, and the stacks of all ranks."""
+    lines = [what, cause]
+    shown = {rank: stacks.get(rank, "no answer") for rank in range(transport.world_size)}
+    alike = ranks_alike(shown)
+    for ranks in alike[:SHOWN_STACKS]:
+        first, *others = ranks
+        same = f", and of {ranks_in_words(others)} the same" if others else ""
+        lines.append(f"--- stack of {transport.describe(first)}{same}\n{shown[first]}")
+    if more := alike[SHOWN_STACKS:]:
+        lines.append(f"--- {len(more)} other stacks, of {ranks_in_words(chain(*more))}")
+    return "\n".join(lines)
+
+
+class HangWatch:
+    """Explains why the calls on one pool do not end, while the driver waits for them.
+
+    Ranks that show the same stacks in two looks, 5 s apart, stand still. If one of them is in a
+    collective, at a lock, or does not answer, the warning says who waits for whom, with the stacks.
+    A rank that computes is left alone. Each look has a thread of its own, so that a process that
+    does not answer holds nobody up.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._next_look = time.monotonic() + LOOK_EVERY_S
+        self._stacks: dict[int, str] | None = None
+        self._explained: dict[int, str] | None = None
+
+    def look_if_due(self, late: Mapping[str, Sequence[int]]) -> None:
+        """Look if it is time to; `late` has the ranks that each call waits for, by its name."""
+        now = time.monotonic()
+        if late and now >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            work = threading.Thread(target=self._look, args=(dict(late),), name="look", daemon=True)
+            work.start()
+
+    def _look(self, late: Mapping[str, Sequence[int]]) -> None:
+        before, self._stacks = self._stacks, self._transport.stacks(STACKS_S)
+        if self._stacks != before or self._stacks == self._explained:
+            return
+        ranks = sorted(set(chain(*late.values())))
+        if cause := who_waits(self._stacks, ranks):
+            self._explained = self._stacks
+            names = [self._transport.describe(rank) for rank in ranks]
+            what = f"{', '.join(late)}: {few(names)} stood still for {LOOK_EVERY_S:g} s."
+            logger.warning(
+                "%s", late_in_words(what, f"Likely cause: {cause}", self._stacks, self._transport)
+            )
