@@ -320,7 +320,7 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
         kernel = worker.engine.kernel
         yield f"{name}: attention", kernel.name if kernel else "no varlen kernel"
         if settings.get("compile") == "on":
-            yield f"{name}: compiled", str(worker.engine.compiled is not None)
+            yield f"{name}: compiled", str(worker.engine.is_compiled)
         if trial.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = trial.seconds(partial(worker.update_actor, data), 1 if trial.tiny else 3)

@@ -159,24 +159,25 @@ def recorded_run(
     folder: Path, kind: str, steps: int
 ) -> tuple[list[float], list[Any], list[list[Any]]]:
     """Our run: its rewards, the batch of every update, the weights before and after each."""
+    from workers.roles import actor as role
     from workers.training import engine as training
 
     batches: list[Any] = []
     weights: list[list[Any]] = []
-    update, guarded_step = training.TrainEngine.update, training.guarded_step
+    update, guarded_step = role.update, training.guarded_step
 
-    def noting_update(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting_update(engine: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         batches.append({name: column.clone() for name, column in data.batch.items()})
-        return update(self, data, *args, **kwargs)
+        return update(engine, data, *args, **kwargs)
 
-    def noting_step(optimizer: Any, parameters: Any, clip: float) -> float:
+    def noting_step(optimizer: Any, parameters: Any, *settings: Any) -> float:
         if not weights:
             weights.append([parameter.detach().clone() for parameter in parameters])
-        norm = guarded_step(optimizer, parameters, clip)
+        norm = guarded_step(optimizer, parameters, *settings)
         weights.append([parameter.detach().clone() for parameter in parameters])
         return norm
 
-    training.TrainEngine.update = noting_update  # type: ignore[method-assign]
+    role.update = noting_update
     training.guarded_step = noting_step
     return ours(folder, kind, steps), batches, weights
 

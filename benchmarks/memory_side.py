@@ -220,9 +220,9 @@ def set_up(folder: str, case: Case) -> tuple[Any, Any, Methods]:
     """
     from workers.parallel import sharding
     from workers.training import attention, lm_head
-    from workers.training import engine as engine_module
+    from workers.training import model as model_module
 
-    engine_module.cpu_kernels = lambda _: nullcontext()
+    model_module.cpu_kernels = lambda _: nullcontext()
     attention._attention = plain_attention
     sharding.SMALL_ELEMENTS = 0 if case.by_layer else sharding.SMALL_ELEMENTS
     lm_head.CHUNK_BYTES = case.chunk_bytes or lm_head.CHUNK_BYTES

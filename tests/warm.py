@@ -36,7 +36,7 @@ def prove_tiny_models() -> None:
         with tempfile.TemporaryDirectory() as folder:
             tiny = make_tiny.make(Path(folder), num_train=1, num_val=1, num_layers=num_layers)
             engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
-        prove_rows(engine.module, device, may_pack=True)
+        prove_rows(engine.module, may_pack=True)
         assert why_no_cache(engine.module.config, LONGEST) == ""
     logging.enable_progress_bar()
 

@@ -10,7 +10,7 @@ from tests.integration.runs import numbers, overrides, with_experts
 from trainer import load_config, run
 from verl_like.errors import ConfigError
 from workers.config import ParallelConfig
-from workers.training.router_loss import check_routers
+from workers.training.parts.load_balancing import check_routers
 
 POLICY = "actor_rollout_ref"
 SECTIONS = (f"{POLICY}.actor", f"{POLICY}.ref", "critic")

@@ -2,7 +2,7 @@
 
     rows = read_pairs("data.train_files", files, tokenizer, max_length=1024)
     loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
-    batch = loader.take(64)                 # [64, 2, T] columns, as `workers.training.pairs` has it
+    batch = loader.take(64)             # [64, 2, T] columns, as `workers.training.readings` has it
 
 What a row may have, beside a `margin`, by which the chosen one is better:
 

@@ -77,7 +77,7 @@ def preflight(config: PPOConfig) -> None:
             check_same_tokenizer(model.model.path, policy, role)
     _check_passes(config)
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
-        from workers.training.router_loss import check_routers  # with the engine: a second
+        from workers.training.parts.load_balancing import check_routers  # with the engine: a second
 
         check_routers(policy, config.actor_rollout_ref.actor.parallel)
     if replays_routing(config.actor_rollout_ref):

@@ -115,6 +115,16 @@ def begin_pass(
         module.set_requires_gradient_sync(last)  # spread experts' units, too
 
 
+def note_all_units(module: Any) -> None:
+    """Have FSDP take note of every unit of the module, once it has weights.
+
+    FSDP would do so in the first pass, and a pass of a stage sees only the layers of that stage.
+    Units that it missed would not be resharded, and their gradients not be reduced, at the end of a
+    mini-batch whose last backward pass is another stage's.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
 def reshard(module: Any) -> None:
     """What forward passes left whole is a shard again."""
     for child in module.modules():

@@ -19,7 +19,6 @@ half the time (arXiv 2104.04473).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -98,23 +97,21 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Stages | None = None,
-        line: dist.ProcessGroup | None = None,
-        kind: str = "1f1b",
-        links: Sequence[dist.ProcessGroup] = (),
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        stages: Stages,
+        line: dist.ProcessGroup,
+        kind: str,
+        links: Sequence[dist.ProcessGroup],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Without a `line` this rank has all layers.
+        """`links` are groups of the ranks of the `line` (`_link`).
 
-        `links` are groups of the same ranks (`_link`); `dtype` is that of states between stages.
+        `dtype` is the type of states between stages.
         """
         self.stages, self.line, self.kind, self.links = stages, line, kind, links
         self.dtype, self.device = dtype, device
-        self.rank, self.size = (0, 1) if line is None else (line.rank(), line.size())
-        self.last = self.size * num_chunks(kind) - 1 if line is not None else 0
-        self.running = Action(True, 0, 0)
-        """The forward pass that was begun last."""
+        self.rank, self.size = line.rank(), line.size()
+        self.last = self.size * num_chunks(kind) - 1
         self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         """By chunk and number, what a forward pass got and gave, until its backward pass."""
         self._sent: list[tuple[Any, Tensor]] = []
@@ -145,12 +142,11 @@ class Pipeline:
 
         `shapes` are those of the states that the stage before has sent.
         """
-        self.running = action
         stage, is_trained = self._stage(action), torch.is_grad_enabled()
         received = [self._receive(shape, stage - 1, stage) for shape in (shapes() if stage else ())]
         for states in received:
             states.requires_grad_(is_trained)
-        with nullcontext() if self.stages is None else self.stages.computing(stage, received):
+        with self.stages.computing(stage, received):
             given = [*compute()]
         for states in given:
             if states.dim():
@@ -177,8 +173,6 @@ class Pipeline:
 
     def from_last(self, found: Any) -> Any:
         """What the rank with the last stage has found, on all ranks of the line."""
-        if self.line is None:
-            return found
         told = [found]
         dist.broadcast_object_list(
             told, group=self.line, group_src=self.size - 1, device=self.device

@@ -78,9 +78,6 @@ def settle(
                 f"{axes_key(section)}.{axis}={axes[axis]} {how}, and quantization={quantization} "
                 "keeps linear weights whole on every rank; drop one."
             )
-    is_trained = hasattr(config, "optimizer_offload")
-    if is_trained and axes.get("pp", 1) > 1 and axes["pp_schedule"] == "interleaved":
-        _check_interleaved(base, axes["ep"], section)
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
         raise ConfigError(f"{name}={size} and parallel.shard={shard} are one size; drop one.")
@@ -106,25 +103,6 @@ def settle(
             )
         offload[name] = offloads or bool(wanted)
     return Sharding(base, 1 if whole else size, **offload, **axes)
-
-
-def _check_interleaved(strategy: str, ep: int, section: str) -> None:
-    """Reject what trains wrongly when a rank has two stages of layers.
-
-    Only the stage whose backward pass is the last one of a mini-batch is sharded again after it.
-    """
-    parallel = axes_key(section)
-    way_out = f"Set {parallel}.pp_schedule=1f1b"
-    if strategy == "shard_grad_op":
-        raise ConfigError(
-            f"{parallel}.pp_schedule=interleaved with strategy=shard_grad_op leaves half of a "
-            f"rank's gradients out of the norm and of clipping. {way_out}, or strategy=fsdp."
-        )
-    if ep > 1:
-        raise ConfigError(
-            f"{parallel}.pp_schedule=interleaved with {parallel}.ep={ep} does not update the "
-            f"experts of every stage. {way_out}, or {parallel}.ep=1."
-        )
 
 
 def axes_key(section: str) -> str:

@@ -8,7 +8,7 @@
 
 Names and numbers of layers stay those of the whole model. What belongs to another stage gives on
 what it gets, and embeddings give what the stage before has sent. Whether that is right for a class
-of models is proven on a small one (`workers.training.stage_proof`).
+of models is proven on a small one (`workers.training.parts.stage_check`).
 """
 
 from __future__ import annotations

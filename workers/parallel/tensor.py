@@ -318,6 +318,11 @@ class Cut:
     words: Words | None
     """Those that the rank's head gives logits of; None where it gives all."""
 
+    def keep_here(self, module: nn.Module) -> None:
+        """Forget the layers that are no longer in the module."""
+        here = {id(child) for child in module.modules()}
+        self.partial[:] = [pair for pair in self.partial if id(pair[0]) in here]
+
     def add_up_gradients(self) -> None:
         """Add up over the ranks what each has of partial gradients; once a mini-batch."""
         weights = [getattr(layer, name) for layer, name in self.partial]

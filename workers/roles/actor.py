@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_like.batch.protocol import DataProto
@@ -27,7 +26,6 @@ from workers.training.lm_head import Wanted
 from workers.training.loss import lm_loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import pass_budget
-from workers.training.router_loss import BalancedEngine
 from workers.training.update import update
 from workers.weights.sender import WeightSender
 
@@ -64,14 +62,13 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu
         self.log_prob_budget = pass_budget(config, rows)
         self.routed = [ROUTED] if replays_routing(self.policy) else []
-        coef = self.config.router_aux_loss_coef
-        engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
         self.engine = self.engine_of(
             self.held_model(config),
-            engine_cls,
+            TrainEngine,
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
             replays_routing=bool(self.routed),
+            router_aux_loss_coef=self.config.router_aux_loss_coef,
         )
 
     @classmethod

@@ -22,12 +22,12 @@ from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget, Columns, MiniBatch
-from workers.training.pairs import SIDES, PairEngine
+from workers.training.readings import SIDES, Pairs, Reading
 
 
-def engine_class(config: PreferenceWorkerConfig) -> type[TrainEngine]:
-    """The engine for the rows that the loss learns."""
-    return TrainEngine if loss_reads(config, "desirable") else PairEngine
+def reading_of(config: PreferenceWorkerConfig) -> Reading:
+    """Read the rows that the loss learns: labelled ones, or pairs."""
+    return Reading() if loss_reads(config, "desirable") else Pairs(Reading())
 
 
 class PreferenceWorker(RowWorker):
@@ -37,11 +37,13 @@ class PreferenceWorker(RowWorker):
     config: PreferenceWorkerConfig
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
-        self.engine_class = engine_class(config)
         columns = ["ref_log_probs"] if has_reference(config) else []
         is_labelled = loss_reads(config, "desirable")
         self.loss_columns = [*columns, *(LABELLED_COLUMNS if is_labelled else ("margin",))]
         super().__init__(config)
+
+    def reading(self) -> Reading:
+        return reading_of(self.config)
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
@@ -91,7 +93,9 @@ class PreferenceReferenceWorker(ModelWorker):
         self.budget = Budget.of(
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
-        self.engine = self.engine_of(self.held_model(config), engine_class(config))
+        self.engine = self.engine_of(
+            self.held_model(config), TrainEngine, reading=reading_of(config)
+        )
 
     @classmethod
     def held_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> HeldModel:

@@ -5,7 +5,7 @@ The frozen one, which scores PPO's samples, is `workers.roles.reward_model`.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN
 from workers.roles.rows import RowWorker
 from workers.training.microbatch import Columns, MiniBatch
-from workers.training.pairs import PairScoreEngine
+from workers.training.readings import Pairs, Reading, RowScores
 
 
 class RewardTrainingWorker(RowWorker):
@@ -25,8 +25,6 @@ class RewardTrainingWorker(RowWorker):
 
     loss_name = "pairwise"
     config: RewardTrainingConfig
-    engine: PairScoreEngine
-    engine_class = PairScoreEngine
     head: ClassVar[Head] = "scalar"
     loss_columns = ("margin",)
 
@@ -34,14 +32,14 @@ class RewardTrainingWorker(RowWorker):
         super().__init__(config)
         self.pairwise_loss = get_pairwise_loss(config.loss)
 
-    def engine_settings(self) -> dict[str, Any]:
-        """Where the score is read."""
-        return {"score_at": self.config.score_at}
+    def reading(self) -> Reading:
+        """The scores of both sides of pairs."""
+        return Pairs(RowScores(self.config.score_at))
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_scores(self, data: DataProto) -> DataProto:
         """The column `scores` [pairs, 2]: the chosen side's, then the rejected side's."""
-        scores = self.engine.score_rows(data, self.budget)
+        scores = self.engine.forward_rows(data, self.budget)["scores"]
         return DataProto.from_dict({"scores": scores})
 
     def loss(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,13 +24,13 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.readings import Reading
 from workers.training.update import update
 
 
 class RowWorker(Checkpointed, ModelWorker):
     """Takes one optimizer step on the rows of each call."""
 
-    engine_class: type[TrainEngine] = TrainEngine
     head: ClassVar[Head] = "token"
     loss_name: ClassVar[str] = "loss"
     """What `forward_backward` calls the loss."""
@@ -46,10 +46,10 @@ class RowWorker(Checkpointed, ModelWorker):
         )
         self.engine = self.engine_of(
             self.held_model(config),
-            self.engine_class,
+            TrainEngine,
             optim_config=config.optim,
             grad_clip=config.grad_clip,
-            **self.engine_settings(),
+            reading=self.reading(),
         )
 
     @classmethod
@@ -67,9 +67,9 @@ class RowWorker(Checkpointed, ModelWorker):
             parallel=config.parallel,
         )
 
-    def engine_settings(self) -> dict[str, Any]:
-        """What the engine of this worker takes beside that."""
-        return {}
+    def reading(self) -> Reading:
+        """What is read of the model's passes: of every response token, or of rows."""
+        return Reading()
 
     def losses(self) -> dict[str, MakesLoss]:
         """The loss of `update_model`."""

@@ -28,7 +28,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from workers.models.attention import attending_by, has_sinks, soft_cap
 from workers.parallel.page_lock import to_device
 from workers.parallel.sequence import SequenceRanks
-from workers.training.compiled import outside_of_graphs
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
@@ -396,6 +395,12 @@ def packed_rows(
     if not takes_layout(module):
         return nullcontext()
     return attending_by(module, PACKED, _attention_by(kernel, compiled), _local_mask)
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which no compiled graph takes in."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 @cache

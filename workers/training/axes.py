@@ -11,9 +11,9 @@ from workers.models.proof import attention_of
 from workers.parallel import tensor
 from workers.parallel.dims import ParallelDims
 from workers.parallel.experts import check_experts
-from workers.training.compiled import why_not_over
+from workers.training.parts.compile import why_not_over
+from workers.training.parts.stage_check import check_stages
 from workers.training.row_proof import NOT_ASKED, refuse_split
-from workers.training.stage_proof import check_stages
 
 
 def check_axes(

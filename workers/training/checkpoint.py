@@ -189,7 +189,7 @@ def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
 
 def without_copies(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this rank writes of the tensors by full name, of which it may have another's."""
-    copies = tuple(f".{name}" for name in engine.copies)
+    copies = tuple(f".{name}" for name in engine.layers.copies)
     return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 
 

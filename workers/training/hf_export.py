@@ -51,7 +51,7 @@ def export_huggingface(
                 engine.model_config,
                 ((name, tensor.cpu()) for name, tensor in tensors),
                 folder,
-                engine.folder_settings,
+                engine.reading.folder_settings,
                 shard_bytes,
                 writer,
             )

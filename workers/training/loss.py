@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.losses.lm import compute_lm_loss
 from workers.training.lm_head import DEFAULT, Wanted
-from workers.training.microbatch import Columns, MiniBatch
+from workers.training.microbatch import Columns, MiniBatch, RowColumns
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
 
@@ -38,6 +38,8 @@ class Loss:
     """What it asks of the model beside log-probs."""
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
     """Return what gauges measured in its passes, over the ranks of a group."""
+    of_stage: Callable[[RowColumns], list[Tensor]] | None = None
+    """Return what the layers before the last stage add to the loss of a micro-batch."""
     is_balanced: bool = True
     """Whether a mixture of experts adds its load-balancing loss to it."""
 

@@ -1,7 +1,7 @@
 """How much of its device's arithmetic an engine uses (MFU): verl's `perf/mfu/…`.
 
     with utilization("actor", engine, data, passes=epochs) as mfu:
-        metrics = engine.update(data, ...)
+        metrics = update(engine, data, ...)
     metrics |= mfu                              # {"perf/mfu/actor": 0.41}, or nothing
 
 The floating-point operations are those that the rows need, however they are computed: two a token
@@ -94,7 +94,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
     names = ("input_ids", "attention_mask", "position_ids", "response_mask")
     taken = Rows.take(data, names, engine.dims.data_size).columns
-    reads = engine.reads(taken)
+    reads = engine.reading.reads(taken)
     lengths = needed_lengths(by_segment(taken, reads)).double()
 
     whole = engine.whole_module

@@ -44,6 +44,7 @@ class FollowingEngine(TrainEngine):
         """Name -> what is averaged, where it is not the weight itself."""
 
     def build(self, worker: Any, total_steps: int = 0) -> None:
+        """Build the model, and copy in float32 what is averaged."""
         super().build(worker, total_steps)
         for name, parameter in self.module.named_parameters():
             if self.decay > 0 and parameter.dtype != torch.float32:

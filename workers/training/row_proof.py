@@ -1,13 +1,13 @@
 """How a model's rows go through it, packed, padded or one at a time: the fastest that is right.
 
-    row_passes = prove_rows(module, device, may_pack=True)      # a ConfigError where none is right
+    row_passes = prove_rows(module, may_pack=True)      # a ConfigError where none is right
     for rows in row_passes.cut(columns, reads, budget): ...
     feed = row_passes.feed(columns, reads, device)
 
 Packed rows are the fastest, and wrong for a model that counts places, carries a state from token to
 token or looks at its neighbours. So each way is tried on a tiny stand-in of the model's class, on
 rows longer than its windows, chunks and original lengths, against transformers' own pass over each
-row by itself. The model's own weights then see a short packed row, for what only they can show.
+row by itself.
 
 Ranks that share a packed row's tokens need more: that nothing but attention looks beyond a token.
 """
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,14 +26,13 @@ from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.causal_lm import body_of
 from workers.models.proof import NO_MODEL, Proof, attention_of, relative_error
-from workers.models.quantize import is_quantized
 from workers.models.rotary import factor_border
 from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import Rows, SequenceRanks
-from workers.training.attention import VarlenKernel, packed_rows, takes_layout
-from workers.training.microbatch import Budget, RowColumns, all_reduce, cut
+from workers.training.attention import packed_rows, takes_layout
+from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import (
     Feed,
     by_segment,
@@ -49,8 +46,6 @@ from workers.training.packing import (
 logger = logging.getLogger(__name__)
 
 Kind = Literal["packed", "padded", "single"]
-Compute = Callable[[Feed, Callable[[], Tensor]], Tensor | None]
-"""(feed of a pass, the pass through the layers of this rank) -> what it gives, or None."""
 LARGEST_ERROR = 3e-4
 """Relative error up to which two passes over a row agree; what is wrong is off by 2e-3 and more.
 
@@ -121,29 +116,15 @@ class RowPasses:
         return padded_feed(columns, reads, device, whole=whole)
 
 
-def prove_rows(
-    module: Any,
-    device: torch.device,
-    kernel: VarlenKernel | None = None,
-    *,
-    may_pack: bool,
-    group: dist.ProcessGroup | None = None,
-    cut_over: dist.ProcessGroup | None = None,
-    compute: Compute | None = None,
-) -> RowPasses:
+def prove_rows(module: Any, *, may_pack: bool, group: dist.ProcessGroup | None = None) -> RowPasses:
     """The fastest right way for this model; a warning says why it is not the next faster one.
 
-    Where the ranks of a `group` share a pass only packed rows will do. Every rank of a sharded
-    module calls it; those that it is `cut_over` have other layers, or logits of other words, and
-    `compute` what they give together.
+    Where the ranks of a `group` share a pass only packed rows will do.
     """
     config = module.config
     attention = attention_of(body_of(module).config.get_text_config()._attn_implementation)
     ways: tuple[Kind, ...] = ("packed", "padded", "single") if may_pack else ("padded", "single")
     kind, reasons = prove_class(config, attention, ways)
-    if kind == "packed" and (reason := _why_not_packed(module, device, kernel, cut_over, compute)):
-        kind, reasons = prove_class(config, attention, ways[1:])
-        reasons = {"packed": reason, **reasons}
 
     ranks = None
     if group is not None:
@@ -339,77 +320,3 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
                         f"{error:.0e}"
                     )
     return ""
-
-
-def _why_not_packed(
-    module: Any,
-    device: torch.device,
-    kernel: VarlenKernel | None,
-    cut_over: dist.ProcessGroup | None = None,
-    compute: Compute | None = None,
-) -> str:
-    """What is wrong with two short packed rows on the model's own weights."""
-    compute = compute or (lambda _, alone: alone())
-    columns, reads = _short_rows(module)
-    found: list[Tensor | None] = []
-    refusal = ""
-    ways = (packed_feed, packed_rows(module, kernel)), (padded_feed, nullcontext())
-    for make, attending in ways:
-        try:
-            feed = make(columns, reads, device)
-            with attending:
-                found.append(compute(feed, functools.partial(_before_scalar_head, module, feed)))
-        except MODEL_ERRORS as error:
-            refusal = f"it refuses a packed row: {error}"
-    if refusal and cut_over is None:
-        return refusal
-
-    off, limit = (torch.inf if refusal else 0.0), 0.0
-    packed, padded = found if len(found) == 2 else (None, None)
-    if packed is not None and padded is not None:
-        off, limit = relative_error(packed, padded), rounding(module, packed.dtype)
-    numbers = torch.tensor([off, limit], dtype=torch.float64, device=device)
-    off, limit = all_reduce(numbers, cut_over, dist.ReduceOp.MAX).tolist()
-    if off <= limit:
-        return ""
-    return refusal or f"relative error {off:.1e} over a limit of {limit:.0e}"
-
-
-def rounding(module: Any, dtype: torch.dtype) -> float:
-    """Relative error up to which two right passes of this type agree on the model's own weights.
-
-    In 16 bits it grows as a walk of as many steps as there are layers: random Llamas of 2, 32 and
-    128 layers are off by 0.8, 4 and 7 %, those whose rows see each other by 50 % and more.
-    """
-    if dtype == torch.float32 and not is_quantized(module):
-        return 1e-4
-    num_layers = getattr(module.config.get_text_config(), "num_hidden_layers", 1)
-    return min(3 * torch.finfo(torch.bfloat16).eps * math.sqrt(num_layers), 0.3)
-
-
-def _short_rows(module: Any) -> tuple[RowColumns, Ragged]:
-    vocabulary = body_of(module).get_input_embeddings().num_embeddings
-    positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
-    tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
-    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
-    return columns, positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
-
-
-def short_pass(module: Any, row_passes: RowPasses, device: torch.device) -> Tensor:
-    """What the module says of two short rows, by which ways to compute it are compared."""
-    columns, reads = _short_rows(module)
-    return _before_scalar_head(module, row_passes.feed(columns, reads, device))
-
-
-@torch.no_grad()
-def _before_scalar_head(module: Any, feed: Feed) -> Tensor:
-    """Logits at every position; under a scalar head, which may be all zeros, the hidden states."""
-    if not isinstance(module, ScalarHeadModel):
-        return read(module, feed)
-    states: list[Tensor] = []
-    hook = module.score.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    try:
-        read(module, feed)
-    finally:
-        hook.remove()
-    return states[0][0] if feed.packed else states[0][feed.reads]

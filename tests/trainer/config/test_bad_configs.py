@@ -115,25 +115,6 @@ SETTINGS = [
         "data.max_response_length=600",
         ["16 + data.max_response_length=600 = 616 tokens", "512 positions", "by 104"],
     ),
-    (
-        "trainer.n_gpus_per_node=2 actor_rollout_ref.actor.strategy=shard_grad_op "
-        "actor_rollout_ref.actor.parallel.pp=2 "
-        "actor_rollout_ref.actor.parallel.pp_schedule=interleaved",
-        [
-            "actor_rollout_ref.actor.parallel.pp_schedule=interleaved with strategy=shard_grad_op",
-            "out of the norm and of clipping",
-            "Set actor_rollout_ref.actor.parallel.pp_schedule=1f1b, or strategy=fsdp",
-        ],
-    ),
-    (
-        "trainer.n_gpus_per_node=4 critic.parallel.ep=2 critic.parallel.pp=2 "
-        "critic.parallel.pp_schedule=interleaved",
-        [
-            "critic.parallel.pp_schedule=interleaved with critic.parallel.ep=2",
-            "does not update the experts",
-            "Set critic.parallel.pp_schedule=1f1b, or critic.parallel.ep=1",
-        ],
-    ),
     ("data.train_files=", ["data.train_files is empty"]),
     (
         "data.train_files=nowhere.parquet",

@@ -26,7 +26,7 @@ from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model,
 from workers.models.state import own_part
 from workers.parallel import kept_parts, sharding
 from workers.roles.actor import ActorWorker
-from workers.training import engine as engine_module
+from workers.training import model as model_module
 from workers.training.engine import INPUTS
 from workers.training.microbatch import RowColumns, Rows
 
@@ -66,7 +66,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
     """An actor that computes as on a GPU, without oneDNN's linear layers."""
-    monkeypatch.setattr(engine_module, "cpu_kernels", nullcontext)
+    monkeypatch.setattr(model_module, "cpu_kernels", nullcontext)
     actor = ActorWorker(tiny_config(small))
     actor.init_model(1)
     return actor
@@ -156,7 +156,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
     engine, shapes = worker.engine, shapes_of(small / "model")
     with engine.running():
         kept, log_probs = kept_by(
-            lambda: engine.outputs(columns())["log_probs"].values, engine.parameters()
+            lambda: engine.passes.outputs(columns())["log_probs"].values, engine.parameters()
         )
         log_probs.sum().backward()
     tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE
@@ -177,7 +177,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
 
 def held_by_a_rank(small: Path) -> tuple[int, int]:
     """Bytes of the weights, and of what a pass keeps, where two ranks cut the matrices."""
-    engine_module.cpu_kernels = lambda _: nullcontext()
+    model_module.cpu_kernels = lambda _: nullcontext()
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
     own: Any = [own_part(weight) for weight in actor.engine.parameters()]
@@ -191,7 +191,7 @@ def held_by_a_rank(small: Path) -> tuple[int, int]:
 
         patch.setattr(kept_parts, "_Part", part)
         patch.setattr(kept_parts, "LEAST_BYTES", 2**10)
-        kept, _ = kept_by(lambda: actor.engine.outputs(columns())["log_probs"].values, own)
+        kept, _ = kept_by(lambda: actor.engine.passes.outputs(columns())["log_probs"].values, own)
     assert parts
     return sum(weight.nbytes for weight in own), kept + sum(part.own.nbytes for part in parts)
 

@@ -16,8 +16,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.parallel.test_fsdp import Collectives
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError
-from workers.config import FrozenFSDPConfig, FSDPConfig, ParallelConfig
+from workers.config import FSDPConfig
 from workers.parallel import sharding
 from workers.parallel.sharding import Sharding, settle
 from workers.roles.actor import ActorWorker
@@ -151,27 +150,6 @@ def test_offload_is_a_word_behind_a_strategy() -> None:
     assert settle("shard_grad_op+offload", config) == Sharding("shard_grad_op", -1, True, True)
     assert settle("fsdp+offload", config) == settle("fsdp_offload", config)
     assert settle("shard_grad_op", config) == Sharding("shard_grad_op", -1, False, False)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ep", "words"),
-    [
-        ("shard_grad_op", 1, "strategy=shard_grad_op leaves half of a rank's gradients out"),
-        ("shard_grad_op+offload", 1, "strategy=shard_grad_op leaves half of a rank's gradients"),
-        ("fsdp", 2, "parallel.ep=2 does not update the experts of every stage"),
-    ],
-)
-def test_interleaved_stages_that_train_wrongly_are_rejected(
-    strategy: str, ep: int, words: str
-) -> None:
-    def settled(schedule: str, fsdp: Any) -> Sharding:
-        parallel = ParallelConfig(pp=2, ep=ep, pp_schedule=schedule)
-        return settle(strategy, fsdp, parallel, "model.fsdp_config")
-
-    with pytest.raises(ConfigError, match=words):
-        settled("interleaved", FSDPConfig())
-    assert settled("1f1b", FSDPConfig()).ep == ep
-    assert settled("interleaved", FrozenFSDPConfig()).ep == ep  # without gradients
 
 
 def order_of_gathers(tiny_dir: Path) -> list[str]:

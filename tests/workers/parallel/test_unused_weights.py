@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
 from workers.parallel.dims import ParallelDims
-from workers.parallel.fsdp import add_up_gradients, begin_pass, shard
+from workers.parallel.fsdp import add_up_gradients, begin_pass, full_tensor, shard
 from workers.parallel.groups import Groups
-from workers.training.engine import full_tensor
 
 
 class Experts(nn.Module):

@@ -48,7 +48,7 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     data = batch_with_more()
     rows = Rows.take(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
-        totals: dict[str, torch.Tensor] = worker.engine._run_passes(
+        totals: dict[str, torch.Tensor] = worker.engine.passes.train(
             mini_batch(rows, 0, 1, None), Budget(rows=3), loss_of(worker, data)
         )
     return totals

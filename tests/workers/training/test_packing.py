@@ -14,7 +14,6 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import empty_model
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training import attention
 from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, Rows
@@ -25,7 +24,6 @@ from workers.training.packing import (
     padded_feed,
     response_reads,
 )
-from workers.training.row_proof import prove_rows
 
 CPU = torch.device("cpu")
 
@@ -138,23 +136,6 @@ def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
 
     said = "model type bloom is not computed right from packed rows"
     assert len([record for record in caplog.records if said in record.message]) == 1
-
-
-def test_a_model_that_mixes_packed_rows_is_found_out(
-    one_layer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actor = started(ActorWorker, tiny_config(one_layer_dir), 1)
-    assert prove_rows(actor.engine.module, CPU, may_pack=True).kind == "packed"
-    monkeypatch.setattr(
-        attention.RowLayout,
-        "__init__",
-        lambda self, lengths, device: one_row(self, lengths, device),
-    )
-    assert prove_rows(actor.engine.module, CPU, may_pack=True).kind == "padded"
-
-
-def one_row(layout: Any, lengths: list[int], device: torch.device) -> None:
-    layout.rectangles = [attention._rectangle([sum(lengths)], device)]
 
 
 @pytest.mark.parametrize("in_mask", [False, True])

@@ -22,7 +22,7 @@ from workers.models.load import load_model
 from workers.roles.rows import RowWorker
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Columns, MiniBatch
-from workers.training.pairs import PairEngine, PairScoreEngine
+from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.row_proof import RowPasses
 
 PAIRS = 5
@@ -31,7 +31,8 @@ PAIRS = 5
 class LikelierWorker(RowWorker):
     """Makes the chosen response likelier than the rejected one."""
 
-    engine_class = PairEngine
+    def reading(self) -> Reading:
+        return Pairs(Reading())
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
@@ -45,8 +46,10 @@ class LikelierWorker(RowWorker):
 class HigherWorker(LikelierWorker):
     """Scores the chosen row above the rejected one."""
 
-    engine_class = PairScoreEngine
     head = "scalar"
+
+    def reading(self) -> Reading:
+        return Pairs(RowScores())
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
@@ -127,8 +130,8 @@ def test_a_score_is_read_at_real_tokens_alone(score_at: str, one_layer_dir: Path
     batch = pairs()
     role = worker_of(HigherWorker, one_layer_dir)
     torch.nn.init.normal_(role.engine.module.score.weight)
-    role.engine.score_at = score_at
-    scores = role.engine.score_rows(batch, role.budget)
+    role.engine.reading.of_rows.score_at = score_at
+    scores = role.engine.forward_rows(batch, role.budget)["scores"]
     assert scores.shape == (PAIRS, 2)
 
     body, head = role.engine.module.body, role.engine.module.score

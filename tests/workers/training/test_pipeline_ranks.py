@@ -55,6 +55,13 @@ FOUR: dict[str, dict[str, Any]] = {
     "layers apart": {"rows": 1, "one_unit": 0},
     "gathered once": {"rows": 2, "one_unit": 0, "strategy": "shard_grad_op"},
     "interleaved": {"rows": 1, "one_unit": 0, "pp_schedule": "interleaved"},
+    "interleaved, gathered once": {
+        "rows": 1,
+        "one_unit": 0,
+        "pp_schedule": "interleaved",
+        "strategy": "shard_grad_op",
+    },
+    "interleaved experts": {"rows": 1, "ep": 2, "pp_schedule": "interleaved"},
     "whole weights": {"rows": 2, "strategy": "ddp"},
     "sequences, too": {"rows": 2, "sp": 2},
     "matrices, too": {"rows": 2, "tp": 2, "layers": 3},
@@ -62,7 +69,12 @@ FOUR: dict[str, dict[str, Any]] = {
     "lora": {"rows": 2, **LORA},
 }
 QUICK = [("gemma-2", "interleaved"), ("deepseek-v3", "three micro-batches"), ("qwen3", "lora")]
-QUICK_FOUR = [("qwen3-moe", "experts, too"), ("qwen3", "matrices, too")]
+QUICK_FOUR = [
+    ("qwen3-moe", "experts, too"),
+    ("qwen3", "matrices, too"),
+    ("qwen3", "interleaved, gathered once"),
+    ("mixtral", "interleaved experts"),
+]
 EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
 AXES = ("pp", "pp_schedule", "sp", "tp", "ep", "shard")
 
@@ -144,7 +156,7 @@ def cells(changes: dict[str, dict[str, Any]], quick: list[tuple[str, str]]) -> l
     found = []
     for family in CUT:
         for change in changes:
-            if change == "experts, too" and family not in EXPERTS:
+            if "ep" in changes[change] and family not in EXPERTS:
                 continue
             if change == "matrices, too" and family == "gpt-oss":
                 continue  # which has no plan

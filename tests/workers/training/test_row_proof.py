@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from workers.models.rotary import factor_border
 from workers.models.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import row_proof
-from workers.training.attention import RowLayout
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.lm_head import Wanted
 from workers.training.loss import Loss
@@ -241,7 +239,7 @@ def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
 ) -> None:
     folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
     engine = started(ActorWorker, tiny_config(folder), 1).engine
-    cuts = engine._cut(Rows.take(data, INPUTS).columns, Budget(tokens=10_000))
+    cuts = engine.passes.cut(Rows.take(data, INPUTS).columns, Budget(tokens=10_000))
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
@@ -253,8 +251,8 @@ def test_passes_whose_attention_grows_with_their_square_are_short(
     config.actor_rollout_ref.model.attn_implementation = "eager"
     engine = started(ActorWorker, config, 1).engine
     columns = Rows.take(make_batch(9), INPUTS).columns
-    tokens = engine.row_passes.lengths(engine.reads(columns))
-    cuts = engine._cut(columns, Budget(tokens=10_000))
+    tokens = engine.row_passes.lengths(engine.reading.reads(columns))
+    cuts = engine.passes.cut(columns, Budget(tokens=10_000))
     assert engine.packs
     assert len(cuts) > 1
     assert max(sum(tokens[row] for row in rows) for rows in cuts) <= 20
@@ -299,7 +297,7 @@ def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     proof._found.cache_clear()
     data = make_batch(4)
-    cuts = engine._cut(Rows.take(data, INPUTS).columns, Budget(rows=4))
+    cuts = engine.passes.cut(Rows.take(data, INPUTS).columns, Budget(rows=4))
     assert engine.row_passes.kind == "single"
     assert sorted(cuts) == [[0], [1], [2], [3]]
 
@@ -334,39 +332,3 @@ def test_a_stand_in_keeps_each_kind_of_layer_and_is_past_every_limit() -> None:
     assert factor_border(phi) == 4096
     assert factor_border(stand_in(phi, "sdpa").config) == 16
     assert prove_class(phi, "sdpa", ("packed",)) == ("packed", {})
-
-
-def test_a_deep_model_in_16_bits_packs_its_rows_and_one_whose_rows_see_each_other_does_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{**SMALL, "num_hidden_layers": 64, "hidden_size": 128}, initializer_range=0.12
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    model = model.to(torch.bfloat16).eval()
-    cpu = torch.device("cpu")
-    assert row_proof.prove_rows(model, cpu, may_pack=True).kind == "packed"
-
-    own = row_proof.packed_feed
-
-    def without_bounds(*args: Any, **kwargs: Any) -> Any:
-        feed = own(*args, **kwargs)
-        feed.inputs["row_layout"] = RowLayout([12], cpu)
-        return feed
-
-    monkeypatch.setattr(row_proof, "packed_feed", without_bounds)  # its class is proven already
-    with caplog.at_level(logging.WARNING):
-        assert row_proof.prove_rows(model, cpu, may_pack=True).kind == "padded"
-    assert "over a limit of 2e-01" in caplog.text
-
-
-def test_what_rounding_may_do_grows_with_the_root_of_the_depth_in_16_bits_alone() -> None:
-    models = []
-    for num_layers in (4, 64, 1000):
-        config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": num_layers})
-        models.append(SimpleNamespace(config=config, parameters=list, modules=list))
-    limits = [row_proof.rounding(model, torch.bfloat16) for model in models]
-    assert limits[1] == 4 * limits[0]
-    assert limits[2] == 0.3
-    assert row_proof.rounding(models[1], torch.float32) == 1e-4

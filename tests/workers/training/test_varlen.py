@@ -24,7 +24,7 @@ from tests.workers.varlen_kernels import (
 )
 from workers.models import attention as model_attention
 from workers.roles.actor import ActorWorker
-from workers.training import engine, varlen
+from workers.training import build, varlen
 from workers.training.attention import RowLayout, VarlenKernel, describe, packed_attention
 from workers.training.varlen import find_kernel, through_flash_attn, through_torch
 
@@ -323,7 +323,7 @@ def test_a_model_trains_by_a_kernel_as_without(
 
     kernel = VarlenKernel("flash-attn", through_flash_attn(function), FLOAT32, has_softcap=True)
     for own in (kernel, None):
-        monkeypatch.setattr(engine, "find_kernel", lambda *_, own=own: (own, ""))
+        monkeypatch.setattr(build, "find_kernel", lambda *_, own=own: (own, ""))
         actor = started(ActorWorker, tiny_config(tmp_path, entropy_coeff=0.01), 1)
         assert actor.engine.packs
         log_probs = actor.compute_log_prob(make_batch(6))[0].batch["old_log_probs"]

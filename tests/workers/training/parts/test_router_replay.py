@@ -19,8 +19,10 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, MissingColumnError
 from workers.config import OptimConfig
+from workers.models.routing import Routers
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
+from workers.training.parts.router_replay import RouterReplay
 
 NUM_ROWS = 7
 FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
@@ -42,12 +44,19 @@ def actor_of(folder: Path, mode: str = "R3", **change: Any) -> ActorWorker:
     return started(ActorWorker, config, 10)
 
 
+def routers_of(actor: ActorWorker) -> Routers:
+    """The routers of the actor's model."""
+    part = actor.engine.part(RouterReplay)
+    assert part is not None
+    return part.routers
+
+
 def own_choices(actor: ActorWorker) -> list[Tensor]:
     """What the actor's routers choose for every row by itself."""
     batch, module = make_batch(NUM_ROWS).batch, actor.engine.module
     rows = []
     for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        with torch.no_grad(), actor.engine.routers.noting() as noted:
+        with torch.no_grad(), routers_of(actor).noting() as noted:
             module(input_ids=tokens[mask][None], use_cache=False)
             rows.append(noted.take())
     return rows
@@ -65,7 +74,7 @@ def with_column(batch: DataProto, rows: list[Tensor]) -> DataProto:
 def any_choices(actor: ActorWorker, seed: int = 0) -> list[Tensor]:
     """Different experts for each token and layer, by chance."""
     generator = torch.Generator().manual_seed(seed)
-    routers = actor.engine.routers
+    routers = routers_of(actor)
     layers, num_chosen = routers.shape
     lengths = make_batch(NUM_ROWS).batch["attention_mask"].sum(dim=1).tolist()
     rows = []
@@ -105,7 +114,7 @@ def test_experts_get_the_tokens_that_the_column_sends_to_them(
     batch = with_column(make_batch(NUM_ROWS), rows)
     own = with_column(make_batch(NUM_ROWS), own_choices(actor))
     actor.config.ppo_micro_batch_size_per_gpu = 1
-    with actor.engine.routers.noting() as noted:
+    with routers_of(actor).noting() as noted:
         replayed = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
         given = noted.take()
     # the last token is not read; rows come in an order of their own

@@ -18,7 +18,7 @@ from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Columns, MiniBatch, Rows, mini_batch
-from workers.training.router_loss import check_routers, load_balancing_loss
+from workers.training.parts.load_balancing import check_routers, load_balancing_loss
 
 NUM_EXPERTS, NUM_CHOSEN = 4, 2
 SIZES = {

@@ -10,47 +10,46 @@ neither the cut nor the number of ranks changes the loss.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from verl_like.batch.ragged import Column
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
-from workers.models.precision import computing_in
-from workers.training.engine import TrainEngine
-from workers.training.loss import Loss, LossFn
-from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce, passes
+from workers.training.loss import Loss
+from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce
+from workers.training.model import Model, Part
 from workers.training.packing import Feed
 
 if TYPE_CHECKING:
-    from verl_like.process.worker import Worker
     from workers.config import ParallelConfig
+    from workers.parallel.groups import Groups
+    from workers.training.passes import Passes
 
 
-class BalancedEngine(TrainEngine):
-    """A training engine whose loss has the routers' load-balancing loss in it."""
+class LoadBalancing(Part):
+    """Adds the routers' load-balancing loss to the loss of a mini-batch."""
 
-    def __init__(self, *args: Any, router_aux_loss_coef: float, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.router_aux_loss_coef = router_aux_loss_coef
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
         self.router_logits: list[Tensor] = []
         """[real tokens, experts] of every layer, of the pass that was run last."""
-        self.fed: Feed | None = None
+        self.feed: Feed | None = None
         """What went into that pass."""
 
-    def build(self, worker: Worker, total_steps: int = 0) -> None:
-        """Load the model, and listen to its routers."""
-        _refuse_interleaved(self.sharding.pp, self.sharding.pp_schedule)
-        super().build(worker, total_steps)
-        if not hasattr(self.module, "router_aux_loss_coef"):
-            raise ConfigError(no_routers(self.module.config.model_type))
-        self.num_chosen: int = self.module.num_experts_per_tok
-        body = body_of(self.module)
+    def check(self, model: Model) -> None:
+        """Reject stages whose routers are not heard."""
+        _refuse_interleaved(model.sharding.pp, model.sharding.pp_schedule)
+
+    def finish(self, model: Model) -> None:
+        """Listen to the routers."""
+        if not hasattr(model.module, "router_aux_loss_coef"):
+            raise ConfigError(no_routers(model.module.config.model_type))
+        self.num_chosen: int = model.module.num_experts_per_tok
+        body = body_of(model.module)
         body.register_forward_pre_hook(_ask_routers, with_kwargs=True)
         body.register_forward_hook(self._note_routers)
 
@@ -58,64 +57,41 @@ class BalancedEngine(TrainEngine):
         if output.router_logits is None:  # the head in chunks runs without the body
             return
         self.router_logits = [logits.flatten(0, -2).float() for logits in output.router_logits]
-        if self.fed is not None and self.fed.is_real is not None:
-            self.router_logits = [logits[self.fed.is_real] for logits in self.router_logits]
+        if self.feed is not None and self.feed.is_real is not None:
+            self.router_logits = [logits[self.feed.is_real] for logits in self.router_logits]
 
-    def feed(self, columns: RowColumns) -> Feed:
-        """The arguments of one pass, which are noted."""
-        self.fed, self.router_logits = super().feed(columns), []
-        return self.fed
+    def fed(self, feed: Feed) -> None:
+        """Note the arguments of a pass."""
+        self.feed, self.router_logits = feed, []
 
-    def forward_backward(
-        self,
-        batch: MiniBatch,
-        budget: Budget,
-        loss: Loss,
-        pieces: dict[str, list[Column]] | None = None,
-    ) -> dict[str, float]:
-        """Add the gradients of the load-balancing loss, too; it is the metric `router_aux_loss`.
+    def added_to(self, loss: Loss, passes: Passes, batch: MiniBatch, budget: Budget) -> Balanced:
+        """Count the choices of a mini-batch, and return its loss with this one added."""
+        return Balanced(self, loss, self.count_choices(passes, batch, budget))
 
-        A loss of the kind that trains no policy (PTX) stays as it is.
-        """
-        if not loss.is_balanced:
-            return super().forward_backward(batch, budget, loss, pieces)
-        balanced = _Balanced(self, loss.compute, self.count_choices(batch, budget))
-        loss = replace(loss, compute=balanced)
-        metrics = super().forward_backward(batch, budget, loss, pieces)
-        auxiliary = all_reduce(balanced.total, self.groups.batch)
-        return {**metrics, "router_aux_loss": float(auxiliary)}
-
-    @torch.no_grad()
-    def count_choices(self, batch: MiniBatch, budget: Budget) -> Choices:
-        """What all ranks' tokens of the mini-batch chose.
+    def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> Choices:
+        """Count what all ranks' tokens of the mini-batch chose.
 
         A token counts once for every expert that it chose.
         """
-        cuts = self._cut(batch.columns, budget)
-        found = [*passes(batch.columns, cuts, self.groups.data, self.device)]
-        totals: dict[int, Tensor] = {}
-        with computing_in(self.module, self.cast):
-            for action in self.pipeline.actions(len(found), trains=False):
-                columns, num_real, _ = found[action.number]
-                self._forward(action, columns, partial(self._nothing, columns))
-                if self.router_logits:
-                    counted = torch.stack([self._counts(logits) for logits in self.router_logits])
-                    counted = counted if num_real else torch.zeros_like(counted)
-                    known = totals.get(action.chunk)
-                    totals[action.chunk] = counted if known is None else known + counted
+        model = passes.model
+        counts: list[Tensor] = []
 
-        num_layers, num_tokens = 0, 0
-        for counted in totals.values():
-            all_reduce(counted, self.groups.loss)
-            num_layers, num_tokens = num_layers + len(counted), int(counted[0, -1])
-        shares = {chunk: counted[:, :-1] / max(num_tokens, 1) for chunk, counted in totals.items()}
-        of_all = all_reduce(torch.tensor([num_layers], device=self.device), self.groups.pp)
+        def count(num_real: int) -> None:
+            if self.router_logits:
+                counted = torch.stack([self._counts(logits) for logits in self.router_logits])
+                counts.append(counted if num_real else torch.zeros_like(counted))
+
+        def run(columns: RowColumns, _: int) -> None:
+            passes.outputs(columns)
+
+        passes.run(batch.columns, passes.cut(batch.columns, budget), run, count)
+        num_layers, num_tokens, shares = 0, 0, None
+        if counts:
+            total = all_reduce(torch.stack(counts).sum(dim=0), model.groups.loss)
+            num_layers, num_tokens = len(total), int(total[0, -1])
+            shares = total[:, :-1] / max(num_tokens, 1)
+        of_all = all_reduce(torch.tensor([num_layers], device=model.device), model.groups.pp)
         return Choices(shares, num_tokens, int(of_all))
-
-    def _nothing(self, columns: RowColumns) -> list[Tensor]:
-        """A pass of which the routers are all that is asked."""
-        self.outputs(columns)
-        return []
 
     def _counts(self, logits: Tensor) -> Tensor:
         """Tokens that chose each expert of a layer, then all of its tokens."""
@@ -129,45 +105,51 @@ class BalancedEngine(TrainEngine):
 class Choices(NamedTuple):
     """What the tokens of a mini-batch chose, in the layers of this rank."""
 
-    shares: dict[int, Tensor]
-    """By stage of the rank, [layers, experts]: the part of the tokens that chose each expert."""
+    shares: Tensor | None
+    """[layers, experts]: the part of the tokens that chose each expert; None without layers."""
     num_tokens: int
     num_layers: int
     """Of all ranks."""
 
 
-class _Balanced:
-    """A loss, and the load-balancing loss of each pass that was just run beside it."""
+class Balanced:
+    """A loss, and the load-balancing loss of each pass that was just run."""
 
-    def __init__(self, engine: BalancedEngine, loss_fn: LossFn, choices: Choices) -> None:
-        self.engine, self.loss_fn, self.choices = engine, loss_fn, choices
-        self.total = torch.zeros((), device=engine.device)
+    def __init__(self, part: LoadBalancing, loss: Loss, choices: Choices) -> None:
+        self.part, self.plain, self.choices = part, loss, choices
+        self.loss = replace(loss, compute=self.compute, of_stage=self.of_stage)
+        self.total: Tensor | float = 0.0
 
-    def __call__(
+    def compute(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = self.loss_fn(outputs, columns, batch)
+        """Return the micro-batch's share of both losses."""
+        loss, metrics = self.plain.compute(outputs, columns, batch)
         for auxiliary in self._of_pass(bool(columns["response_mask"].any())):
             loss = loss + auxiliary
         return loss, metrics
 
     def of_stage(self, columns: RowColumns) -> list[Tensor]:
-        """What a stage before the last adds to the loss."""
+        """Return what a stage before the last adds to the loss."""
         return self._of_pass(bool((columns["response_mask"].values != 0).any()))
 
     def _of_pass(self, is_real: bool) -> list[Tensor]:
         """That of this rank's layers, none of a dummy's: its token is nobody's."""
-        engine, choices = self.engine, self.choices
-        shares = choices.shares.get(engine.pipeline.running.chunk)
-        if shares is None or not is_real:
+        part, choices = self.part, self.choices
+        if choices.shares is None or not is_real:
             return []
         auxiliary = load_balancing_loss(
-            engine.router_logits, shares, choices.num_tokens, choices.num_layers
+            part.router_logits, choices.shares, choices.num_tokens, choices.num_layers
         )
-        if engine.fed is not None and engine.fed.split is not None:
-            auxiliary = engine.fed.split.add_up(auxiliary)
-        self.total += auxiliary.detach()
-        return [engine.router_aux_loss_coef * auxiliary]
+        if part.feed is not None and part.feed.split is not None:
+            auxiliary = part.feed.split.add_up(auxiliary)
+        self.total = self.total + auxiliary.detach()
+        return [part.coef * auxiliary]
+
+    def metrics(self, groups: Groups, device: torch.device) -> dict[str, float]:
+        """Return `router_aux_loss` of the mini-batch; collective."""
+        total = torch.as_tensor(self.total, dtype=torch.float32, device=device)
+        return {"router_aux_loss": float(all_reduce(total, groups.batch))}
 
 
 def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

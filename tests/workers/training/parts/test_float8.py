@@ -16,8 +16,8 @@ from verl_like.errors import ConfigError
 from workers.models.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.float8 import check_float8, float8_linears
 from workers.training.microbatch import Budget
+from workers.training.parts.float8 import Float8, check_float8, float8_linears
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
@@ -69,7 +69,8 @@ def test_an_actor_computes_in_float8_by_key_all_its_layers_but_the_head(tiny_dir
         own = actor(tiny_dir, fp8_linear=is_rounded)
         log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
         found.append((log_probs, gradients(own, make_batch(8), ACTOR_COLUMNS)))
-        layers = {id(layer) for layer in own.engine.float8_layers}
+        part = own.engine.part(Float8)
+        layers = set() if part is None else {id(layer) for layer in part.layers}
         linears = [part for part in own.engine.module.modules() if type(part) is nn.Linear]
         assert len(layers) == (len(linears) - 1 if is_rounded else 0)
         assert id(own.engine.module.lm_head) not in layers
@@ -88,7 +89,7 @@ def test_compiled_layers_multiply_in_float8_by_the_same_graphs_in_every_call(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     own, counts = actor(tiny_dir, fp8_linear=True, compile="on"), []
-    assert own.engine.compiled is not None
+    assert own.engine.is_compiled
     for rows in (8, 5, 7, 6):
         own.engine.forward_rows(make_batch(rows), Budget(rows=rows))
         counts.append(counters["stats"]["unique_graphs"])

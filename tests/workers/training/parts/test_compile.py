@@ -9,10 +9,12 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
@@ -20,10 +22,10 @@ from verl_like.errors import ConfigError
 from workers.models import attention
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training import compiled
 from workers.training.axes import check_axes
-from workers.training.compiled import why_not_over
 from workers.training.microbatch import Budget
+from workers.training.parts import compile as compile_part
+from workers.training.parts.compile import Compile, rounding, why_not_over
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +66,11 @@ def test_compiled_layers_give_the_numbers_of_others_but_for_rounding(
     tiny_dir: Path, alone: dict[str, Any], checkpointing: bool
 ) -> None:
     own = actor(tiny_dir, "on", enable_gradient_checkpointing=checkpointing)
-    assert own.engine.compiled is not None
+    assert own.engine.is_compiled
     for name, number in numbers(own).items():
         assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
     own.update_actor(make_batch(8))
-    assert not any("forward" in vars(layer) for layer in own.engine.compiled.layers)
+    assert not any("forward" in vars(layer) for layer in own.engine.module.modules())
 
 
 def test_rows_of_other_lengths_make_no_new_graphs(tiny_dir: Path) -> None:
@@ -85,7 +87,7 @@ def test_rows_of_other_lengths_make_no_new_graphs(tiny_dir: Path) -> None:
 
 
 def test_auto_compiles_on_cards_alone(tiny_dir: Path) -> None:
-    assert actor(tiny_dir, "auto").engine.compiled is None
+    assert not actor(tiny_dir, "auto").engine.is_compiled
 
 
 def test_without_a_compiler_auto_runs_on_with_a_word_and_on_is_refused(
@@ -94,16 +96,18 @@ def test_without_a_compiler_auto_runs_on_with_a_word_and_on_is_refused(
     def fails(_: Any) -> Any:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(compiled, "_doubled", fails)
+    monkeypatch.setattr(compile_part, "_doubled", fails)
     monkeypatch.setattr(torch, "compile", lambda function: function)
     with pytest.raises(ConfigError, match="compile=on: No working C.. compiler found; set"):
         actor(tiny_dir, "on")
     own = actor(tiny_dir, "auto")
     attention.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        own.engine._compile(compiled.CompiledLayers(own.engine.module, own.device))
+        part = Compile()
+        part.change(own.engine)
+        part.finish(own.engine)
     assert "are not compiled: No working C++ compiler found" in caplog.text
-    assert own.engine.compiled is None
+    assert not own.engine.is_compiled
     own.update_actor(make_batch(8))
 
 
@@ -126,3 +130,14 @@ def test_layers_with_collectives_inside_are_not_compiled(tiny_dir: Path) -> None
         check_axes(own.module, own.model_config, ParallelDims(tp=2), section)
     assert why_not_over(ParallelDims(shard=4, sp=2)) == ""
     assert why_not_over(ParallelDims(pp=2)).startswith("pp=2")
+
+
+def test_what_rounding_may_do_grows_with_the_root_of_the_depth_in_16_bits_alone() -> None:
+    models = []
+    for num_layers in (4, 64, 1000):
+        config = transformers.LlamaConfig(num_hidden_layers=num_layers)
+        models.append(SimpleNamespace(config=config, parameters=list, modules=list))
+    limits = [rounding(model, torch.bfloat16) for model in models]
+    assert limits[1] == 4 * limits[0]
+    assert limits[2] == 0.3
+    assert rounding(models[1], torch.float32) == 1e-4

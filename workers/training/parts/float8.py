@@ -11,8 +11,8 @@ Rollout engines round nothing, so the trainer's policy is a little other than th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -24,6 +24,7 @@ from verl_like.errors import ConfigError
 from workers.models.proof import relative_error
 from workers.models.quantize import quantizable
 from workers.parallel.dims import ParallelDims
+from workers.training.model import Model, Part
 
 KIND = torch.float8_e4m3fn
 LARGEST = torch.finfo(KIND).max
@@ -88,8 +89,26 @@ def float8_layers(module: nn.Module) -> list[nn.Linear]:
     ]
 
 
+class Float8(Part):
+    """Has linear layers multiply in float8 while passes are run."""
+
+    layers: Sequence[nn.Linear] = ()
+
+    def check(self, model: Model) -> None:
+        """Reject a device or type without such products, and layers that are cut."""
+        check_float8(model.device, model.precision.compute, model.dims)
+
+    def finish(self, model: Model) -> None:
+        """Choose the layers."""
+        self.layers = float8_layers(model.module)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within, the layers multiply in float8; a backward pass, too."""
+        return float8_linears(self.layers)
+
+
 @contextmanager
-def float8_linears(layers: list[nn.Linear]) -> Iterator[None]:
+def float8_linears(layers: Sequence[nn.Linear]) -> Iterator[None]:
     """Within, these layers multiply in float8; a backward pass, too."""
     with ExitStack() as stack:
         for layer in layers:

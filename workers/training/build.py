@@ -1,0 +1,93 @@
+"""How a model is built on its ranks, by an ordered list of steps.
+
+    empty -> parts -> shard -> load -> rows -> parts
+
+The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
+without tensor parallelism, the module is a plain one, so that a rollout engine in the same process
+can read it by reference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.models.attention import head_size, say_once
+from workers.models.causal_lm import empty_model
+from workers.models.load import load_weights
+from workers.models.precision import frozen, precision_of
+from workers.parallel.fsdp import shard
+from workers.parallel.groups import Groups
+from workers.parallel.sharding import dims_of
+from workers.training.attention import describe
+from workers.training.layers import AllLayers
+from workers.training.model import Model
+from workers.training.on_cpu import prepare_cpu_process
+from workers.training.on_gpu import prepare_gpu_process
+from workers.training.parts import parts_of
+from workers.training.row_proof import prove_rows
+from workers.training.varlen import find_kernel
+
+if TYPE_CHECKING:
+    from verl_like.process.worker import Worker
+
+
+def build_model(model: Model, worker: Worker) -> None:
+    """Build the model on the worker's device, step by step."""
+    _join(model, worker)
+    _make_empty(model)
+    for part in model.parts:
+        part.change(model)
+    _shard(model)
+    load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
+    _choose_row_passes(model)
+    for part in model.parts:
+        part.finish(model)
+
+
+def _join(model: Model, worker: Worker) -> None:
+    """Join the process group, and lay the axes over its ranks."""
+    worker.open_process_group()
+    model.device = worker.device
+    if model.device.type == "cpu":
+        prepare_cpu_process()
+    else:
+        prepare_gpu_process()
+    model.dims = dims_of(worker.world_size, model.sharding)
+    model.groups = Groups(model.dims, model.device)
+    model.layers = AllLayers()
+    model.is_sharded = model.groups.loss is not None and model.sharding.strategy != "ddp"
+
+
+def _make_empty(model: Model) -> None:
+    """Make the module without memory for its parameters."""
+    if not model.settings.trains:
+        model.model_config = frozen(model.model_config, model.device.type)
+    model.precision = precision_of(model.model_config, model.device.type)
+    model.parts = parts_of(model)
+    for part in model.parts:
+        part.check(model)
+    model.module = empty_model(model.model_config, model.head, model.device)
+    if not model.settings.trains:
+        model.module.requires_grad_(False)  # what its class freezes, training leaves frozen
+    model.whole_module = model.module
+
+
+def _shard(model: Model) -> None:
+    model.cast = None if model.is_sharded else model.precision.cast  # FSDP casts what it gathers
+    if model.is_sharded:
+        mesh, strategy = model.groups.fsdp_mesh, model.sharding.strategy
+        efsdp_mesh = model.groups.efsdp_mesh if model.dims.ep > 1 else None
+        cast = model.precision.cast
+        model.is_one_unit = shard(model.module, mesh, cast, strategy, efsdp_mesh)
+
+
+def _choose_row_passes(model: Model) -> None:
+    """Decide how rows go through the model, and by which kernel they attend."""
+    config, size = model.model_config, head_size(model.module.config)
+    model.kernel, why_not = find_kernel(
+        config.attn_implementation, model.device, model.precision.compute, size
+    )
+    model.row_passes = prove_rows(
+        model.module, may_pack=config.use_remove_padding, group=model.groups.sp
+    )
+    say_once(describe(model.module, model.packs, model.kernel, why_not))

@@ -1,0 +1,233 @@
+"""A model on its ranks: ready to compute, and whole again on request.
+
+    build_model(model, worker)          # `workers.training.build`
+    with model.running():               # passes belong inside
+        ...
+    for name, tensor in model.named_full_tensors(): ...
+
+The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
+without tensor parallelism, the module is a plain one, so that a rollout engine in the same process
+can read it by reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from verl_like.batch.ragged import Ragged
+from workers.models.causal_lm import Head
+from workers.models.lora import adapter_parts, merged_tensors, split_tensors
+from workers.models.precision import Precision
+from workers.models.state import named_state, persistent_buffers
+from workers.parallel.dims import ParallelDims
+from workers.parallel.fsdp import full_tensor, reshard, tensor_on_first
+from workers.parallel.groups import Groups
+from workers.parallel.offload import HostBlocks, resident
+from workers.parallel.sharding import Sharding
+from workers.training.attention import VarlenKernel, packed_rows
+from workers.training.microbatch import RowColumns
+from workers.training.on_cpu import cpu_kernels
+from workers.training.packing import Feed
+from workers.training.row_proof import RowPasses
+from workers.weights.checksum import checksum_of
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+PartT = TypeVar("PartT", bound="Part")
+Named = Iterator[tuple[str, Tensor]]
+Arrange = Callable[[Iterable[tuple[str, Tensor]]], Named]
+"""Whole tensors by a module's names -> what leaves the engine, by its names."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a model is built from."""
+
+    config: ModelConfig
+    sharding: Sharding
+    head: Head
+    trains: bool
+    quantization: str | None = None
+    replays_routing: bool = False
+    """Whether rows say which experts their tokens go to."""
+    router_aux_loss_coef: float = 0.0
+
+
+class Part:
+    """Something that a model has only if it is asked for; each method does nothing by default.
+
+    for part in parts: part.check(model)        # before there is a module
+    for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
+    ...                                         # the module is sharded and gets its weights
+    for part in parts: part.finish(model)
+    with part.computing(): part.fed(feed)       # around passes, and before each
+    """
+
+    def check(self, model: Model) -> None:
+        """Reject what cannot be, before there is a module."""
+
+    def change(self, model: Model) -> None:
+        """Change the module while it has no weights."""
+
+    def finish(self, model: Model) -> None:
+        """Take note of the module, which has its weights."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within, passes are run."""
+        return nullcontext()
+
+    def fed(self, feed: Feed) -> None:
+        """See the arguments of a forward pass that begins."""
+
+    def sum_gradients(self) -> None:
+        """Add up the gradients that ranks have parts of; once before an optimizer step."""
+
+
+class Model:
+    """One model of one role on this rank; `build_model` fills in what has no value here."""
+
+    device: torch.device
+    dims: ParallelDims
+    groups: Groups
+    precision: Precision
+    module: Any
+    whole_module: Any
+    """All layers, without memory where other ranks have some of them."""
+    is_sharded: bool
+    is_one_unit = False
+    """Whether FSDP2 gathers the whole module at once."""
+    cast: torch.dtype | None = None
+    """What a pass casts the weights to; None where FSDP does, or nothing is cast."""
+    kernel: VarlenKernel | None = None
+    """What packed rows attend by."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        self.model_config, self.sharding = settings.config, settings.sharding
+        self.head: Head = settings.head
+        self.host_blocks = HostBlocks()
+        self.row_passes = RowPasses()
+        self.parts: list[Part] = []
+        self.layers: Any = None
+        """How passes go through the layers of this rank: `workers.training.layers`."""
+        self.words: Any = None
+        """The words that this rank's head gives logits of, where other ranks have others."""
+        self.is_compiled = False
+
+    def part(self, kind: type[PartT]) -> PartT | None:
+        """Return the part of this kind, if the model has it."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds every weight, as a plain tensor."""
+        return self.groups.tp is None and not self.is_sharded and self.groups.pp is None
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows run end to end, without padding."""
+        return self.row_passes.kind == "packed"
+
+    @contextmanager
+    def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Within, the module (and the optimizer's state) is ready to compute on the device.
+
+        Packed rows attend row by row, and on a CPU linear layers go through oneDNN. What forward
+        passes left whole of a sharded module is a shard again in the end.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.resident(optimizer))
+            if self.is_sharded:
+                stack.callback(reshard, self.module)
+            for part in self.parts:
+                stack.enter_context(part.computing())
+            if self.device.type == "cpu" and not self.is_compiled:
+                stack.enter_context(cpu_kernels(self.module))
+            if self.packs:
+                stack.enter_context(packed_rows(self.module, self.kernel, self.is_compiled))
+            yield
+
+    def resident(
+        self, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Within, what rests in host memory is on the device."""
+        return resident(self.module, optimizer, self.sharding, self.device, self.host_blocks)
+
+    def feed(self, columns: RowColumns, reads: Ragged) -> Feed:
+        """Return the arguments of one forward pass; parts of the model see them first."""
+        feed = self.row_passes.feed(columns, reads, self.device)
+        for part in self.parts:
+            part.fed(feed)
+        return feed
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return this rank's shards of what is trained, as the optimizer sees them."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def named_full_tensors(
+        self, on_all_ranks: bool = True, dtype: torch.dtype | None = None, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight by its Hugging Face name, whole, on the device; collective.
+
+        Parameters, in `dtype` or their own, then persistent buffers, always in their own: passes
+        read them so. LoRA is `merged` into the weights that it stands beside, or base and factors
+        come apart, in their own types. Every rank must run this to its end; unless `on_all_ranks`,
+        it is empty on all but rank 0. On one rank these are the live weights: do not write.
+        """
+        return full_tensors(self, on_all_ranks, dtype, merged)
+
+    def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is trained, by the names of this module, whole; collective."""
+        named = self.module.named_parameters()
+        return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
+
+    def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
+        """Return a hash of the full weights, in `dtype`; equal at every sharding; collective."""
+        return full_checksum(self, dtype)
+
+
+def full_tensors(
+    model: Model, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
+) -> Named:
+    """Yield every weight, as `Model.named_full_tensors` says."""
+    kept = {name for name, _ in persistent_buffers(model.module)}
+    if not merged:
+        kept |= adapter_parts(model.module)
+    arranged = merged_tensors if merged else split_tensors
+
+    def arrange(named: Iterable[tuple[str, Tensor]]) -> Named:
+        for name, tensor in arranged(model.module, named):
+            keeps = dtype is None or name in kept or not tensor.is_floating_point()
+            yield name, tensor if keeps else tensor.to(dtype)
+
+    return whole_tensors(model, named_state(model.module), arrange, on_all_ranks)
+
+
+def full_checksum(model: Model, dtype: torch.dtype | None) -> str:
+    """Return a hash of the full weights, cast to `dtype`; equal at every sharding; collective."""
+    return checksum_of(model.named_full_tensors(dtype=dtype))
+
+
+def whole_tensors(
+    model: Model,
+    named: Iterable[tuple[str, Tensor]],
+    arrange: Arrange = iter,
+    on_all_ranks: bool = True,
+) -> Named:
+    """Yield these weights of all stages when they are whole, arranged; collective."""
+    copies, is_first = model.layers.copies, model.groups.is_first_of_stage
+    own = [(name, weight) for name, weight in named if name not in copies]
+    with model.resident():
+        each = (
+            (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first)) for n, w in own
+        )
+        whole = arrange((name, tensor) for name, tensor in each if tensor is not None)
+        shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in own)
+        yield from model.layers.of_all_ranks(whole, arrange(shapes), on_all_ranks)

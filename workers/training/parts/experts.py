@@ -1,0 +1,14 @@
+"""Expert parallelism (`parallel.ep`): ranks keep some experts each, and tokens travel to them."""
+
+from __future__ import annotations
+
+from workers.parallel.experts import spread_experts
+from workers.training.model import Model, Part
+
+
+class SpreadExperts(Part):
+    """Keeps this rank's experts of every layer."""
+
+    def change(self, model: Model) -> None:
+        """Spread the experts over the ranks."""
+        spread_experts(model.module, model.groups.ep_mesh)

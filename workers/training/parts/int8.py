@@ -1,0 +1,14 @@
+"""Linear weights in int8 (`quantization=int8`), which no rank ever holds in float32."""
+
+from __future__ import annotations
+
+from workers.models.quantize import quantize_linears
+from workers.training.model import Model, Part
+
+
+class Int8(Part):
+    """Quantises each weight as it is loaded."""
+
+    def change(self, model: Model) -> None:
+        """Make room for int8 weights."""
+        quantize_linears(model.module, model.device)

@@ -1,0 +1,193 @@
+"""Pipeline parallelism (`parallel.pp`): a rank has the layers of some stages.
+
+`StagePlan` divides the layers while the module is whole, `KeepStages` leaves this rank's layers in
+it. From then on passes go through `PipelineLayers`, in the order of the schedule
+(`workers.parallel.pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from workers.models.causal_lm import body_of, recomputes
+from workers.models.memory_shapes import meta_model
+from workers.parallel.fsdp import note_all_units
+from workers.parallel.pipeline import Pipeline, exchanged_sum, num_chunks, stage_by_stage
+from workers.parallel.placements import local_part
+from workers.parallel.stages import Stages
+from workers.training.layers import MicroBatches, Named
+from workers.training.loss import Loss
+from workers.training.microbatch import RowColumns
+from workers.training.model import Model, Part
+from workers.training.packing import model_inputs
+from workers.training.parts.stage_check import check_stages
+from workers.training.parts.tensor import CutMatrices
+
+if TYPE_CHECKING:
+    from workers.training.passes import Passes
+
+Work = Callable[[], list[Tensor]]
+
+
+class StagePlan(Part):
+    """Divides the layers into stages, by their memory."""
+
+    ranges: list[range]
+
+    def change(self, model: Model) -> None:
+        """Choose the layers of every stage."""
+        attention = body_of(model.module).config.get_text_config()._attn_implementation
+        self.ranges = check_stages(
+            model.module,
+            attention,
+            pp=model.dims.pp,
+            schedule=model.sharding.pp_schedule,
+            ep=model.dims.ep,
+            section="parallel",
+        )
+
+
+class KeepStages(Part):
+    """Leaves the layers of this rank's stages in the module."""
+
+    def change(self, model: Model) -> None:
+        """Take the other layers out; collective over all ranks."""
+        config, plan, cut = model.model_config, model.part(StagePlan), model.part(CutMatrices)
+        assert plan is not None, "the stages are planned before"
+        assert model.groups.pp is not None, "there are stages where ranks share layers"
+        own = config if model.settings.trains else replace(config, lora_rank=0)
+        model.whole_module = meta_model(own, model.head)
+        stages, schedule = Stages(model.module, plan.ranges), model.sharding.pp_schedule
+        stages.keep(range(model.groups.pp.rank(), len(plan.ranges), model.dims.pp))
+        if cut is not None:
+            cut.cut.keep_here(model.module)
+        pipeline = Pipeline(
+            stages,
+            model.groups.pp,
+            schedule,
+            links=model.groups.links(2 * num_chunks(schedule)),
+            dtype=model.precision.compute,
+            device=model.device,
+        )
+        model.layers = PipelineLayers(model, pipeline)
+
+    def finish(self, model: Model) -> None:
+        """Have FSDP see the units of all stages of this rank."""
+        if model.is_sharded:
+            note_all_units(model.module)
+
+
+class PipelineLayers:
+    """A rank with some of the layers; its methods are those of `AllLayers`."""
+
+    def __init__(self, model: Model, pipeline: Pipeline) -> None:
+        self.model, self.pipeline = model, pipeline
+        can_recompute = getattr(model.module, "supports_gradient_checkpointing", True)
+        again = recomputes(model.model_config, model.device.type, can_recompute)
+        self.runs_again = again and model.settings.replays_routing
+        """Whether a backward pass runs layers again, with experts that the rows choose."""
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last layer."""
+        return self.pipeline.has_last
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of the weights here that count on another rank: embeddings that are the head."""
+        tied = self.pipeline.stages.tied_to
+        return frozenset() if tied is None or not self.has_last else frozenset((tied,))
+
+    def forward(
+        self,
+        passes: Passes,
+        micro_batches: MicroBatches,
+        compute: Callable[[RowColumns, int], object],
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run forward passes; the last stage computes, others send states on."""
+        for action in self.pipeline.actions(len(micro_batches), trains=False):
+            columns, num_real = micro_batches[action.number]
+            work: Work = partial(self._states, passes, columns)
+            if self.pipeline.is_last(action):
+                work = partial(_outputs, compute, columns, num_real)
+            self.pipeline.forward(action, work, partial(self._shapes, passes, columns))
+            if after is not None:
+                after(num_real)
+
+    def train(
+        self,
+        passes: Passes,
+        micro_batches: MicroBatches,
+        compute: Callable[[RowColumns, int], Tensor],
+        loss: Loss,
+    ) -> None:
+        """Run forward and backward passes in the order of the schedule."""
+        num_left = len(micro_batches) * num_chunks(self.pipeline.kind)
+        for action in self.pipeline.actions(len(micro_batches)):
+            columns, num_real = micro_batches[action.number]
+            if not action.is_forward:
+                num_left -= 1
+                if self.runs_again:
+                    passes.feeds(columns)
+                waits = len(self.pipeline.waiting) > 1
+                passes.begin_backward(is_last=num_left == 0, waits=waits)
+                self.pipeline.backward(action)
+                continue
+            work: Work = partial(self._states, passes, columns, loss)
+            if self.pipeline.is_last(action):
+                work = partial(_losses, compute, columns, num_real)
+            self.pipeline.forward(action, work, partial(self._shapes, passes, columns))
+
+    def _states(
+        self, passes: Passes, columns: RowColumns, loss: Loss | None = None
+    ) -> list[Tensor]:
+        """States for the next stage, and what this stage adds to the loss."""
+        module = self.model.module
+        states = [module(**model_inputs(module, feed)) for feed in passes.feeds(columns)]
+        if loss is not None and loss.of_stage is not None:
+            states += loss.of_stage(columns)
+        return states
+
+    def _shapes(self, passes: Passes, columns: RowColumns) -> list[tuple[int, ...]]:
+        """The shapes of the states that the stage before sends."""
+        width = self.model.module.config.get_text_config().hidden_size
+        feeds = passes.feeds(columns)
+        return [(*feed.inputs["input_ids"].shape, width) for feed in feeds]
+
+    def from_last(self, result: Any) -> Any:
+        """Return the result of the rank with the last layer, on all ranks."""
+        return self.pipeline.from_last(result)
+
+    def sum_tied_gradients(self) -> None:
+        """Add up the gradient of a weight that is embeddings in one stage and head in another."""
+        name, line = self.pipeline.stages.tied_to, self.pipeline.line
+        if name is None or not (weight := self.model.module.get_parameter(name)).requires_grad:
+            return
+        own = local_part(weight.grad)
+        own.copy_(exchanged_sum(own, line))
+
+    def of_all_ranks(self, own: Named, shapes: Named, on_all_ranks: bool) -> Named:
+        """Yield the tensors of all stages; `shapes` are those of the rank's own."""
+        facts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
+        is_first, line = self.model.groups.is_first_of_stage, self.pipeline.line
+        return stage_by_stage(line, facts, own, on_all_ranks, is_first, self.model.device)
+
+
+def _outputs(
+    compute: Callable[[RowColumns, int], object], columns: RowColumns, num_real: int
+) -> list[Tensor]:
+    """Compute outputs, of which nothing is sent on."""
+    compute(columns, num_real)
+    return []
+
+
+def _losses(
+    compute: Callable[[RowColumns, int], Tensor], columns: RowColumns, num_real: int
+) -> list[Tensor]:
+    return [compute(columns, num_real)]

@@ -1,0 +1,147 @@
+"""Forward and backward passes of a model over the micro-batches of a batch.
+
+passes = Passes(model, reading)
+columns = passes.forward(rows, budget, wanted)      # within `model.running()`
+shares = passes.train(mini_batch, budget, loss)     # gradients add up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl_like.batch.ragged import Column, rectangle_of
+from workers.models.precision import computing_in
+from workers.models.routing import COLUMN as ROUTED
+from workers.parallel.fsdp import begin_pass
+from workers.parallel.page_lock import to_device
+from workers.training import microbatch
+from workers.training.lm_head import DEFAULT, Wanted
+from workers.training.loss import Loss
+from workers.training.microbatch import Budget, MiniBatch, RowColumns, Rows, detached, spread
+from workers.training.packing import Feed
+from workers.training.readings import Reading
+
+if TYPE_CHECKING:
+    from workers.training.model import Model
+
+Cuts = list[list[int]]
+"""The rows of every micro-batch."""
+Pieces = dict[str, list[Column]]
+"""Name -> a column of outputs for each micro-batch."""
+
+
+class Passes:
+    """Cuts rows into micro-batches and runs them through the model."""
+
+    def __init__(self, model: Model, reading: Reading) -> None:
+        self.model, self.reading = model, reading
+
+    def forward(self, rows: Rows, budget: Budget, wanted: Wanted = DEFAULT) -> RowColumns:
+        """Return the outputs for every row, without gradients."""
+        pieces: Pieces = {}
+
+        def compute(columns: RowColumns, num_real: int) -> None:
+            for name, column in self.outputs(columns, wanted).items():
+                pieces.setdefault(name, []).append(column[:num_real])
+
+        cuts = self.cut(rows.columns, budget)
+        self.run(rows.columns, cuts, compute)
+        return self.restored(rows, pieces, cuts)
+
+    def restored(self, rows: Rows, pieces: Pieces, cuts: Cuts) -> RowColumns:
+        """Return the outputs of micro-batches in the order of the rows."""
+        columns = {name: rows.restore(column, cuts) for name, column in pieces.items()}
+        of_all: RowColumns = self.model.layers.from_last(columns)
+        return of_all
+
+    @torch.no_grad()
+    def run(
+        self,
+        columns: RowColumns,
+        cuts: Cuts,
+        compute: Callable[[RowColumns, int], object],
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run forward passes without gradients, as `AllLayers.forward` does."""
+        micro_batches = self._micro_batches(columns, cuts)
+        with computing_in(self.model.module, self.model.cast):
+            self.model.layers.forward(self, micro_batches, compute, after)
+
+    def train(
+        self, batch: MiniBatch, budget: Budget, loss: Loss, pieces: Pieces | None = None
+    ) -> dict[str, Tensor]:
+        """Run forward and backward passes; return this rank's shares of the metrics.
+
+        The outputs of the passes are appended to `pieces`.
+        """
+        totals: dict[str, Tensor] = {}
+
+        def compute(columns: RowColumns, num_real: int) -> Tensor:
+            outputs = self.outputs(columns, loss.wanted)
+            if pieces is not None:
+                for name, column in outputs.items():
+                    pieces.setdefault(name, []).append(detached(column[:num_real]))
+            # losses are formulas of rectangles
+            said = {name: rectangle_of(column) for name, column in outputs.items()}
+            names = columns.keys() - {ROUTED}
+            given = {name: self._for_loss(columns[name]) for name in names}
+            total, shares = loss.compute(said, given, batch)
+            for name, share in shares.items():
+                if num_real:
+                    share = share.detach().float()
+                else:  # a dummy adds nothing
+                    share = torch.zeros((), device=self.model.device)
+                totals[name] = totals[name] + share if name in totals else share
+            return total
+
+        micro_batches = self._micro_batches(batch.columns, self.cut(batch.columns, budget))
+        with computing_in(self.model.module, self.model.cast):
+            self.model.layers.train(self, micro_batches, compute, loss)
+        return totals
+
+    def outputs(self, columns: RowColumns, wanted: Wanted = DEFAULT) -> RowColumns:
+        """Return the outputs of one forward pass over a micro-batch."""
+        return self.reading.outputs(self.model, columns, wanted)
+
+    def cut(self, columns: RowColumns, budget: Budget) -> Cuts:
+        """Return the rows of every micro-batch."""
+        cuts, lengths = self.reading.cut(self.model, columns, budget)
+        # by tokens, as many micro-batches as there are stages to work on them at the same time
+        return cuts if budget.tokens is None else spread(cuts, lengths, self.model.dims.pp)
+
+    def feeds(self, columns: RowColumns) -> list[Feed]:
+        """Return the arguments of every forward pass over a micro-batch."""
+        parts = self.reading.parts(self.model, columns)
+        rows_reading = getattr(self.reading, "of_rows", self.reading)
+        return [self.model.feed(part, rows_reading.reads(part)) for part in parts]
+
+    def begin_backward(self, is_last: bool, waits: bool = False) -> None:
+        """Prepare a backward pass, the last of a mini-batch or one before it.
+
+        `waits` says that other forward passes wait for their backward passes.
+        """
+        model = self.model
+        if model.is_sharded:
+            begin_pass(
+                model.module,
+                model.is_one_unit,
+                is_last,
+                strategy=model.sharding.strategy,
+                waits=waits,
+            )
+
+    def _micro_batches(self, columns: RowColumns, cuts: Cuts) -> list[tuple[RowColumns, int]]:
+        """The columns of every micro-batch, and how many of its rows are real."""
+        found = microbatch.passes(columns, cuts, self.model.groups.data, self.model.device)
+        return [(part, num_real) for part, num_real, _ in found]
+
+    def _for_loss(self, column: Column) -> Tensor:
+        values = to_device(rectangle_of(column), self.model.device)
+        # what is infinite is NaN to every formula, also to one that clamps it: the step is skipped
+        if values.is_floating_point():
+            values = values.masked_fill(values.isinf(), torch.nan)
+        return values

@@ -1,0 +1,191 @@
+"""What is read of a model's passes: a number for every response token, or one for a row.
+
+reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes are run here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl_like.batch.ragged import Column, Ragged, join_ragged
+from verl_like.errors import ConfigError
+from workers.config.rows import SCORE_AT
+from workers.parallel.page_lock import to_device
+from workers.training.lm_head import Wanted, token_columns
+from workers.training.microbatch import Budget, RowColumns, cut
+from workers.training.packing import last_token_reads, read, response_reads
+
+if TYPE_CHECKING:
+    from workers.training.model import Model
+
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+INPUTS = (*TOKENS, "responses", "response_mask")
+"""Columns that every pass over responses reads."""
+
+
+class Reading:
+    """Reads a token head's log-probs, or a scalar head's values, of the response tokens."""
+
+    inputs: Sequence[str] = INPUTS
+    """Columns that a forward pass reads."""
+    folder_settings: Mapping[str, Any] = {}
+    """What `config.json` of an exported folder has in addition to the model's own fields."""
+
+    def begin(self, model: Model) -> None:
+        """Take note of the model, once it is loaded."""
+
+    def reads(self, columns: RowColumns) -> Ragged:
+        """For every token, whether it gets a head."""
+        return response_reads(columns)
+
+    def parts(self, model: Model, columns: RowColumns) -> list[RowColumns]:
+        """The rows of a micro-batch by forward passes: all in one."""
+        return [columns]
+
+    def cut(
+        self, model: Model, columns: RowColumns, budget: Budget
+    ) -> tuple[list[list[int]], list[int]]:
+        """The rows of every micro-batch, and the tokens that each row takes."""
+        reads = self.reads(columns)
+        return model.row_passes.cut(reads, budget), model.row_passes.lengths(reads)
+
+    def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
+        """One forward pass: [rows, R] columns, zero where the response mask is."""
+        device = model.device
+        mask = columns["response_mask"]
+        inside = mask.values != 0
+        feed = model.feed(columns, self.reads(columns))
+        if model.head == "token":
+            numbers = token_columns(
+                model.module,
+                feed,
+                to_device(feed.own(columns["responses"].values[inside]), device),
+                wanted,
+                may_chunk=model.model_config.use_fused_kernels,
+                words=model.words,
+            )
+        else:
+            numbers = {"values": read(model.module, feed)[:, 0].float()}
+        numbers = feed.gathered(numbers)
+
+        inside = to_device(inside, device)
+        zeros = next(iter(numbers.values())).new_zeros(len(inside))
+        return {
+            name: mask.with_values(zeros.masked_scatter(inside, column))
+            for name, column in numbers.items()
+        }
+
+
+class RowScores(Reading):
+    """Reads a row's score from the scalar head; padding is never looked at."""
+
+    inputs = TOKENS
+
+    def __init__(self, score_at: str | None = None) -> None:
+        """`score_at` is last_token, the head's number at a row's last real token, or legacy_mean,
+        its mean over all of them; None takes what the folder says.
+        """
+        self.score_at = score_at
+
+    def begin(self, model: Model) -> None:
+        """See where the model's folder reads scores."""
+        if self.score_at is None:
+            self.score_at = getattr(model.module.config, "score_at", "last_token")
+        if self.score_at not in SCORE_AT:
+            raise ConfigError(
+                f"model.path={model.model_config.path!r}: config.json has "
+                f"score_at={self.score_at!r}; valid: {', '.join(SCORE_AT)}."
+            )
+        self.folder_settings = {"score_at": self.score_at}
+
+    def reads(self, columns: RowColumns) -> Ragged:
+        """For every token, whether the score is of it."""
+        if self.score_at == "legacy_mean":
+            ids = columns["input_ids"]
+            every: Ragged = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
+            return every
+        return last_token_reads(columns)
+
+    def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
+        """One forward pass: `scores` [rows]."""
+        device = model.device
+        reads = self.reads(columns)
+        feed = model.feed(columns, reads)
+        numbers = feed.gathered({"": read(model.module, feed)[:, 0].float()})[""]
+        rows = to_device(reads.row_of_values()[reads.values], device)
+        sums = torch.zeros(len(reads), device=device).index_add(0, rows, numbers)
+        return {"scores": sums / to_device(reads.sums().clamp(min=1), device)}
+
+
+SIDES = ("chosen", "rejected")
+"""The names of a pair's two rows, in order."""
+
+
+class Pairs(Reading):
+    """Reads both rows of pairs, which a loss compares.
+
+    A pair is one row of the batch, so that neither the dispatch nor a pass can part the two. Its
+    columns are [pairs, 2, T]; passes run [2 * pairs, T], and the outputs are [pairs, 2, ...].
+    """
+
+    def __init__(self, of_rows: Reading) -> None:
+        self.of_rows = of_rows
+        self.inputs = of_rows.inputs
+
+    def begin(self, model: Model) -> None:
+        """Take note of the model."""
+        self.of_rows.begin(model)
+        self.folder_settings = self.of_rows.folder_settings
+
+    def reads(self, columns: RowColumns) -> Ragged:
+        """For every token of both sides, whether it gets a head."""
+        return self.of_rows.reads(rows_of_pairs(columns))
+
+    def parts(self, model: Model, columns: RowColumns) -> list[RowColumns]:
+        """The rows of both sides, or each side's by itself where rows may not share a pass."""
+        sides = rows_of_pairs(columns)
+        if not model.row_passes.apart:
+            return [sides]
+        places = [torch.arange(side, len(sides["input_ids"]), 2) for side in (0, 1)]
+        return [{name: c.index_select(0, rows) for name, c in sides.items()} for rows in places]
+
+    def cut(
+        self, model: Model, columns: RowColumns, budget: Budget
+    ) -> tuple[list[list[int]], list[int]]:
+        """The pairs of every micro-batch, and the tokens that each pair takes."""
+        rows = model.row_passes
+        of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)
+        are_padded = rows.kind == "padded"
+        # padded, a pair takes as much as two of its longer side
+        tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
+        lengths = tokens.tolist()
+        budget = rows.of_all_ranks(budget)
+        return cut(lengths, budget, rectangles=are_padded, single=rows.apart), lengths
+
+    def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
+        """One forward pass over both sides: [pairs, 2, ...] columns."""
+        parts = self.parts(model, columns)
+        outputs = [self.of_rows.outputs(model, part, wanted) for part in parts]
+        if len(outputs) == 1:
+            return {name: column.unflatten(0, (-1, 2)) for name, column in outputs[0].items()}
+        chosen, rejected = outputs
+        return {name: _paired(chosen[name], rejected[name]) for name in chosen}
+
+
+def rows_of_pairs(columns: RowColumns) -> RowColumns:
+    """[pairs, 2, T] columns as [2 * pairs, T], chosen and rejected in turn; others are left out."""
+    return {name: c.flatten() for name, c in columns.items() if isinstance(c, Ragged)}
+
+
+def _paired(chosen: Column, rejected: Column) -> Column:
+    """[pairs, ...] columns as one [pairs, 2, ...]."""
+    if isinstance(chosen, Tensor) and isinstance(rejected, Tensor):
+        return torch.stack([chosen, rejected], dim=1)
+    assert isinstance(chosen, Ragged), "both sides give one kind of column"
+    assert isinstance(rejected, Ragged), "both sides give one kind of column"
+    in_turn = torch.arange(2 * len(chosen)).view(2, -1).T.flatten()
+    return join_ragged([chosen, rejected]).index_select(0, in_turn).unflatten(0, (-1, 2))
