@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_like.errors import ConfigError
-from workers.models.proof import Proof, relative_error
-from workers.models.stand_in import VOCABULARY
+from workers.models.support.proof import Proof, relative_error
+from workers.models.support.stand_in import VOCABULARY
 
 LARGEST = 127
 """Numbers run from -LARGEST to LARGEST."""
@@ -195,7 +195,7 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
             "outside its head; leave quantization out."
         )
     config: Any = module.config
-    reason = _PROOF.what_is_wrong(config.get_text_config(), config._attn_implementation)
+    reason = int8_rounding.what_is_wrong(config.get_text_config(), config._attn_implementation)
     if reason:
         raise ConfigError(
             f"quantization=int8: a model of type {config.model_type!r} is not to be rounded so "
@@ -212,7 +212,9 @@ def _make_room(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(room, requires_grad=False)
 
 
-def _judge(model: Any) -> str:
+@Proof
+def int8_rounding(model: Any) -> str:
+    """Return what is wrong with it on this model."""
     ids = 3 + torch.arange(NUM_TOKENS)[None] * 7 % (VOCABULARY - 3)
     exact = model(ids, use_cache=False).logits.float()
     for _, layer in list(quantizable(model)):
@@ -223,9 +225,6 @@ def _judge(model: Any) -> str:
     if error <= LARGEST_ERROR:
         return ""
     return f"logits of a small model of its class are off by {error:.0%}"
-
-
-_PROOF = Proof(_judge)
 
 
 def check_device(device_type: str) -> None:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import body_of
-from workers.models.proof import Proof, attention_of, relative_error
+from workers.models.support.proof import Proof, attention_of, relative_error
 from workers.parallel.experts import experts_of
 
 COLUMN = "routed_experts"
@@ -181,7 +181,7 @@ def check_routers(module: Any) -> None:
     """Refuse a model, on whatever device, whose choices cannot be noted or replayed."""
     Routers(module)
     config = body_of(module).config.get_text_config()
-    reason = _PROOF.what_is_wrong(config, attention_of(config._attn_implementation))
+    reason = replayed_routing.what_is_wrong(config, attention_of(config._attn_implementation))
     if reason:
         raise ConfigError(
             f"{KEY}: the experts that a model of type {config.model_type!r} chooses cannot be "
@@ -189,7 +189,8 @@ def check_routers(module: Any) -> None:
         )
 
 
-def _judge(model: Any) -> str:
+@Proof
+def replayed_routing(model: Any) -> str:
     """What is wrong with replaying choices: a model's own, those in another order, and others."""
     routers = Routers(model)
     ids = torch.arange(3, 35)[None]
@@ -216,6 +217,3 @@ def _judge(model: Any) -> str:
     if not torch.equal(given, others) or torch.equal(found, logits):
         return "its experts are not given what is chosen by topk over all of them"
     return ""
-
-
-_PROOF = Proof(_judge)

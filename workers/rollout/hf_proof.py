@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.models.proof import Proof, relative_error
-from workers.models.stand_in import VOCABULARY
+from workers.models.support.proof import Proof, relative_error
+from workers.models.support.stand_in import VOCABULARY
 
 PROMPTS, NUM_STEPS = (24, 3, 1), 24
 """Tokens of the prompts that prove, one after the other, and of their responses.
@@ -30,10 +30,12 @@ LARGEST_ERROR = 2e-5
 
 def why_no_cache(config: Any, longest: int) -> str:
     """What is wrong with decoding such a model from a cache; nothing is an empty text."""
-    return _PROOF.what_is_wrong(config, config._attn_implementation, longest)
+    return generation_with_cache.what_is_wrong(config, config._attn_implementation, longest)
 
 
-def _judge(model: Any) -> str:
+@Proof
+def generation_with_cache(model: Any) -> str:
+    """Return what is wrong with it on this model."""
     # row after row from the cache, as in a run; a pass without it would clear what a row leaves
     found = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
     plain = [_logits_of_row(model, length, own) for length, own in zip(PROMPTS, found, strict=True)]
@@ -43,9 +45,6 @@ def _judge(model: Any) -> str:
     plain = [_greedy_logits(model, length, use_cache=False) for length in PROMPTS]
     worst = max(map(relative_error, found, plain))
     return "" if worst <= LARGEST_ERROR else f"a small model of its class is off by {worst:.0e}"
-
-
-_PROOF = Proof(_judge)
 
 
 def _prompt_of(length: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.models.causal_lm import body_of
-from workers.models.proof import attention_of
+from workers.models.support.proof import attention_of
 from workers.parallel import tensor
 from workers.parallel.dims import ParallelDims
 from workers.parallel.experts import check_experts

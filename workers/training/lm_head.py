@@ -30,9 +30,9 @@ from verl_like.tensor_ops import (
 )
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
-from workers.models.proof import Proof
-from workers.models.stand_in import VOCABULARY
 from workers.models.state import own_part
+from workers.models.support.proof import Proof
+from workers.models.support.stand_in import VOCABULARY
 from workers.parallel.vocabulary import Words, stats_of_words
 from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
@@ -325,7 +325,7 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 def why_not_chunked(config: Any) -> str:
     """Why the head of such a model does not run in chunks; an empty text where it does."""
-    reason = _PROOF.what_is_wrong(config.get_text_config(), "eager")
+    reason = head_in_chunks.what_is_wrong(config.get_text_config(), "eager")
     if reason:
         warn_once(
             f"model type {config.model_type} does not compute its head in chunks ({reason}): the "
@@ -335,14 +335,13 @@ def why_not_chunked(config: Any) -> str:
     return reason
 
 
-def _judge(model: Any) -> str:
+@Proof
+def head_in_chunks(model: Any) -> str:
+    """Return what is wrong with it on this model."""
     error = _error_of_chunks(model)
     if error <= LARGEST_ERROR:
         return ""
     return f"in a small model of its class they are off by {error:.0e}"
-
-
-_PROOF = Proof(_judge)
 
 
 def _error_of_chunks(model: Any) -> float:

@@ -27,9 +27,9 @@ from torch import Tensor
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
-from workers.models.proof import NO_MODEL, Proof, attention_of, relative_error
 from workers.models.rotary import factor_border
-from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
+from workers.models.support.proof import NO_MODEL, Proof, attention_of, relative_error
+from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import Rows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
@@ -158,11 +158,11 @@ def refuse_split(
             f"{section}.sp={num_ranks} does not divide the {num_heads} attention heads of model "
             f"type {config.model_type}; nearest that do: {below} or {above}."
         )
-    reason = why_not_packed or _PROOFS["packed"].what_is_wrong(text, attention)
+    reason = why_not_packed or ROW_PROOFS["packed"].what_is_wrong(text, attention)
     if reason:
         reason = f"its rows do not run packed: {reason}"
     else:
-        reason = _SPLIT.what_is_wrong(text, attention)
+        reason = rows_over_ranks.what_is_wrong(text, attention)
     if reason:
         raise ConfigError(
             f"{section}.sp={num_ranks}: model type {config.model_type} cannot have a row on "
@@ -191,14 +191,14 @@ def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind
     text = config.get_text_config()
     reasons: dict[str, str] = {}
     for way in ways:
-        reason = _PROOFS[way].what_is_wrong(text, attention)
+        reason = ROW_PROOFS[way].what_is_wrong(text, attention)
         if not reason:
             return way, reasons
         if reason.startswith(NO_MODEL):
             return "padded", {ways[0]: reason}
         reasons[way] = reason
 
-    in_eager = (not _PROOFS[way].what_is_wrong(text, "eager") for way in ways)
+    in_eager = (not ROW_PROOFS[way].what_is_wrong(text, "eager") for way in ways)
     if attention != "eager" and any(in_eager):
         choice = "Set model.attn_implementation=eager, under which it is right."
     else:
@@ -210,7 +210,7 @@ def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind
     )
 
 
-def _judge(way: Kind, model: Any) -> str:
+def _row_passes(way: Kind, model: Any) -> str:
     try:
         expected = _rows_alone(model)
     except MODEL_ERRORS as error:
@@ -218,10 +218,10 @@ def _judge(way: Kind, model: Any) -> str:
     return _why_not(model, RowPasses(way, factor_border(model.config)), expected)
 
 
-_PROOFS: dict[Kind, Proof] = {
-    "packed": Proof(functools.partial(_judge, "packed")),
-    "padded": Proof(functools.partial(_judge, "padded")),
-    "single": Proof(functools.partial(_judge, "single")),
+ROW_PROOFS: dict[Kind, Proof] = {
+    "packed": Proof(functools.partial(_row_passes, "packed")),
+    "padded": Proof(functools.partial(_row_passes, "padded")),
+    "single": Proof(functools.partial(_row_passes, "single")),
 }
 
 
@@ -254,7 +254,8 @@ class _OneOfRanks:
         self.part, self.num_calls = part, 0
 
 
-def _judge_split(model: Any) -> str:
+@Proof
+def rows_over_ranks(model: Any) -> str:
     """Whether a part of a packed row is computed as in the whole, given what attention says."""
     columns, reads = probe_rows()
     feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
@@ -273,9 +274,6 @@ def _judge_split(model: Any) -> str:
             if error > LARGEST_ERROR:
                 return f"a part of a row in a small model of its class is off by {error:.0e}"
     return ""
-
-
-_SPLIT = Proof(_judge_split)
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:

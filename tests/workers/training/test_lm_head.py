@@ -16,8 +16,8 @@ from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
-from workers.models import proof
-from workers.models.proof import Proof
+from workers.models.support import proof
+from workers.models.support.proof import Proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
 from workers.training.lm_head import Wanted, positions_at_once, rows_per_chunk, why_not_chunked
@@ -231,14 +231,14 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    judge = lm_head._judge
+    judge = lm_head.head_in_chunks.judge
 
     def judged_with_neighbours(model: Any) -> str:
         layer = model.lm_head.forward
         model.lm_head.forward = lambda states: layer(states - states.mean(dim=1, keepdim=True))
         return judge(model)
 
-    monkeypatch.setattr(lm_head, "_PROOF", Proof(judged_with_neighbours))
+    monkeypatch.setattr(lm_head, "head_in_chunks", Proof(judged_with_neighbours))
     with caplog.at_level(logging.WARNING):
         assert logits_of_an_update() > ROWS_OF_A_CHUNK
     assert "does not compute its head in chunks (in a small model of its class" in caplog.text

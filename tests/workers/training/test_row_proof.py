@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.models import proof
 from workers.models.causal_lm import to_training
 from workers.models.rotary import factor_border
-from workers.models.stand_in import stand_in
+from workers.models.support import proof
+from workers.models.support.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.proof import LONGEST, Proof, relative_error
-from workers.models.stand_in import LIMIT, VOCABULARY
+from workers.models.support.proof import LONGEST, Proof, relative_error
+from workers.models.support.stand_in import LIMIT, VOCABULARY
 from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import (
     SlotCache,
@@ -50,10 +50,12 @@ def check_decoding(config: Any, longest: int) -> None:
 
 def why_not_native(config: Any, longest: int) -> str:
     """What is wrong with this engine's decoding of such a model; nothing is an empty text."""
-    return _PROOF.what_is_wrong(config, config._attn_implementation, longest)
+    return slot_cache_decoding.what_is_wrong(config, config._attn_implementation, longest)
 
 
-def _judge(model: Any) -> str:
+@Proof
+def slot_cache_decoding(model: Any) -> str:
+    """Return what is wrong with it on this model."""
     decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
     worst = max(_error_of_row(model, row, logits) for row, logits in decoded)
     if worst <= LARGEST_ERROR:
@@ -65,9 +67,6 @@ def _judge(model: Any) -> str:
         f"lengths are {LIMIT} tokens where this run's rows, of up to {LONGEST} tokens, are longer "
         "than the model's)"
     )
-
-
-_PROOF = Proof(_judge)
 
 
 def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tensor]]:

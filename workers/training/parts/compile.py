@@ -25,8 +25,8 @@ from verl_like.errors import ConfigError
 from workers.models.attention import warn_once
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.precision import computing_in
-from workers.models.proof import relative_error
 from workers.models.quantize import is_quantized
+from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.training.microbatch import all_reduce
 from workers.training.model import Model, Part

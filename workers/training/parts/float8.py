@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from verl_like.errors import ConfigError
-from workers.models.proof import relative_error
 from workers.models.quantize import quantizable
+from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.training.model import Model, Part
 

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.proof import Proof, attention_of, relative_error
+from workers.models.support.proof import Proof, attention_of, relative_error
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.stages import NoStages, Parts, Stages, stage_ranges
 from workers.training.packing import model_inputs, padded_feed, read
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
 
-def _judge(model: Any) -> str:
+@Proof
+def stages_of_a_layer(model: Any) -> str:
     """What is wrong with it, cut into stages of a layer each."""
     try:
         num_layers = len(Parts.of(model).layers)
@@ -46,9 +47,6 @@ def _judge(model: Any) -> str:
     return what if off > LARGEST_ERROR else ""
 
 
-_PROOF = Proof(_judge)
-
-
 def check_stages(
     module: Any, attention: str, pp: int, schedule: str, ep: int, section: str
 ) -> list[range]:
@@ -67,7 +65,7 @@ def check_stages(
                 f"{len(parts.layers)} layers of {model_type}; at most "
                 f"{section}.pp={len(parts.layers) // num_chunks(schedule)}."
             )
-        reason = _PROOF.what_is_wrong(text, attention_of(attention))
+        reason = stages_of_a_layer.what_is_wrong(text, attention_of(attention))
         if reason:
             raise NoStages(reason)
         ranges = stage_ranges(module, num_stages, ep)

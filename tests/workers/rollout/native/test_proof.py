@@ -9,8 +9,8 @@ import torch
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
-from workers.models import proof as model_proof
-from workers.models.stand_in import stand_in
+from workers.models.support import proof as model_proof
+from workers.models.support.stand_in import stand_in
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import proof
 from workers.rollout.native.engine import NativeEngine

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
-from workers.models.proof import relative_error
+from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget

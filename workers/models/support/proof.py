@@ -1,7 +1,8 @@
 """Whether a fast path computes a class of models right, found out on a tiny stand-in of it.
 
-    packed = Proof(judge)                               # judge(stand-in) says what is wrong
-    reason = packed.what_is_wrong(config, attention)    # empty: it is right
+    @Proof
+    def packed_rows(model) -> str: ...                      # says what is wrong on a stand-in
+    reason = packed_rows.what_is_wrong(config, attention)   # empty: it is right
 
 Classes are many and their masks, caches and heads differ, so none is believed. A stand-in is short
 of every window, chunk and original length of its rows, and its state is off its defaults. What was
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.models.stand_in import MODEL_ERRORS, ConfigByContent, reach, stand_in
+from workers.models.support.stand_in import MODEL_ERRORS, ConfigByContent, reach, stand_in
 
 LONGEST = "{longest}"
 """In a judgement: the tokens of the run's longest row."""
