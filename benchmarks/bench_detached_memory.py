@@ -51,10 +51,10 @@ class Sizes:
                 "step": step,
                 "driver_mib": round((resident_bytes(os.getpid()) or 0) / 2**20, 1),
                 "maker_mib": round((resident_bytes(maker) or 0) / 2**20, 1),
-                "open_groups": len(buffer.ledger._open),
+                "open_samples": len(buffer.log._open),
                 "queued": buffer.depth,
                 "pieces_in_flight": len(buffer.in_flight()),
-                "calls": len(trainer.calls),
+                "calls": len(trainer.run.calls),
             }
         )
 

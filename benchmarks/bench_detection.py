@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer import load_config, restarts, run
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from verl_like.errors import VerlLikeError
 
 ROLES = ("actor", "ref", "rollout", "critic", "reward_model")
@@ -191,11 +191,11 @@ class Struck(PPOTrainer):
             if "@" not in Struck.under_way.worker:
                 self.strike()
 
-    def send_weights(self) -> dict[str, float]:
+    def send_weights(self, version: int | None = None) -> dict[str, float]:
         """The sync of a step."""
         if Struck.under_way is not None and Struck.under_way.began is None:
             self.strike()
-        return super().send_weights()
+        return super().send_weights(version)
 
     def strike(self) -> None:
         """The fault that it is the turn of."""

@@ -28,7 +28,7 @@ from trainer import load_config, restarts, run
 from trainer.cli.make_tiny import make
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from verl_like.process.machine import cpu_s_of
 
 PROCESSES = {"rollout": 2, "ref": 1, "critic": 1, "actor": 1}

@@ -74,32 +74,32 @@ class Gauge:
 @contextmanager
 def timed_restarts() -> Iterator[list[float]]:
     """The seconds from the failure of a step to the next one that is made, of every restart."""
-    from trainer.loop import Trainer
+    from trainer.loop import Loop
     from trainer.restarts import Restarts
 
     seconds: list[float] = []
     failed: list[float] = []
-    wait, begin = Restarts.wait_for_next, Trainer.timed_step
+    wait, begin = Restarts.wait_for_next, Loop._step
 
     def wait_for_next(self: Restarts, *arguments: Any) -> None:
         failed.append(time.monotonic())
         wait(self, *arguments)
 
-    def timed_step(self: Trainer) -> dict[str, float]:
+    def timed_step(self: Loop) -> dict[str, float]:
         metrics = begin(self)
         if failed:
             seconds.append(time.monotonic() - failed.pop())
         return metrics
 
-    Restarts.wait_for_next, Trainer.timed_step = wait_for_next, timed_step  # type: ignore
+    Restarts.wait_for_next, Loop._step = wait_for_next, timed_step  # type: ignore
     try:
         yield seconds
     finally:
-        Restarts.wait_for_next, Trainer.timed_step = wait, begin  # type: ignore
+        Restarts.wait_for_next, Loop._step = wait, begin  # type: ignore
 
 
 def seed_of(kills: int, steps: int, chance: float) -> int:
-    """The first seed of which `trainer.chaos` kills so often."""
+    """The first seed with which `trainer.roadside.fault_injection` kills so often."""
 
     def drawn(seed: int) -> int:
         draws = (Random(f"{seed}/kill_worker/{step}") for step in range(1, steps + 1))

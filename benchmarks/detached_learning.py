@@ -20,7 +20,7 @@ from pathlib import Path
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
-from trainer.loop import Metrics
+from trainer.record import Metrics
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
 LONGEST_WAIT_S = 20.0

@@ -30,9 +30,8 @@ from typing import Any
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 from trainer.detached.step import DetachedTrainer
-from trainer.loop import Metrics
-from trainer.ppo.sample import Samples, SampleSource
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics
 from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
@@ -51,42 +50,26 @@ KINDS = {"main": "the step", "maker": "makers", "reward": "rewards", "ray": "Ray
 """Word in the name of a thread -> what it is for."""
 
 
-class DrawnAhead(SampleSource):
-    """The batches of another source, those of a window drawn before it begins.
-
-    They are fresh, as in any run: on batches that come again a trainer is faster, since it knows
-    their shapes.
-    """
-
-    def __init__(self, source: SampleSource) -> None:
-        """None is drawn."""
-        self._source = source
-        self._drawn: deque[Samples] = deque()
-
-    def draw(self, num_batches: int) -> None:
-        """Have so many batches more."""
-        self._drawn.extend(self._source.take() for _ in range(num_batches))
-
-    def take(self) -> Samples:
-        """The next one."""
-        return self._drawn.popleft() if self._drawn else self._source.take()
-
-    def close(self) -> None:
-        """End the other source."""
-        self._source.close()
-
-
 class TrainerAlone(PPOTrainer):
     """All of a step but generation and weight sync."""
 
-    def make_source(self) -> SampleSource:
+    ahead: deque[tuple[DataProto, Metrics]]
+
+    def __init__(self, *args: Any) -> None:
+        """No batch is drawn ahead yet."""
+        super().__init__(*args)
+        self.ahead = deque()
+
+    def sample(self) -> tuple[DataProto, Metrics]:
         """Batches that are made before a rest, from the second window on."""
-        return DrawnAhead(super().make_source())
+        return self.ahead.popleft() if self.ahead else super().sample()
+
+    def draw_ahead(self, count: int) -> None:
+        """Make so many batches now."""
+        self.ahead.extend(super(TrainerAlone, self).sample() for _ in range(count))
 
     def sync(self) -> Metrics:
         """Samples are of older weights, as in a detached run."""
-        if self.global_step == 0:
-            return super().sync()
         self.weight_version += 1
         return {}
 
@@ -96,9 +79,8 @@ class MakersAlone(DetachedTrainer):
 
     def step(self) -> Metrics:
         """Bring a batch here; there is no update, so no version either."""
-        with self.clock("gen"):
-            batch, metrics = self.source.take()
-        self.source.buffer.trained(self._ranks_and_versions(batch))
+        self.source.begin(self.global_step, self.total_steps)
+        _, metrics = self.stage("gen", self.sample)
         return metrics
 
 
@@ -206,8 +188,8 @@ class Meter:
         self.facts["staleness"].append(metrics.get("detached/staleness/mean", 0.0))
         self.facts["score"].append(metrics.get("critic/score/mean", 0.0))
         if self._window is not None and trainer.global_step % self._window == 0:
-            if isinstance(trainer.source, DrawnAhead):
-                trainer.source.draw(self._window)
+            if isinstance(trainer, TrainerAlone):
+                trainer.draw_ahead(self._window)
             print(json.dumps(self.facts), flush=True)
             self.facts.clear()
             if not sys.stdin.readline():

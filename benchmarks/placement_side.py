@@ -95,7 +95,8 @@ def passes(folder: Path) -> dict[str, float]:
     In this process and in turn: what is compared does not depend on who else has the cores.
     """
     from trainer import load_config, run
-    from trainer.ppo.step import Metrics, PPOTrainer
+    from trainer.ppo.stages import PPOTrainer
+    from trainer.record import Metrics
 
     ends: list[float] = []
 
@@ -138,7 +139,8 @@ def memory(folder: Path) -> dict[str, float]:
     import psutil
 
     from trainer import load_config, run
-    from trainer.ppo.step import Metrics, PPOTrainer
+    from trainer.ppo.stages import PPOTrainer
+    from trainer.record import Metrics
 
     resident = {}
 

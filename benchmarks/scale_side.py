@@ -33,9 +33,11 @@ from trainer.detached.step import DetachedTrainer
 from trainer.groups import worker_groups
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import show_plan
-from trainer.loop import Trainer
+from trainer.loop import Loop, Trainer
 from trainer.ppo.recipe import PPO
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Run
+from trainer.roadside.active import active_observers
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from verl_like import WorkerGroup
 from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
@@ -121,12 +123,16 @@ class Measured(Trainer):
         own = self.gauge.now()["driver s"] - before
         self.cpu_of.setdefault(stage, []).append(own)
 
+
+class MeasuredLoop(Loop):
+    """Notes the driver's CPU seconds at the end of a checkpoint."""
+
     def _commit(self) -> None:
-        is_written = self.checkpoints._written is not None
-        before = self.gauge.now()["driver s"]
+        is_written = self.record.checkpoints._written is not None
+        before = Measured.gauge.now()["driver s"]
         super()._commit()
         if is_written:
-            self.cpu_of["commit"] = [self.gauge.now()["driver s"] - before]
+            Measured.cpu_of["commit"] = [Measured.gauge.now()["driver s"] - before]
 
 
 class MeasuredPPO(Measured, PPOTrainer):
@@ -224,10 +230,9 @@ def run(
         groups = at_end.enter_context(WorkerGroups(config))
         groups.note_placement()
         show_plan(groups.placement, config, cls)
-        trainer = cls(config, groups, *inputs)
         Measured.gauge = gauge = Gauge(SimulatedPools.far_ends)
-        trainer.callbacks = [gauge]
-        trainer.fit()
+        run = Run(config, groups, active_observers(config, cls), [gauge])
+        MeasuredLoop(cls(run, *inputs)).run()
     found = gauge.end()
     stages = {
         f"{stage} s": statistics.median(own[1:])

@@ -33,7 +33,7 @@ ROLES = (
 )
 OTHER_PARTS = (
     "trainer.launch",
-    "trainer.ppo.step",
+    "trainer.ppo.stages",
     "verl_like.backends.local.child",
     "workers.roles.reference",
     "workers.roles.reward_model",

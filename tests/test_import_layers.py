@@ -60,8 +60,9 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("alarms", "data", "groups", "run_folder"),
-        ("chaos", "memory", "restarts"),
+        ("data", "groups", "run_folder"),
+        ("memory", "restarts", "roadside"),
+        ("record",),
         ("loop",),
         ("command_errors", "dry_run"),
         ("launch",),
@@ -215,7 +216,7 @@ LOADS_LITTLE = {
     "workers.rewards.process": ("torch", "ray", "transformers"),
     "trainer.cli.main": ("torch", "ray", "transformers", "hydra"),
 }
-NO_RECIPE = ("transformers", "trainer.ppo.step", "trainer.data.prompts", "workers.roles")
+NO_RECIPE = ("transformers", "trainer.ppo.stages", "trainer.data.prompts", "workers.roles")
 LOADS_TORCH = {
     "trainer.ppo.advantages": ("ray", "transformers", "tensordict"),
     "trainer.loop": NO_RECIPE,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [

@@ -71,7 +71,7 @@ def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
 
 
 def test_a_step_fits_on_one_screen() -> None:
-    tree = parsed(ROOT / "trainer" / "ppo" / "step.py")
+    tree = parsed(ROOT / "trainer" / "ppo" / "stages.py")
     (step,) = [function for function in functions(tree) if function.name == "step"]
     assert num_lines(step) - length_of_docstring(step) <= MAX_STEP
 

@@ -1,6 +1,6 @@
 """The driver: the order of things. Names are imported on first use.
 
-`trainer.ppo.step` is the PPO step; `trainer.loop` is the loop that every recipe shares. `PPO`,
+`trainer.ppo.stages` is PPO; `trainer.loop` is the loop that every recipe shares. `PPO`,
 `GRPO`, `Detached`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.loop import Trainer
     from trainer.ppo.config import PPOConfig
     from trainer.ppo.recipe import load_config
-    from trainer.ppo.step import PPOTrainer
+    from trainer.ppo.stages import PPOTrainer
     from trainer.run_folder.result import RunResult
 
 __all__ = [
@@ -42,7 +42,7 @@ _MODULE_OF = {
     "GRPO": "api.recipes",
     "PPO": "api.recipes",
     "PPOConfig": "ppo.config",
-    "PPOTrainer": "ppo.step",
+    "PPOTrainer": "ppo.stages",
     "RewardModel": "api.recipes",
     "RunResult": "run_folder.result",
     "SFT": "api.recipes",

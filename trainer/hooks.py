@@ -1,18 +1,21 @@
 """The hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
 
 `trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` calls objects,
-too: each hook of theirs right after the trainer's own, with the trainer as first argument.
+too: each hook of theirs right after the trainer's own, with the trainer as first argument. The
+observers of `trainer.roadside` are such objects, and are called first.
 
     class Best:
         def on_step_end(self, trainer, metrics): ...
 
-This is their order; the indented ones come in every step, and those of a validation wherever one is
+This is the order. The indented hooks come in every step. Those of a validation come wherever one is
 due, which may be before the first step:
 
     on_init_end
     on_train_begin
         on_step_begin
-        on_sample_begin  on_sample_end          (in recipes that make samples)
+        on_stage_begin  on_stage_end            (around every stage)
+            on_sample_begin  on_samples  on_sample_end     (in the stage that makes samples)
+            on_filter  on_update                           (in the stage that learns from them)
         on_validate_begin  on_validate_end
         on_step_end
         on_save_end                             (after a step, once a checkpoint is committed)
@@ -23,25 +26,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CallbackError, ConfigError, nearest
 from verl_like.signatures import Call, call_of, check_method
 
+if TYPE_CHECKING:
+    from trainer.record import Run
+
 
 class Hooks:
     """What happens when: override, and look at `self`."""
 
-    global_step: int
-    """The number of the step that runs, or ran last."""
-    callbacks: Sequence[object] = ()
-    """Objects with some of these methods."""
+    run: Run
 
     def call_hook(self, name: str, *arguments: Any) -> None:
-        """The trainer's own hook of that name, then those of the callbacks, in their order."""
+        """Call the observers' hooks of that name, then the trainer's own, then the callbacks'."""
+        for observer in self.run.observers:
+            hook = getattr(observer, name, None)
+            if hook is not None:
+                hook(self, *arguments)
         getattr(self, name)(*arguments)
-        for callback in self.callbacks:
+        for callback in self.run.callbacks:
             hook = getattr(callback, name, None)
             if hook is None:
                 continue
@@ -50,7 +57,7 @@ class Hooks:
             except Exception as error:
                 raise CallbackError(
                     f"the callback {type(callback).__qualname__}.{name} failed at step "
-                    f"{self.global_step}: {type(error).__name__}: {error}"
+                    f"{self.run.step}: {type(error).__name__}: {error}"
                 ) from error
 
     def on_init_end(self) -> None:
@@ -62,11 +69,26 @@ class Hooks:
     def on_step_begin(self) -> None:
         """`self.global_step` is the number of the step that begins."""
 
+    def on_stage_begin(self, stage: str, batch: DataProto | None) -> None:
+        """`batch` is what the stage gets; None for a stage that gets no batch."""
+
+    def on_stage_end(self, stage: str, result: Any) -> None:
+        """`result` is what the stage has returned."""
+
     def on_sample_begin(self) -> None:
         """Before the samples of a step are made."""
 
+    def on_samples(self, batch: DataProto) -> None:
+        """`batch` are samples as they were generated; a step may generate several times."""
+
     def on_sample_end(self, batch: DataProto) -> None:
         """`batch` are the samples, as they go into the score stage."""
+
+    def on_filter(self, reason: str, batch: DataProto) -> None:
+        """`batch` is what the filter named `reason` has left of the step's samples."""
+
+    def on_update(self, batch: DataProto) -> None:
+        """The update of this batch has been launched; the driver waits for it after this hook."""
 
     def on_validate_begin(self) -> None:
         """Before a validation that is due."""
@@ -85,7 +107,7 @@ class Hooks:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse objects without a hook, and methods that would never be called or could not be."""
+    """Reject objects without a hook, and methods that would never be called or could not be."""
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
     for callback in callbacks:
         name = f"the callback {type(callback).__qualname__}"

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from trainer.alarms import Alarms
-from trainer.chaos import Chaos
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.dry_run import look_at
 from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
-from trainer.loop import Trainer
+from trainer.loop import Loop, Trainer
 from trainer.memory import axes_in_words, held_model
+from trainer.record import Run
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
+from trainer.roadside.active import active_observers, end_of_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from trainer.run_folder.marker import MODEL
@@ -78,9 +78,10 @@ def run(
         inputs = trainer_cls.prepare(config, of_attempt)
         folder = open_run_folder(config, lock)
 
-        chaos, ended = Chaos(config), False
+        observers, ended = active_observers(config, trainer_cls), False
         try:
-            with closing(Attempts(config, trainer_cls, callbacks, stop, chaos)) as attempts:
+            attempts_of = Attempts(config, trainer_cls, observers, callbacks, stop)
+            with closing(attempts_of) as attempts:
                 while not ended:
                     try:
                         attempts.make(folder, inputs)
@@ -89,7 +90,7 @@ def run(
                         of_attempt.close()
                         attempts.go_on_after(error)
                         inputs = trainer_cls.prepare(attempts.config, of_attempt)
-            chaos.close()
+            end_of_run(observers)
         finally:
             close_run(folder, sys.exception())
     return RunResult.of(config, trainer_cls.role)
@@ -102,13 +103,14 @@ class Attempts:
         self,
         config: RunConfig,
         trainer_cls: type[Trainer],
+        observers: Sequence[object],
         callbacks: Sequence[object],
         stop: StopSignals,
-        chaos: Chaos,
     ) -> None:
+        """All attempts share the observers, the callbacks and the signals."""
         self.config, self._trainer_cls = config, trainer_cls
-        self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
-        self._restarts, self._alarms = Restarts(config, stop), Alarms(trainer_cls.alarm_rules)
+        self._observers, self._callbacks, self._stop = observers, callbacks, stop
+        self._restarts = Restarts(config, stop)
         self._step = 0
         """The last one that failed; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None
@@ -120,19 +122,24 @@ class Attempts:
         note_start(folder)
         if self._failed_at:
             self._trainer = None
-            gc.collect()  # the last attempt's objects refer to each other, and `fit` keeps old ones
+            gc.collect()  # the last attempt's objects refer to each other, and the loop keeps them
         if self._groups is None:
             self._groups = self._restarts.when_there_is_room(self._start_groups, self._failed_at)
             self._groups.note_placement()
             show_plan(self._groups.placement, self.config, self._trainer_cls)
-        self._trainer = trainer = self._trainer_cls(self.config, self._groups, *inputs)
-        trainer.callbacks, trainer.stop = self._callbacks, self._stop
-        trainer.chaos, trainer.restarts = self._chaos, self._restarts
-        trainer.alarms = self._alarms
+        record = Run(
+            self.config,
+            self._groups,
+            observers=self._observers,
+            callbacks=self._callbacks,
+            stop=self._stop,
+            restarts=self._restarts,
+        )
+        self._trainer = self._trainer_cls(record, *inputs)
         try:
-            trainer.fit()
+            Loop(self._trainer).run()
         finally:
-            self._step, self._failed_at = trainer.global_step or self._step, time.monotonic()
+            self._step, self._failed_at = record.step or self._step, time.monotonic()
 
     def _start_groups(self) -> WorkerGroups:
         code = self._trainer_cls.worker_code(self.config)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from trainer.ppo.step import PPOTrainer
+from trainer import PPOTrainer
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.columns import read_columns

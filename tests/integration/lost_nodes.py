@@ -75,10 +75,10 @@ class LosesRollout(PPOTrainer):
         (node,) = self.groups.placement.pools["rollout_pool"].nodes
         self.nodes.append(f"{node.name} ({node.key[:8]})")
 
-    def roll_out(self, batch: Any, **settings: Any) -> Any:
+    def generate(self, prompts: Any, attempt: int = 0) -> Any:
         if self.global_step == 2 and not Losing.lost_at:
             Losing.lose_node_of(self.groups, "rollout")
-        return super().roll_out(batch, **settings)
+        return super().generate(prompts, attempt)
 
 
 class LosesRole(RegressionTrainer):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.step import Metrics, PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.columns import read_columns, write_columns
 from workers.rewards.weighted import at_last_token
@@ -24,8 +25,8 @@ class RecordingTrainer(PPOTrainer):
         self.history: list[dict[str, set[str]]] = []
         RecordingTrainer.last = self
 
-    def sync(self) -> Metrics:
-        metrics = super().sync()
+    def next_weights(self) -> Metrics:
+        metrics = super().next_weights()
         self.history.append(
             {role: set(self.groups[role].weights_checksum()) for role in self.groups}
         )

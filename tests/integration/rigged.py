@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from trainer.ppo.step import Metrics, PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics
 from verl_like import DataProto, Dispatch, register
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker

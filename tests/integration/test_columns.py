@@ -15,9 +15,9 @@ import torch
 from tests.integration.runs import overrides, with_experts
 from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
-from trainer.ppo import step
-from trainer.ppo.step import PPOTrainer
-from trainer.ppo.update import samples_of_update
+from trainer.ppo import stages
+from trainer.ppo.stages import PPOTrainer
+from trainer.ppo.update import choose_tokens_of
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from workers.columns import COLUMNS
@@ -59,7 +59,7 @@ class Recorder:
             method = name.partition(".")[2]
             patch.setattr(cls, method, self.noting_result(name, getattr(cls, method)))
         patch.setattr(PPOTrainer, "generate", self.noting_argument(PPOTrainer.generate))
-        patch.setattr(step, "samples_of_update", self.noting_samples)
+        patch.setattr(stages, "choose_tokens_of", self.noting_samples)
 
     def noting_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -78,10 +78,10 @@ class Recorder:
 
         return noted
 
-    def noting_samples(self, *args: Any) -> tuple[DataProto, dict[str, float]]:
-        batch, metrics = samples_of_update(*args)
+    def noting_samples(self, *args: Any) -> DataProto:
+        batch = choose_tokens_of(*args)
         self.given["update_actor"] = columns_of(batch)
-        return batch, metrics
+        return batch
 
 
 @pytest.fixture(scope="module")

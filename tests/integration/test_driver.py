@@ -15,9 +15,9 @@ import torch
 from tests.integration.rigged import NotedTrainer, TwoPassTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from tests.waiting import wait_until_ended
-from trainer import load_config, run
+from trainer import load_config, loop, run
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from verl_like.errors import ConfigError
 
 RIGGED = "tests.integration.rigged"
@@ -240,14 +240,14 @@ def test_only_the_columns_that_a_method_reads_are_sent(
     tiny_dir: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     sent: dict[str, set[str]] = {}
-    call = PPOTrainer.needed
+    select = loop.select_reads
 
-    def note(self: PPOTrainer, batch: Any, role: str, method: str) -> Any:
-        chosen = call(self, batch, role, method)
+    def note(batch: Any, cls: type, method: str) -> Any:
+        chosen = select(batch, cls, method)
         sent[method] = {*chosen.batch.keys(), *chosen.non_tensor_batch}
         return chosen
 
-    monkeypatch.setattr(PPOTrainer, "needed", note)
+    monkeypatch.setattr(loop, "select_reads", note)
     train(tiny_dir, tmp_path, *LOCAL, "trainer.total_training_steps=1")
     assert "raw_prompt" not in set().union(*sent.values())
     assert sent["update_critic"] == {

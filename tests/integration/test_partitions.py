@@ -16,8 +16,9 @@ from tests.integration.runs import overrides
 from tests.trainer.config.partitions import ROLES, partitions
 from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.loop import Metrics
+from trainer.loop import Loop
 from trainer.ppo.config import PPOConfig
+from trainer.record import Metrics, Run
 
 PARTITIONS = sorted(partitions(ROLES))
 SETTINGS = [
@@ -60,9 +61,9 @@ def run_step(
     inputs[1].load_state_dict(at_start)
     with WorkerGroups(placed) as groups:
         assert set(groups) == set(ROLES)
-        ppo = PPOTrainer(placed, groups, *inputs)
-        ppo.init_models()
-        ppo.global_step = 1
+        ppo = PPOTrainer(Run(placed, groups), *inputs)
+        Loop(ppo).init_models()
+        ppo.run.step = 1
         metrics = ppo.step()
     clock = ("timing", "perf/")
     return {name: n for name, n in metrics.items() if not name.startswith(clock)}

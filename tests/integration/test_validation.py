@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.integration.runs import lines, numbers, overrides
 from trainer import load_config, run
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

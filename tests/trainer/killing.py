@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config, restarts, run
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from verl_like.errors import WaitTimeoutError
 
 SHORT = ("data.train_batch_size=4", "data.max_response_length=4", "trainer.total_training_steps=3")

@@ -14,11 +14,11 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
 from trainer import load_config, restarts, run
-from trainer.chaos import Chaos
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.report.disturbances import faults_in_words
+from trainer.roadside.fault_injection import FaultInjection
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError
 
@@ -188,7 +188,10 @@ class Spread(Recorder):
 
 
 def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path) -> None:
-    chaos, groups = Chaos(small(tmp_path, "chaos.kill_worker=1", "trainer.backend=ray")), Spread()
+    chaos, groups = (
+        FaultInjection(small(tmp_path, "chaos.kill_worker=1", "trainer.backend=ray")),
+        Spread(),
+    )
     chaos.begin_attempt(0)
     for step in range(1, 41):
         chaos.before_step(groups, step)
@@ -197,7 +200,7 @@ def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path
 
 
 def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Path) -> None:
-    chaos, groups = Chaos(small(tmp_path, "chaos.delay=1", "chaos.delay_s=2")), Recorder()
+    chaos, groups = FaultInjection(small(tmp_path, "chaos.delay=1", "chaos.delay_s=2")), Recorder()
     chaos.begin_attempt(0)
     for step in (1, 2, 3):
         chaos.before_step(groups, step)
@@ -210,7 +213,7 @@ def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Pa
 
 def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None:
     def struck(seed: int, first: int) -> list[int]:
-        chaos = Chaos(small(tmp_path, "chaos.delay=0.3", f"chaos.seed={seed}"))
+        chaos = FaultInjection(small(tmp_path, "chaos.delay=0.3", f"chaos.seed={seed}"))
         chaos.begin_attempt(0)
         for step in range(first, 40):
             chaos.before_step(Recorder(), step)
@@ -220,16 +223,6 @@ def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None
     assert struck(1, 1) != struck(2, 1)
 
 
-def test_a_sample_that_is_lost_on_its_way_is_told(tmp_path: Path) -> None:
-    chaos = Chaos(small(tmp_path, "chaos.delay=1"))
-    chaos.begin_attempt(0)
-    chaos.before_step(Recorder(), 1)
-    chaos.samples.count(1, {"made": 8, "trained": 7})
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(LedgerError, match="step 1 .* 8 were made, {'trained': 7}"):
-        chaos.close()
-
-
 @pytest.mark.parametrize(
     ("written", "problem"),
     [([1, 2], "3 were begun"), ([1, 3], r"has steps \[1, 3\]"), ([1, 2, 2, 3], "1, 2, 2, 3")],
@@ -237,14 +230,14 @@ def test_a_sample_that_is_lost_on_its_way_is_told(tmp_path: Path) -> None:
 def test_a_step_that_is_lost_or_doubled_is_told(
     tmp_path: Path, written: list[int], problem: str
 ) -> None:
-    chaos = Chaos(small(tmp_path, "chaos.delay=1"))
+    chaos = FaultInjection(small(tmp_path, "chaos.delay=1"))
     chaos.begin_attempt(0)
     for step in (1, 2, 2):
         chaos.before_step(Recorder(), step)
     lines = "".join(f'{{"step": {step}}}\n' for step in written)
     (tmp_path / "metrics.jsonl").write_text(lines)
     with pytest.raises(LedgerError, match=problem):
-        chaos.close()
+        chaos.at_end()
 
 
 def test_a_run_without_chaos_writes_nothing_of_it(whole: Path) -> None:

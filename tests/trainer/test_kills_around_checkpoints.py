@@ -144,7 +144,7 @@ class Killer:
 
     def _pids(self, whose: str) -> list[int]:
         if whose == REWARDS:
-            scorers = [part.manager._scorer for part in self._trainer.rewards.parts]
+            scorers = [part.manager._scorer for part in self._trainer.rollouts.rewards.parts]
             processes = [process for scorer in scorers for process in scorer._processes]
             pids = [one._supervisor.pid for one in processes if one._supervisor is not None]
             return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -19,7 +19,7 @@ from trainer import load_config, restarts, run
 from trainer.config.recipe import Recipe
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
-from trainer.rollouts import trainer as rollouts
+from trainer.rollouts import rollouts
 
 RIGGED = "tests.trainer.dying_in_sync"
 SHARED = (

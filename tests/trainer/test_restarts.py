@@ -21,9 +21,9 @@ from ray.exceptions import OutOfMemoryError
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
-from trainer.alarms import Found
 from trainer.command_errors import ending_in_words
 from trainer.config.recipe import Recipe
+from trainer.roadside.alarms import Found
 from trainer.run_folder.signals import RunStopped, StopSignals
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError

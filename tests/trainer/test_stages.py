@@ -9,7 +9,7 @@ import pytest
 
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.loop import Trainer
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from trainer.preference.step import PreferenceTrainer
 from trainer.reward_model.step import RewardModelTrainer
 from trainer.sft.step import SFTTrainer
@@ -26,5 +26,7 @@ def test_a_recipe_s_stages_are_named(recipe: type[Trainer]) -> None:
         path = TRAINER.parent / (cls.__module__.replace(".", "/") + ".py")
         if cls is Trainer or not path.is_file():
             continue
-        timed |= set(re.findall(r'self\.clock\("(\w+)"\)', path.read_text(encoding="utf-8")))
+        timed |= set(
+            re.findall(r'self\.(?:clock|stage)\("(\w+)"', path.read_text(encoding="utf-8"))
+        )
     assert timed - BEFORE_STEPS == set(recipe.stages)

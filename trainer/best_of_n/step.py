@@ -17,9 +17,9 @@ from typing import Any
 from trainer.best_of_n.config import BestOfNConfig
 from trainer.best_of_n.selection import read_rows, select, write_rows
 from trainer.data.loader import refuse_other_rows
-from trainer.loop import Metrics
+from trainer.record import Metrics
+from trainer.rollouts.rollouts import join_results
 from trainer.rollouts.samples import repeat_prompts
-from trainer.rollouts.trainer import join_results
 from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
@@ -80,7 +80,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
     def part(self, step: int) -> Path:
         """Where those of one step are until then."""
-        return self.folder / "selected" / f"{step}.jsonl"
+        return self.run.folder / "selected" / f"{step}.jsonl"
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""
@@ -100,9 +100,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
                     "the run that was stopped (trainer.default_local_dir)."
                 )
 
-    def fit(self) -> None:
-        """Every step, then the file of them all."""
-        super().fit()
+    def finish(self) -> None:
+        """Write the file of all steps."""
         file = _file_of(self.config)
         parts = [self.part(step) for step in range(1, self.global_step + 1)]
         rows = [row for part in parts for row in read_rows(part)]
@@ -119,16 +118,16 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         with self.clock("gen"):
             batch = self.ahead if self.ahead is not None else self.draw(self.global_step)
         with self.clock("score"):
-            scores = self.launch_rewards(batch)
+            scores = self.rollouts.launch_rewards(batch)
             try:
                 is_last = self.global_step == self.total_steps
                 self.ahead = None if is_last else self.draw(self.global_step + 1)
             finally:  # an error of the rewards is not lost in one of the rollout
                 batch, scored = join_results(batch, [scores.get()])
         with self.clock("select"):
-            rows, selected = select(batch, self.config.selection, self.tokenizer)
+            rows, selected = select(batch, self.config.selection, self.rollouts.tokenizer)
             write_rows(self.part(self.global_step), rows)
-        self.write_samples("rollouts", batch)
+        self.rollouts.write("rollouts", batch)
         return self.batch_metrics(batch) | scored | selected
 
     def draw(self, step: int) -> DataProto:
@@ -136,7 +135,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         size = self.config.data.train_batch_size
         chosen = self.prompts.rows[(step - 1) * size : step * size]
         prompts = self.prompts.batch(chosen.tolist(), epoch=0)
-        return self.roll_out(repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n))
+        num_samples = self.config.actor_rollout_ref.rollout.n
+        return self.rollouts.generate(repeat_prompts(prompts, num_samples))
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """Scores over all samples and over the best of each prompt, and the responses' length."""

@@ -38,7 +38,7 @@ from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.recipe import PPO, load_config
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import fit, terminal_width
@@ -60,7 +60,7 @@ def explain(
     fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "recipes that are explained are PPO's kin"
-    own = own_stages(trainer_cls, trainer_cls.recipe_class())
+    own = own_stages(trainer_cls)
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
         **makers_sections(config, max_columns, measured),

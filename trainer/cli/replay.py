@@ -28,7 +28,7 @@ from pathlib import Path
 
 from trainer.replay.replay import Replayed, replay
 from trainer.replay.trajectory import Played, replay_trajectory
-from trainer.run_folder.batches import STAGES
+from trainer.roadside.saved_batches import STAGES
 
 MOST_LINES = 20
 """Differences that are printed."""

@@ -1,12 +1,12 @@
-"""The experience buffer: what makers have made and trainers have not yet taken, bounded.
+"""The bounded queue between makers, which generate, and the trainer, which learns.
 
-    experience = buffer.begin(maker, weights)    # a maker's thread; waits for room, and its turn
+    experience = buffer.begin(maker, weights)    # a maker's thread; waits for room and its turn
     buffer.put(experience)                       # with its samples
     experiences = buffer.take(Demand(16))        # the trainer; waits for a batch
     buffer.publish(version)                      # there are newer weights
 
-It bounds samples that are open, queued or being made: by `detached.limit`, and by how old they may
-grow. One lock guards all of it.
+`detached.limit` and the largest age of samples bound how many samples may be open, that is, queued
+or in generation. One lock guards the buffer and the log of samples.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trainer.detached.activity import Activity
 from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
-from trainer.detached.ledger import IN_FLIGHT, LOST, QUEUED, TAKEN, Ledger
 from trainer.detached.samplers import (
     SAMPLERS,
     Choice,
@@ -29,18 +28,26 @@ from trainer.detached.samplers import (
     Stock,
     chosen,
     num_samples_of,
-    tokens_by_uid,
 )
 from trainer.detached.topology import ANY_RANK, by_first
-from trainer.ppo.tokens import tokens_given_up
+from trainer.loop import EndOfSamples
+from trainer.roadside.sample_log import (
+    IN_FLIGHT,
+    QUEUED,
+    TAKEN,
+    SampleLog,
+    tokens_by_sample,
+    tokens_given_up,
+)
 from trainer.rollouts.samples import concat_rows, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
-"""How often a wait looks whether it has lasted too long, and whether the trainers are there."""
+"""Seconds between two checks of a wait: has it lasted too long, do the trainers live?"""
 LOOK_SHARE = 0.05
-"""Of its time that a wait may look for the trainers: thousands of them take long to ask."""
+"""Share of a wait that may go into asking the trainers: thousands of them take long."""
+LOST = "lost with its maker"
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
@@ -49,35 +56,31 @@ class StalledError(VerlLikeError, RuntimeError):
     """Makers and trainer wait for each other; the message says who waits for what."""
 
 
-class EndOfSamples(Exception):
-    """No maker has prompts left, and no batch can be filled."""
-
-
 class Loader(Protocol):
-    """What is used of a `trainer.data.prompts.PromptLoader`."""
+    """The part of `trainer.data.prompts.PromptLoader` that the buffer uses."""
 
     def batch(self, number: int) -> DataProto:
         """The prompts of that batch."""
 
     def num_prompts(self, number: int) -> int:
-        """How many they are; 0 after the last."""
+        """The number of prompts in that batch; 0 after the last batch."""
 
 
 class PieceStream:
     """The loader's batches, cut into pieces in the order of the prompts.
 
-    A piece that its maker lost is handed back, and handed out again before any later one. Not
-    thread-safe: the buffer calls it under its lock.
+    A piece whose maker was lost is handed back, and is handed out again before any later piece. The
+    buffer calls the stream under its lock.
     """
 
     def __init__(self, config: DetachedConfig, loader: Loader) -> None:
-        """A batch is cut into equal parts for the trainer ranks with makers of their own."""
+        """Trainer ranks with makers of their own get equal parts of every batch."""
         self._loader, self._topology = loader, config.topology
         self._prompts_per_piece = config.piece_size
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
         self.ranks = self._topology.routed_ranks
         self.waiting: list[Experience] = []
-        """Pieces that are cut and that nobody makes, in their order."""
+        """Pieces that no maker has, in their order."""
         self._batches: dict[int, DataProto] = {}
         self._next_batch = self._next_number = 0
 
@@ -87,9 +90,9 @@ class PieceStream:
         return self._loader.num_prompts(self._next_batch) == 0
 
     def offer(self, maker: int) -> Experience | None:
-        """The first piece that is nobody's and that this maker may make; it stays in the stream.
+        """The first waiting piece that this maker may make; it stays in the stream.
 
-        None: no prompts are left for it.
+        None: no prompts are left for this maker.
         """
         while True:
             for piece in self.waiting:
@@ -100,7 +103,7 @@ class PieceStream:
             self._cut()
 
     def hand_back(self, pieces: Iterable[Experience]) -> None:
-        """Pieces that are not made: the next ones to be handed out, in their order."""
+        """Put these pieces back in their order; they are handed out next."""
         self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
 
     def rows(self, piece: Experience) -> DataProto:
@@ -114,11 +117,11 @@ class PieceStream:
         return repeat_prompts(prompts, self._samples_per_prompt)
 
     def num_samples(self, batch: int) -> int:
-        """Samples of the loader's batch of that number."""
+        """The number of samples in that batch."""
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
     def state_dict(self, being_made: Iterable[Experience] = ()) -> dict[str, Any]:
-        """Where the stream stands, with pieces that would have to be made again."""
+        """The stream's place, with the pieces that a resume has to generate again."""
         waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
         return {
             "next_batch": self._next_batch,
@@ -132,7 +135,7 @@ class PieceStream:
         self.waiting = [Experience(**place) for place in state["waiting"]]
 
     def _cut(self) -> None:
-        """The pieces of the loader's next batch."""
+        """Cut the loader's next batch into pieces."""
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         num_prompts, num_ranks = self._loader.num_prompts(batch), len(self.ranks)
         for place, rank in enumerate(self.ranks):
@@ -152,27 +155,27 @@ class PieceStream:
 
 
 class Weights(NamedTuple):
-    """What makers hold, or may take; greater is newer."""
+    """Weights that a maker holds or may take; greater is newer."""
 
     num_swaps: int
-    """How often others of the same version have come, such as the averaged ones of a validation."""
+    """Swaps within a version: a validation may use averaged weights."""
     version: int
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What the trainer waits for, if it does, and what it will ask for later."""
+    """Samples that the trainer waits for, and samples that it will need later."""
 
     num_samples: int = 0
     attempt: int = 0
     rest_of_version: int = 0
-    """Fresh samples after these, before the next version of the weights."""
+    """Fresh samples needed after these and before the next version of the weights."""
     rest_of_run: int | None = None
-    """Fresh samples after these; None: nobody can say."""
+    """Fresh samples needed after these; None: unknown."""
 
 
 class ExperienceBuffer:
-    """Between makers' threads and the trainer's."""
+    """A queue with several makers' threads at one end and the trainer at the other."""
 
     def __init__(
         self,
@@ -181,28 +184,27 @@ class ExperienceBuffer:
         activity: Activity,
         check_trainers: Callable[[], None] = lambda: None,
     ) -> None:
-        """Empty, with weights of version 0. While the trainer waits, `check_trainers` raises if one
-        of its processes is gone.
-        """
+        """While the trainer waits, `check_trainers` raises if one of its processes is gone."""
         self.settings, self._seed = config.detached, config.trainer.seed
         self._samples_per_version = config.detached.update_steps * samples_per_batch(config)
         self._limit, self._evicts = open_at_once(config), config.detached.when_full != "wait"
         self._sampler = SAMPLERS.look_up(config.detached.sampler)()
-        self.stream, self.ledger = PieceStream(config, loader), Ledger()
+        self.stream = PieceStream(config, loader)
         self._activity, self._check_trainers = activity, check_trainers
         lock = threading.RLock()
+        self.log = SampleLog(lock)
         self._changed = threading.Condition(lock)
-        """The trainer's wait."""
+        """The trainer waits on it."""
         self._has_turn = threading.Condition(lock)
-        """The makers': a finished piece gives none of them room, and does not wake them."""
+        """Makers wait on it: a finished piece gives no maker room, so it wakes none."""
         self._ready: list[Experience] = []
         self._in_flight: dict[int, Experience] = {}
-        """By number, what makers are making."""
+        """Number -> piece that a maker is generating."""
         self._to_validate: list[Experience] = []
         self._makers: set[int] = set()
         self._idle: set[int] = set()
         self.weights = Weights(0, 0)
-        """The newest that makers can have."""
+        """The newest weights that makers can take."""
         self._demand = Demand()
         self._num_taken = 0
         self._failure: BaseException | None = None
@@ -210,7 +212,7 @@ class ExperienceBuffer:
 
     @property
     def version(self) -> int:
-        """Of the newest weights."""
+        """The version of the newest weights."""
         return self.weights.version
 
     # ------------------------------------------------------------------------------ makers' side
@@ -221,16 +223,16 @@ class ExperienceBuffer:
             self._makers.add(maker)
 
     def leave(self, maker: int, error: BaseException | None = None) -> None:
-        """A maker's thread has ended; its error, if it failed, is raised where the trainer is."""
+        """A maker's thread has ended. If it failed, its error is raised in the trainer's thread."""
         with self._change():
             self._makers.discard(maker)
             self._failure = self._failure or error
 
     def begin(self, maker: int, weights: Weights, waits: bool = True) -> Experience | None:
-        """What the maker makes next, with these weights; waits for its turn.
+        """The next piece for a maker that holds these weights; waits for its turn.
 
-        None: there are newer weights to take first, it is over, or there is nothing now and it does
-        not wait.
+        None: the maker has to take newer weights first, the run is over, or nothing is to do now
+        and the maker does not wait.
         """
         most = f"at most {self.settings.max_staleness} versions old"
         what = f"room: weights of version {weights.version} may be {most}"
@@ -246,15 +248,17 @@ class ExperienceBuffer:
         return None
 
     def put(self, experience: Experience) -> None:
-        """Accept a finished experience; a full buffer that evicts drops its oldest ones."""
-        tokens, given_up = tokens_by_uid(experience), tokens_given_up(experience.samples)
+        """Queue a finished piece; with `when_full=evict_oldest` a full buffer drops the oldest."""
+        assert experience.samples is not None, "it is finished"
+        tokens = tokens_by_sample(experience.samples)
+        given_up = tokens_given_up(experience.samples)
         with self._changed:
             del self._in_flight[experience.number]
             experience.rows = None
             self._changed.notify_all()
             if experience.is_validation:
                 return
-            self.ledger.queue(tokens, given_up)
+            self.log.receive(tokens, given_up)
             self._ready.append(experience)
             while self._evicts and num_samples_of(self._ready) > self._limit:
                 self._drop(self._ready[0], "pushed out of the full buffer")
@@ -267,7 +271,7 @@ class ExperienceBuffer:
             for one in lost:
                 del self._in_flight[one.number]
                 if not one.is_validation:
-                    self.ledger.drop(one.uids, LOST)
+                    self.log.drop(one.names, LOST)
             self.stream.hand_back(one for one in lost if not one.is_validation)
             self._to_validate += [one for one in lost if one.is_validation]
             return num_samples_of(lost)
@@ -275,10 +279,10 @@ class ExperienceBuffer:
     # ---------------------------------------------------------------------------- trainer's side
 
     def take(self, demand: Demand) -> list[Experience]:
-        """Experiences of so many samples, as the sampler chooses; waits for them.
+        """The pieces of a batch, as the sampler chooses them; waits for them.
 
-        Raises what a maker's thread raised, `StalledError` where nobody can go on, and
-        `EndOfSamples` where there is no more.
+        Raises the error of a maker's thread, `StalledError` where nobody can go on, and
+        `EndOfSamples` where no samples are left.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
             self._demand = demand
@@ -292,9 +296,9 @@ class ExperienceBuffer:
                 self._look_again()
 
     def validate(self, rows: DataProto, makers: Sequence[int]) -> DataProto:
-        """The samples of rows beside the run's own, of which each of these makers makes a part.
+        """The samples of a validation's rows; each of these makers generates a part.
 
-        Within `paused`. What a maker loses is made by itself, started anew, or by any other.
+        Call it within `paused`. The part of a lost maker goes to its successor or another maker.
         """
         makers = makers[: len(rows)]
         parts = [
@@ -307,50 +311,22 @@ class ExperienceBuffer:
             self._wait_for(lambda: all(part.samples is not None for part in parts))
         return concat_rows([part.samples for part in parts if part.samples is not None])
 
-    def drop_taken(self, uids: Iterable[str], reason: str) -> None:
-        """Groups that were taken and are not trained on."""
-        with self._changed:
-            self.ledger.drop(uids, reason)
-
-    def trained(
-        self,
-        rows: Mapping[str, Sequence[tuple[int, int]]],
-        tokens: int,
-        left_out: Mapping[str, int],
-    ) -> None:
-        """Groups were trained on: uid -> trainer rank and version of each of its samples.
-
-        So many of their `tokens`, and others not, by reason.
-        """
-        with self._changed:
-            for uid, samples in rows.items():
-                ranks, versions = zip(*samples, strict=True)
-                self.ledger.trained(uid, ranks, versions, self.version)
-            self.ledger.tokens_trained(tokens, left_out)
-        self.check()
-
     def check(self) -> None:
-        """The ledger adds up, and has every group where it is in fact."""
+        """Raise if the log does not add up, or has a group elsewhere than the buffer."""
         with self._changed:
             queued = [uid for one in self._ready for uid in one.uids]
             in_flight = [uid for one in self._in_flight.values() for uid in one.uids]
-            self.ledger.check({QUEUED: queued, IN_FLIGHT: in_flight})
+            self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
-        """There are weights of that version, which makers take before their next piece."""
+        """Announce weights of that version, which makers take before their next piece."""
         with self._change():
             swaps = self.weights.num_swaps + (version == self.version)
             self.weights = Weights(swaps, version)
 
-    def clear(self, reason: str) -> None:
-        """Throw away what is queued; limit and settings stay."""
-        with self._change():
-            for experience in list(self._ready):
-                self._drop(experience, reason)
-
     @contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:
-        """Within, makers only validate: what they were making is made."""
+        """Let makers finish their pieces; within the block they only validate."""
         with self._changed:
             self.is_paused = True
             while self._in_flight and self._makers and self._failure is None:
@@ -363,31 +339,29 @@ class ExperienceBuffer:
                 self.is_paused = False
 
     def state_dict(self) -> tuple[dict[str, Any], list[Experience]]:
-        """Where the prompts stand, the pieces that are being made, the ledger; and what is queued,
-        which is not in the first.
-        """
+        """The place in the prompts with the log; and the queued pieces, as a second value."""
         with self._changed:
             state = {
                 "stream": self.stream.state_dict(self._in_flight.values()),
-                "ledger": self.ledger.as_dict(),
+                "ledger": self.log.state_dict(),
                 "num_taken": self._num_taken,
             }
             return state, list(self._ready)
 
     def load_state_dict(self, state: dict[str, Any], queued: Sequence[Experience]) -> None:
-        """Go on from there: what was queued still is, or is made again if its samples are gone."""
+        """Go on from there. Queued pieces without samples are generated again."""
         with self._change():
             self.stream.load_state_dict(state["stream"])
             self.stream.hand_back(one for one in queued if one.samples is None)
-            self.ledger.load_state_dict(state["ledger"])
+            self.log.load_state_dict(state["ledger"])
             self._num_taken = state["num_taken"]
             self._ready = [one for one in queued if one.samples is not None]
             for one in self._ready:
-                size = one.num_samples // len(one.uids)
-                self.ledger.restore(one.maker, tokens_by_uid(one), size)
+                assert one.samples is not None, "it is queued"
+                self.log.restore(one.maker, tokens_by_sample(one.samples))
 
     def close(self) -> None:
-        """Begin no more experiences, so that makers' threads end."""
+        """Hand out no more pieces, so that makers' threads end."""
         with self._change():
             self.is_closed = True
 
@@ -399,17 +373,17 @@ class ExperienceBuffer:
 
     @property
     def depth(self) -> int:
-        """Samples that are queued."""
+        """The number of queued samples."""
         return num_samples_of(self.ready)
 
     @property
     def ready(self) -> list[Experience]:
-        """What is queued, in the order in which it came."""
+        """The queued pieces, in the order in which they came."""
         with self._changed:
             return list(self._ready)
 
     def in_flight(self, maker: int | None = None) -> list[Experience]:
-        """What is being made, by one maker or by any."""
+        """The pieces that one maker is generating, or any maker."""
         with self._changed:
             return [one for one in self._in_flight.values() if maker in (None, one.maker)]
 
@@ -422,13 +396,13 @@ class ExperienceBuffer:
             self._look_again()
 
     def _look_again(self) -> None:
-        """Whoever waits looks whether it can go on now."""
+        """Wake everybody who waits."""
         self._idle.clear()
         self._changed.notify_all()
         self._has_turn.notify_all()
 
     def _wait_for(self, found: Callable[[], Found]) -> Found:
-        """What the trainer waits for, once it is there."""
+        """Wait until `found` returns something, and return it."""
         began = time.monotonic()
         looks_at, warns_at = began + LOOK_S, began + self.settings.stall_s
         while True:
@@ -464,7 +438,7 @@ class ExperienceBuffer:
         )
 
     def _take_chosen(self, num_samples: int) -> list[Experience]:
-        """A batch, as the sampler chooses it: for each trainer rank with makers its share."""
+        """A batch as the sampler chooses it, with a share for each trainer rank with makers."""
         whole = Choice()
         for stock in self._stocks(num_samples):
             choice = chosen(self._sampler, stock)
@@ -478,12 +452,12 @@ class ExperienceBuffer:
             self._look_again()
         for experience in whole.taken:
             self._ready.remove(experience)
-            self.ledger.move(experience.uids, TAKEN)
+            self.log.move(experience.names, TAKEN)
         self._num_taken += bool(whole.taken)
         return whole.taken
 
     def _stocks(self, num_samples: int) -> Iterator[Stock]:
-        """What there is for each trainer rank with makers of its own, or for any."""
+        """The pieces for each trainer rank with makers of its own, or for any rank."""
         ranks = self.stream.ranks
         # one past the highest piece that was ever begun and is still open
         horizon = max([one.number for one in self._ready] + [*self._in_flight, -1]) + 1
@@ -505,7 +479,7 @@ class ExperienceBuffer:
             )
 
     def _begin_next(self, maker: int, version: int) -> Experience | None:
-        """The first piece that this maker may make and for which there is room, handed out."""
+        """Hand out the first piece that this maker may make, if there is room for it."""
         if self.is_paused:
             mine = [p for p in self._to_validate if p.maker == maker or p.maker not in self._makers]
             if not mine:
@@ -526,11 +500,11 @@ class ExperienceBuffer:
         self.stream.waiting.remove(piece)
         piece.version = version
         piece.rows, piece.attempt = self.stream.rows(piece), self._demand.attempt
-        self.ledger.begin(maker, piece.uids, piece.num_samples // len(piece.uids))
+        self.log.begin(maker, piece.names)
         return piece
 
     def _has_room(self, piece: Experience, version: int) -> bool:
-        """Whether a piece that weights of this version make may be open, too."""
+        """Whether a piece that is generated with this version may be open, too."""
         before = [other for other in self.stream.waiting if other.number < piece.number]
         opened = [*self._ready, *self._in_flight.values(), piece, *before]
         if not self._evicts and num_samples_of(opened) > self._limit:
@@ -545,4 +519,4 @@ class ExperienceBuffer:
 
     def _drop(self, experience: Experience, reason: str) -> None:
         self._ready.remove(experience)
-        self.ledger.drop(experience.uids, reason)
+        self.log.drop(experience.names, reason)

@@ -1,11 +1,11 @@
 """A maker: a thread of the driver that keeps one rollout group generating.
 
-while True:
-    newer weights, if there are any
-    submit pieces, if there is room for them
-    take what is finished: pieces whose samples are all there go to the buffer
+    while True:
+        take newer weights, if there are any
+        submit pieces, if the queue has room for them
+        take what is finished; a piece with all its samples goes to the queue
 
-The rows of a validation are pieces, too: makers are given no others meanwhile.
+The rows of a validation are pieces, too; during a validation makers get no others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from trainer.detached.samplers import Experience
 from trainer.detached.topology import maker_role, role_on
 from trainer.detached.weights import WeightFeed
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.loop import Metrics
+from trainer.loop import ToldToStop
 from trainer.ppo.sizes import CRITIC_COPY
+from trainer.record import Metrics
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
-from trainer.rollouts.trainer import join_results, with_responses
+from trainer.rollouts.rollouts import Rollouts, join_results, with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result
@@ -46,28 +47,24 @@ from workers.rollout.client import RolloutClient, Submission
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.25
-"""How long a take lasts: weights and the end of a run wait for it."""
+"""Seconds of a take; new weights and the end of a run wait for it."""
 TAKES_PER_S = 250
-"""Of all ranks of makers together, at most; each is a call of the driver's."""
+"""The most takes per second of all makers' ranks together; each take is a call of the driver."""
 MOST_RESTARTS = 3
-"""Of one maker by one version of the weights: what dies every time has a reason that a restart does
-not mend.
-"""
+"""The most restarts of one maker per version of the weights; more would not help."""
 
 
 class MakersTrainer(Protocol):
-    """What a maker's thread uses of a `DetachedTrainer`."""
+    """The part of a `DetachedTrainer` that a maker's thread uses."""
 
     config: DetachedConfig
     groups: WorkerGroups
-    """In which a role is another group after a loss."""
+    """After a loss a role has another group here."""
     buffer: ExperienceBuffer
     activity: Activity
     feed: WeightFeed
     losses: MakerLosses
-
-    def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
-        """The columns that the role's method reads."""
+    rollouts: Rollouts
 
 
 class Maker:
@@ -76,8 +73,8 @@ class Maker:
     def __init__(self, number: int, trainer: MakersTrainer) -> None:
         """`start` begins.
 
-        With `max_new_tokens_per_call` a take draws so many of a response (and waits for no slow
-        environment), pieces begin beside unfinished ones, and newer weights are taken in between.
+        With `max_new_tokens_per_call` a take draws that many tokens of a response and waits for no
+        slow environment. Pieces then begin next to unfinished ones, and weights come in between.
         """
         self._number, self._role, self._trainer = number, maker_role(number), trainer
         self._buffer = trainer.buffer
@@ -100,7 +97,7 @@ class Maker:
         self._thread.start()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Until its thread has ended."""
+        """Wait until its thread has ended, or so long."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
@@ -131,7 +128,7 @@ class Maker:
                 del self._running[submission]
 
     def _begin(self) -> None:
-        """Submit pieces, if there is room for them; waits for room where nothing else is to do."""
+        """Submit pieces, if the queue has room; wait for room if nothing else is to do."""
         begun: list[Experience] = []
         while len(begun) < self._num_at_once:
             waits = not (self._running or begun)
@@ -148,7 +145,7 @@ class Maker:
         assert experience.rows is not None, "of what is being made"
         rows = experience.rows
         if not experience.is_validation:
-            rows = self._trainer.needed(rows, self._role, "generate_sequences")
+            rows = self._trainer.rollouts.prompt_columns(rows, self._role)
             rows.meta_info = rows.meta_info | {"attempt": experience.attempt}
         return Submission(rows)
 
@@ -181,12 +178,8 @@ class Maker:
             self._client = RolloutClient(self._trainer.groups[self._role])
 
 
-class ToldToStop(Exception):
-    """The run is to stop, while a maker without which it gets no batch waited for a node."""
-
-
 class MakerLosses:
-    """What a maker's loss means: `detached.on_maker_loss` decides, and makers are started anew."""
+    """Handles the loss of a maker as `detached.on_maker_loss` says; restarts makers."""
 
     def __init__(
         self,
@@ -196,8 +189,8 @@ class MakerLosses:
         is_ending: Callable[[], bool],
         version: Callable[[], int],
     ) -> None:
-        """`is_ending`: the run is to stop, or is over, and waits for no node. `version` is that of
-        the newest weights.
+        """`is_ending` tells whether the run stops or is over, so that it waits for no node;
+        `version` returns the version of the newest weights.
         """
         self._config, self._groups = config, groups
         self._init_arguments, self._is_ending = init_arguments, is_ending
@@ -236,7 +229,7 @@ class MakerLosses:
         return True
 
     def _comes_back(self, maker: int, error: WorkerDiedError) -> bool:
-        """Whether it does; in a run that is told to stop, the other makers may end the step."""
+        """Whether the maker was restarted; in a run that is to stop, others may end the step."""
         pool = self._pools[maker_role(maker)]
         restart = partial(self._groups.restart, pool)
         try:
@@ -261,11 +254,11 @@ class MakerLosses:
 
     def _look_again(self) -> None:
         if self._is_ending():
-            raise ToldToStop
+            raise ToldToStop("a node in the place of a maker's")
         time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, maker: int) -> list[int]:
-        """The trainer ranks that have no maker, now that this one is gone, too."""
+        """The trainer ranks without a maker, now that this maker is gone, too."""
         self._gone.add(maker)
         topology = self._config.topology
         ranks = range(topology.trainers)
@@ -285,10 +278,10 @@ MADE_BY_MAKERS = frozenset(
 def score_samples(
     groups: Any, roles: Mapping[str, str], samples: DataProto
 ) -> tuple[DataProto, Metrics]:
-    """The samples with what every role says of them, and the numbers that came with it.
+    """The samples with the columns of every role that scores them, and metrics.
 
-    `roles` are those of one maker: role, as maker 0 has it -> its own name. Scores of reward models
-    stay columns of their own until the trainer adds them up with those of functions and servers.
+    `roles` are one maker's: name at maker 0 -> name at this maker. Scores of reward models stay
+    columns of their own until the trainer adds them to the scores of functions and servers.
     """
     futures = []
     for role, own in roles.items():

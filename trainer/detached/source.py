@@ -1,6 +1,5 @@
-"""The samples of a detached run's steps: makers' threads, the buffer, and batches that are reused.
+"""The samples of a detached run's steps, from makers' threads, the queue and batches that return.
 
-`DetachedSource` is a `SampleSource` that knows neither groups nor weights.
 With `update_steps` U and `train_epochs` E the steps come in rounds of U x E: U fresh batches in
 the order in which they arrive, then the same ones E - 1 times over, each time in a new order.
 """
@@ -8,7 +7,7 @@ the order in which they arrive, then the same ones E - 1 times over, each time i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,20 @@ import numpy as np
 from trainer.detached.buffer import Demand, ExperienceBuffer
 from trainer.detached.maker import Maker
 from trainer.detached.samplers import Experience
-from trainer.ppo.sample import Draw, Samples, SampleSource, over_draws
+from trainer.ppo.sample import over_draws
+from trainer.record import Metrics
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import few
 from workers.columns import count_ones
 
-Metrics = dict[str, float]
 END_S = 10.0
-"""How long the end of a run waits for it: one that failed shall say so soon."""
+"""Seconds that the end of a run waits for makers; a failed run reports soon."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often a batch is trained on, and how many batches there are to a version."""
+    """How often a batch is trained on, and how many batches belong to a weight version."""
 
     update_steps: int
     train_epochs: int
@@ -64,19 +63,17 @@ class Rounds:
         return step % self.length == 0
 
 
-class DetachedSource(SampleSource):
-    """Batches that were made before they are asked for."""
+class DetachedSource:
+    """Batches that were made before they are asked for: makers' threads, the buffer, and reuse.
 
-    def __init__(
-        self,
-        buffer: ExperienceBuffer,
-        makers: Sequence[Maker],
-        rounds: Rounds,
-        assemble: Callable[[Draw], Samples],
-    ) -> None:
-        """`assemble` makes a step's samples of as many draws as it needs."""
+    source.begin(step, num_steps)
+    if (again := source.batch_again()) is None:
+        batch = source.draw(attempt)      # as often as the step needs
+        source.keep(batch)                # with its scores
+    """
+
+    def __init__(self, buffer: ExperienceBuffer, makers: Sequence[Maker], rounds: Rounds) -> None:
         self.buffer, self._makers, self.rounds = buffer, list(makers), rounds
-        self._assemble = assemble
         self._step = 0
         self._num_steps: int | None = None
         self._drawn: list[str] = []
@@ -88,37 +85,33 @@ class DetachedSource(SampleSource):
         self._queued: list[Experience] = []
         self._has_started = False
 
-    def ask_for(self, step: int, num_steps: int | None) -> None:
-        """What `take` gives next: the samples of that step, of `num_steps` in all.
-
-        None: nobody can say how many more samples they need.
-        """
-        self._step, self._num_steps = step, num_steps
-
-    def take(self) -> Samples:
-        """The samples of the step that was asked for."""
+    def begin(self, step: int, num_steps: int | None) -> None:
+        """Begin the step, of `num_steps` in all; None: nobody knows how many samples they need."""
         self.start()
-        number, epoch, place = self.rounds.place(self._step)
-        if epoch:
-            chosen = self.rounds.order(number, epoch)[place]
-            again = {"detached/reused": float(epoch), "detached/batch_of_round": float(chosen)}
-            return self._kept[chosen].select(), again | {"detached/drawn_tokens": 0.0}
-
-        if place == 0:
+        self._step, self._num_steps = step, num_steps
+        _, epoch, place = self.rounds.place(step)
+        if epoch == place == 0:
             self._kept, self.makers_of = [], {}
         self._drawn, self._read, self._num_tokens = [], [], 0
-        batch, metrics = self._assemble(self._draw)
-        self._drop_unused(batch)
-        taken = {
-            "detached/queue_depth": float(self.buffer.depth),
-            "detached/drawn_tokens": float(self._num_tokens),
-        }
+
+    def batch_again(self) -> DataProto | None:
+        """A batch of this round that comes again in this step; None in the round's first epoch."""
+        number, epoch, place = self.rounds.place(self._step)
+        return self._kept[self.rounds.order(number, epoch)[place]].select() if epoch else None
+
+    def metrics(self) -> Metrics:
+        """How the step's batch was drawn, or which batch has come again."""
+        number, epoch, place = self.rounds.place(self._step)
+        found = {"detached/drawn_tokens": float(self._num_tokens)}
         if self.rounds.train_epochs > 1:
-            taken |= {"detached/reused": 0.0, "detached/batch_of_round": float(place)}
-        return batch, metrics | over_draws(self._read) | taken
+            batch = self.rounds.order(number, epoch)[place]
+            found |= {"detached/reused": float(epoch), "detached/batch_of_round": float(batch)}
+        if epoch == 0:
+            found["detached/queue_depth"] = float(self.buffer.depth)
+        return over_draws(self._read) | found
 
     def in_words(self) -> str:
-        """Which samples the step is on, for the report of an error."""
+        """The samples of the step, for an error message."""
         if not self._drawn:
             return f"step {self._step} has no samples yet"
         named = few(self._drawn)
@@ -172,8 +165,8 @@ class DetachedSource(SampleSource):
             maker.start()
         self._has_started = True
 
-    def _draw(self, attempt: int) -> DataProto:
-        """As many samples as the step has, at the next attempt with other prompts."""
+    def draw(self, attempt: int) -> DataProto:
+        """The samples of one draw; the next attempt has other prompts."""
         _, _, place = self.rounds.place(self._step)
         fresh = self.rounds.num_fresh(self._step) - 1
         sizes = self.buffer.stream.num_samples
@@ -195,10 +188,3 @@ class DetachedSource(SampleSource):
         drawn = concat_rows([one.samples for one in experiences if one.samples is not None])
         self._num_tokens += int(count_ones(drawn, "response_mask").sum())
         return drawn
-
-    def _drop_unused(self, batch: DataProto) -> None:
-        """Groups that were drawn and are not in the batch: dynamic sampling left them out."""
-        used = set(batch.non_tensor_batch["uid"])
-        unused = [uid for uid in self._drawn if uid not in used]
-        if unused:
-            self.buffer.drop_taken(unused, "left out by dynamic sampling")

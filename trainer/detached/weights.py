@@ -17,8 +17,8 @@ from pathlib import Path
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import Topology, role_on
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.loop import Metrics
 from trainer.ppo.sizes import CRITIC_COPY
+from trainer.record import Metrics
 from verl_like.errors import WeightSyncError
 from verl_like.process.machine import resident_bytes
 from workers.weights.sync import deliver_weights, publish_weights

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from functools import partial
 
 from trainer.evaluation.recipe import EvaluationConfig
-from trainer.loop import Metrics
 from trainer.ppo.validate import name_metrics, sample_all
+from trainer.record import Metrics
 from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 
@@ -35,10 +35,10 @@ class Evaluation(SamplingOnlyTrainer):
     def step(self) -> Metrics:
         """The validation, and its table on the terminal."""
         sampling = asdict(self.config.actor_rollout_ref.rollout.val_kwargs)
-        score = partial(self.with_rewards, normalize=False)
+        score = partial(self.rollouts.score, normalize=False)
         with self.clock("gen"):
-            samples = sample_all(self.prompts.in_order(), self.roll_out, score, **sampling)
-        self.write_samples("validation", samples)
+            samples = sample_all(self.prompts.in_order(), self.rollouts.generate, score, **sampling)
+        self.rollouts.write("validation", samples)
         metrics = name_metrics(samples)
         print("\n".join(core_table(metrics, terminal_width()) + played(metrics)), flush=True)
         return metrics

@@ -1,11 +1,11 @@
-"""The PPO recipe. Read `trainer.ppo.step` first. Names are imported on first use."""
+"""The PPO recipe. Read `trainer.ppo.stages` first. Names are imported on first use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.ppo.step import PPOTrainer
+    from trainer.ppo.stages import PPOTrainer
 
 __all__ = ["PPOTrainer"]
 
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     """Import the trainer on first use."""
     if name != "PPOTrainer":
         raise AttributeError(f"module 'trainer.ppo' has no attribute '{name}'")
-    from trainer.ppo.step import PPOTrainer
+    from trainer.ppo.stages import PPOTrainer
 
     return PPOTrainer
 

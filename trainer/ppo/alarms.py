@@ -1,7 +1,7 @@
 """The alarms of PPO: entropy, KL, and a rollout that is not the trainer's policy.
 
-`trainer.alarms` asks these rules after every step. Their bands are those of the run's summary
-(`trainer.report.summary`), where it has one.
+`trainer.roadside.alarms` asks these rules after every step. Their bands are those of the run's
+summary (`trainer.report.summary`), where it has one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainer.alarms import Found, skipped_updates
 from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
+from trainer.roadside.alarms import Found, skipped_updates
 
 ENTROPY_GROWN = 3.0
 """Times the first entropy: the policy forgets what it knew."""

@@ -47,9 +47,8 @@ INLINE = "in turns (one process)"
 """Pools of the driver's own thread (`RunConfig.is_inline`) take turns with all that comes later."""
 
 STAGES = frozenset(
-    "step make_samples generate greedy_scores roll_out ask_rollout with_rewards launch_rewards "
-    "balance score read_samples estimate update sync send_weights call needed "
-    "policy_is_current".split()
+    "step sample draw generate greedy_scores balance score read_samples policy_is_current "
+    "estimate update sync next_weights send_weights call".split()
 )
 """The methods of a trainer that make the calls of a step."""
 
@@ -72,8 +71,9 @@ class Node:
         return INLINE if self.is_inline else self.pool
 
 
-def own_stages(trainer_cls: type, base: type) -> list[str]:
-    """`Class.method` of every part of the step that `trainer_cls` does not have from `base`."""
+def own_stages(trainer_cls: type) -> list[str]:
+    """`Class.method` of every part of the step that a user's class has not from the recipe."""
+    base = next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
     found = []
     for name in sorted(STAGES):
         method = getattr(trainer_cls, name)

@@ -85,7 +85,7 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     gaps = []
     plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "logit_bias": {}}
     for settings in ({}, plain):
-        batch = trainer.roll_out(repeat_prompts(prompts, 1), **settings)
+        batch = trainer.rollouts.generate(repeat_prompts(prompts, 1), **settings)
         log_probs, _ = trainer.groups["actor"].compute_log_prob(batch)
         batch = batch.union(log_probs)
         gaps.append(largest_gap(batch))

@@ -1,13 +1,4 @@
-"""The first stage: the samples of a step, from whoever makes them, in an order for the ranks.
-
-`PPOTrainer.step` takes one batch a step and does not know who made it:
-
-    source = SynchronousSource(loader, trainer.generate, trainer.make_samples)
-    for step in range(num_steps):
-        batch, metrics = source.take()    # every row with the `policy_version` that made it
-
-In the synchronous loop nothing is made ahead, so every sample is of the current policy. A source
-with makers of its own bounds what may wait, and makers wait while it is full.
+"""The first stage: which groups of samples a step trains on, in an order for the ranks.
 
 `algorithm.filter_groups` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): groups of
 equal scores, whose advantages are zero, are replaced by groups of further prompts.
@@ -22,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -39,45 +29,6 @@ from workers.columns import count_ones, write_columns
 FILTERED = "algorithm.filter_groups"
 METRIC_KEY = "algorithm.filter_groups.metric"
 logger = logging.getLogger(__name__)
-
-Samples = tuple[DataProto, dict[str, float]]
-"""A batch, and metrics of how it was made."""
-Draw = Callable[[int], DataProto]
-"""The number of a draw within its step -> samples of as many prompts as a step has."""
-
-
-class SampleSource(ABC):
-    """What `PPOTrainer` asks for the samples of a step."""
-
-    @abstractmethod
-    def take(self) -> Samples:
-        """The samples of the next step; waits for them, and raises what their making raised."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the making of samples. Safe to call twice."""
-
-
-class SynchronousSource(SampleSource):
-    """A batch is made when it is asked for, by the weights of that moment."""
-
-    def __init__(
-        self,
-        prompts: Iterable[DataProto],
-        generate: Callable[[DataProto, int], DataProto],
-        make: Callable[[Draw], Samples],
-    ) -> None:
-        """`make` draws as often as it needs to for the samples of one step."""
-        self._prompts = iter(prompts)
-        self._generate = generate
-        self._make = make
-
-    def take(self) -> Samples:
-        """Make the next batch now."""
-        return self._make(lambda attempt: self._generate(next(self._prompts), attempt))
-
-    def close(self) -> None:
-        """Between two calls nothing is under way."""
 
 
 def collect_groups(

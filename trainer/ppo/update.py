@@ -20,8 +20,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.chaos import TRAINED
 from trainer.data.encoded_rows import LMRow
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
-from trainer.ppo.tokens import TokenLedger, num_tokens
 from verl_like.batch.protocol import DataProto
 from workers.columns import drawn_from, read_columns, require, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig
@@ -43,57 +41,48 @@ from workers.losses.registry import facts_of, get_policy_loss
 from workers.rewards.weighted import SKIPPED
 from workers.rollout.sample import CUT_BY_LENGTH
 
+logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
+LARGEST_ERROR = 1.0
+"""Nats by which one step counts at most: a policy far from its target does not jump."""
+RANGE = 100.0
+"""How far the coefficient goes from its first value, up and down: it stays able to come back."""
 
 
-def samples_of_update(
-    batch: DataProto,
-    config: PPOConfig,
-    step: int,
-    balance: Callable[[DataProto], WithMetrics],
-    became: Counter[str] | None = None,
-    tokens: TokenLedger | None = None,
-) -> WithMetrics:
-    """What `PPOTrainer.update` hands to critic and actor; `balance` orders rows for the ranks.
+@dataclass(frozen=True)
+class Filter:
+    """A step between the samples and what the losses see of them."""
 
-    `became` is told how many samples are in the losses, and under which key others are not,
-    `tokens` which tokens; a sample that PF-PPO has drawn several times is one.
-    """
-    algorithm, policy = config.algorithm, config.actor_rollout_ref
-    metrics: dict[str, float] = {}
-    names = set if algorithm.use_pf_ppo else list
-    left, given = len(batch), batch
+    reason: str
+    """Its key; the sample log has under it what the filter leaves out."""
+    run: Callable[[DataProto], WithMetrics]
 
-    def count(reason: str) -> None:
-        nonlocal left, given
-        if tokens is not None and batch is not given:
-            once = algorithm.use_pf_ppo
-            tokens.leave(reason, num_tokens(given) - num_tokens(batch, once))
-            given = batch
-        if became is not None:
-            before, left = left, len(names(_names_with_tokens(batch)))
-            if left != before:
-                became[reason] += before - left
 
-    count(EMPTY)
+def filters(
+    config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
+) -> list[Filter]:
+    """The filters of this run, in their order; `balance` orders rows for the ranks."""
+    algorithm, found = config.algorithm, []
     if algorithm.mask_truncated:
-        batch, metrics = without_truncated(batch)
-        count("algorithm.mask_truncated")
-    batch = without_skipped(batch)
-    count("on_failure=skip")
-    batch, corrected = correct_rollout(batch, algorithm.rollout_correction)
-    count("algorithm.rollout_correction")
-    metrics |= corrected
-
+        found.append(Filter("algorithm.mask_truncated", without_truncated))
+    found.append(Filter("on_failure=skip", lambda batch: (without_skipped(batch), {})))
+    if columns_of_correction(algorithm.rollout_correction):
+        correct = partial(correct_rollout, config=algorithm.rollout_correction)
+        found.append(Filter("algorithm.rollout_correction", correct))
     if algorithm.use_pf_ppo:
-        batch, drawn = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
-        batch, _ = balance(batch)
-        count("algorithm.use_pf_ppo")
-        metrics |= drawn
-    if became is not None:
-        became[TRAINED] += left
 
-    bypasses = algorithm.rollout_correction.bypass_mode
+        def resample(batch: DataProto) -> WithMetrics:
+            batch, metrics = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
+            return balance(batch)[0], metrics
+
+        found.append(Filter("algorithm.use_pf_ppo", resample))
+    return found
+
+
+def choose_tokens_of(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
+    """The batch with the tokens that the run's policy loss singles out, if it does."""
+    policy = config.actor_rollout_ref
+    bypasses = config.algorithm.rollout_correction.bypass_mode
     return choose_tokens(
         batch,
         policy.actor,
@@ -101,18 +90,7 @@ def samples_of_update(
         config.trainer.seed,
         step,
         old_log_probs=drawn_from(batch.columns) if bypasses else "old_log_probs",
-    ), metrics
-
-
-EMPTY = "no token"
-
-
-def _names_with_tokens(samples: DataProto) -> list[tuple[str, int]]:
-    """The name of every row of which a token is in the losses."""
-    read = read_columns(samples, "sample_index", "response_mask")
-    names = zip(samples.non_tensor_batch["uid"], read["sample_index"].tolist(), strict=True)
-    has_tokens = read["response_mask"].any(dim=-1).tolist()
-    return [name for name, is_there in zip(names, has_tokens, strict=True) if is_there]
+    )
 
 
 def choose_tokens(
@@ -144,9 +122,6 @@ def choose_tokens(
             *(column[rows] for column in columns.values()), generator, config=actor
         )
     return write_columns(batch, chosen_tokens=chosen)
-
-
-logger = logging.getLogger(__name__)
 
 
 def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -275,7 +250,7 @@ def correct_rollout(
 ) -> tuple[DataProto, dict[str, float]]:
     """The batch of an update: with importance weights, without the tokens that are rejected.
 
-    The batch that is given keeps its mask.
+    The batch that is given keeps its mask. Without a correction it is returned as it is.
     """
     if not columns_of_correction(config):
         return batch, {}
@@ -294,12 +269,6 @@ def correct_rollout(
             metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
         write_columns(batch, rollout_is_weights=weights)
     return write_columns(batch, response_mask=kept), metrics
-
-
-LARGEST_ERROR = 1.0
-"""Nats by which one step counts at most: a policy far from its target does not jump."""
-RANGE = 100.0
-"""How far the coefficient goes from its first value, up and down: it stays able to come back."""
 
 
 class EntropyController:

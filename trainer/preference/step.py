@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
-from trainer.loop import Metrics
 from trainer.preference.recipe import PreferenceConfig
 from trainer.preference.reference import hash_of, kept_or_computed
 from trainer.preference.rows import (
@@ -28,6 +26,7 @@ from trainer.preference.rows import (
     settle_ends,
     with_mismatched,
 )
+from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
@@ -84,10 +83,9 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     # ------------------------------------------------------------------------------- the reference
 
-    def resume(self) -> None:
-        """Have the reference's log-probs; then go on from the checkpoint, if there is one."""
+    def before_resume(self) -> None:
+        """Have the reference's log-probs before a checkpoint changes the model."""
         self.reference = self.reference_log_probs() if self.has_reference else {}
-        super().resume()
 
     @property
     def has_reference(self) -> bool:
@@ -110,11 +108,11 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
             with self.clock("reference"):
                 return self.log_probs_of(rows[name], name, group.compute_ref_log_prob)
 
-        start = self.checkpoints.start
+        start = self.run.checkpoints.start
         hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
         weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
         start_folder = start and start.parent
-        return kept_or_computed(Path(self.folder), start_folder, hashes, weights, compute)
+        return kept_or_computed(self.run.folder, start_folder, hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """[rows, 2] by the workers' method `score`."""

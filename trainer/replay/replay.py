@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
-from trainer.loop import Metrics, Trainer
+from trainer.loop import Loop, Trainer
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics, Run
 from trainer.replay.difference import counted, differing_columns, differing_metrics
 from trainer.replay.saved_run import SavedRun
-from trainer.run_folder.batches import STAGES, batch_file
+from trainer.roadside.active import active_observers
+from trainer.roadside.saved_batches import STAGES, SavedBatches, batch_file
 from trainer.run_folder.folder import FolderLock, open_run_folder
-from trainer.run_folder.timeline import Timeline
-from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.sandbox import refuse_runs_inside
@@ -117,7 +117,8 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
                 f"{error} A replay has as many processes as the run had: with others sums come in "
                 "another order. It takes the run's own backend with --backend=run."
             ) from error
-        trainer_cls(config, groups, *inputs).fit()
+        observers = active_observers(config, trainer_cls)
+        Loop(trainer_cls(Run(config, groups, observers), *inputs)).run()
 
 
 def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
@@ -186,11 +187,10 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
             ends_early = is_part and self.global_step == asked.step
             return not ends_early and super().validation_is_due()
 
-        def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
-            reached = super()._next_step(tracking, timeline)
+        def why_to_end(self) -> str:
             if self.global_step == asked.step:
                 return f"step {asked.step} has been made again"
-            return reached  # type: ignore[no-any-return]
+            return super().why_to_end()  # type: ignore[no-any-return]
 
         def on_step_end(self, metrics: Metrics) -> None:
             super().on_step_end(metrics)
@@ -213,7 +213,7 @@ def one_stage(trainer: PPOTrainer, asked: Asked) -> Metrics:
         return dict(result)
     batch, metrics = result
     following = STAGES[STAGES.index(asked.stage) + 1]
-    trainer.batches.save(following, batch, trainer.global_step)
+    SavedBatches(trainer.config).save(following, batch, trainer.global_step)
     return dict(metrics)
 
 
@@ -223,7 +223,7 @@ def stage_input(trainer: PPOTrainer, asked: Asked) -> DataProto:
     if path.is_file():
         return DataProto.load_from_disk(path)
 
-    batch, _ = trainer.source.take()
+    batch, _ = trainer.sample()
     for stage in STAGES[: STAGES.index(asked.stage)]:
         batch, _ = getattr(trainer, stage)(batch)
     return batch

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from trainer.loop import Metrics
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics
 from trainer.replay.replay import Asked, announcement, make, replaying, settings_of_replay
 from trainer.replay.saved_run import SavedRun
+from trainer.roadside.saved_batches import BATCHES_FOLDER, STAGES, batch_file
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.turns import EPISODE
-from trainer.run_folder.batches import BATCHES_FOLDER, STAGES, batch_file
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
@@ -135,10 +135,10 @@ def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
     if not wanted.is_live:
         answers = [facts["answers"] for facts in recorded.non_tensor_batch[EPISODE]]
         asked = asked.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
-    made = trainer.roll_out(asked, attempt=attempt)
+    made = trainer.rollouts.generate(asked, attempt=attempt)
     for row, index in enumerate(recorded.padded("sample_index").tolist()):
         was, now = (_Row.of(each, row) for each in (recorded, made))
-        difference = first_difference(was, now, trainer.tokenizer)
+        difference = first_difference(was, now, trainer.rollouts.tokenizer)
         drawn = int(was.is_drawn.sum())
         wanted.found.append(Played(f"{uid}/{index}", was.num_turns, drawn, difference))
     return {}

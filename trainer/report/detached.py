@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.report.tokens import tokens_in_words
 from verl_like.files import parse_json
+from verl_like.terminal import draw_table
 
 STATES = ("busy", "waiting", "syncing")
 ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
@@ -76,3 +78,13 @@ def ledger_table(makers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         rows["all"] = total
     table = [[who, *(str(counts[name]) for name in ACCOUNT)] for who, counts in rows.items()]
     return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *table] if rows else []
+
+
+def log_in_words(log: Mapping[str, Any]) -> str:
+    """The log of a run: a row for each maker, the reasons of what was dropped, and its tokens."""
+    rows, reasons = log["makers"], Counter[str]()
+    for row in rows.values():
+        reasons.update(row["dropped"])
+    lines = draw_table(ledger_table(rows), flush_right=True) if rows else []
+    lines += [f"  dropped: {count} ({reason})" for reason, count in reasons.items()]
+    return "\n".join([*lines, f"  tokens: {tokens_in_words(**log['tokens'])}"])

@@ -1,4 +1,4 @@
-"""What disturbed a run, in words: faults on purpose (`trainer.chaos`), restarts."""
+"""Faults on purpose (`trainer.roadside.fault_injection`) and restarts of a run, in words."""
 
 from __future__ import annotations
 

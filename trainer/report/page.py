@@ -24,7 +24,7 @@ from trainer.report.read import (
 )
 from trainer.report.sparklines import sparklines
 from trainer.report.summary import summary
-from trainer.report.tokens import tokens_in_words, tokens_of
+from trainer.report.tokens import drawn_of, tokens_in_words, tokens_of
 from trainer.report.trajectories import LONGEST_TURN, MOST_TURNS, SECONDS, TRAJECTORIES_PER_STEP
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
@@ -158,10 +158,10 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
         ]
     _, proven = data.series("training/num_proven_samples")
     if proven:
-        facts.append(("trained = drawn", f"{sum(proven):,.0f} of {sum(proven):,.0f} samples"))
+        facts.append(("samples as they were drawn, by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
-        facts.append(("tokens", tokens_in_words(trained, left_out)))
+        facts.append(("tokens", tokens_in_words(drawn_of(data.metrics), trained, left_out)))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         facts.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

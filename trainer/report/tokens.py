@@ -21,10 +21,16 @@ def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
     return trained, left_out
 
 
-def tokens_in_words(trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
-    """The ledger in a line."""
+def drawn_of(lines: Iterable[Mapping[str, float]]) -> int:
+    """Tokens that came from the rollout in these steps, as they were counted there."""
+    return sum(int(line.get(DRAWN, 0)) for line in lines)
+
+
+def tokens_in_words(drawn: int, trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
+    """The tokens of a run in a line."""
     total = sum(left_out.values())
     reasons = "; ".join(f"{reason}: {num:,}" for reason, num in left_out.items())
     parts = [f"{trained:,} trained", *([f"{queued:,} queued"] if queued else [])]
     parts.append(f"{total:,} left out" + (f" ({reasons})" if reasons else ""))
-    return f"{trained + queued + total:,} drawn = {' + '.join(parts)}"
+    sign = "=" if drawn == trained + queued + total else "≠"
+    return f"{drawn:,} drawn {sign} {' + '.join(parts)}"

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
-from trainer.loop import Metrics
+from trainer.record import Metrics
 from trainer.reward_model.endings import end_as_samples_do
 from trainer.reward_model.recipe import RewardModelRunConfig
 from trainer.rows.preflight import longest_row

@@ -6,15 +6,18 @@ Evaluation and best of n are such recipes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, ClassVar
 
 from trainer.data.prompts import PromptSet, load_tokenizer
-from trainer.groups.worker_groups import WorkerGroups
+from trainer.loop import Trainer
+from trainer.record import Run
 from trainer.rollouts.environments import check_environment, check_games
+from trainer.rollouts.headline import headline
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
-from trainer.rollouts.trainer import SamplingTrainer
+from trainer.rollouts.rollouts import Rollouts, replaceable_roles
 from verl_like.errors import ConfigError
 from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
@@ -22,7 +25,7 @@ from workers.rewards.weighted import Rewards, make_rewards
 logger = logging.getLogger(__name__)
 
 
-class SamplingOnlyTrainer(SamplingTrainer):
+class SamplingOnlyTrainer(Trainer):
     """Drives the role `rollout`, and those of reward models, through prompts."""
 
     prompt_files: ClassVar[str]
@@ -32,14 +35,28 @@ class SamplingOnlyTrainer(SamplingTrainer):
 
     def __init__(
         self,
-        config: Any,
-        groups: WorkerGroups,
+        run: Run,
         tokenizer: Any,
         rewards: Rewards,
         prompts: PromptSet,
     ) -> None:
-        super().__init__(config, groups, tokenizer, rewards)
+        super().__init__(run)
+        self.rollouts = Rollouts(self, tokenizer, rewards)
         self.prompts = prompts
+
+    @classmethod
+    def worker_code(cls, config: Any) -> list[str]:
+        """Worker classes, and the rollout engine."""
+        return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
+
+    def replaceable_roles(self) -> frozenset[str]:
+        """Rollout and reward models."""
+        return replaceable_roles(self.config, self.groups)
+
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
+        """The reward and the like, as far as a recipe has them."""
+        return list(headline(metrics))
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:

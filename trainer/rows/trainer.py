@@ -3,7 +3,7 @@
     rows ─> update ─> next rows
 
 A recipe's trainer says which role it is, how its rows are read and padded, and what it validates.
-The loop around a step is `trainer.loop.Trainer`; a last step of fewer rows is trained.
+The loop around a step is `trainer.loop.Loop`; a last step of fewer rows is trained.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-from trainer.alarms import AlarmRule, skipped_updates
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
-from trainer.groups.worker_groups import WorkerGroups
-from trainer.loop import Metrics, Trainer
+from trainer.loop import Trainer
+from trainer.record import Metrics, Run
+from trainer.roadside.alarms import AlarmRule, skipped_updates
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import longest_row, plan_text, preflight
 from trainer.run_folder.metrics import reduce_metrics
@@ -40,12 +40,11 @@ class RowTrainer(Trainer, Generic[R]):
 
     def __init__(
         self,
-        config: RowConfig,
-        groups: WorkerGroups,
+        run: Run,
         loader: RowLoader[R],
         validation: Sequence[R] = (),
     ) -> None:
-        super().__init__(config, groups)
+        super().__init__(run)
         self.loader = loader
         self.validation = validation
 

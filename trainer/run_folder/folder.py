@@ -10,12 +10,12 @@
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.tracking)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
-  chaos.jsonl        faults on purpose, if there are any    (trainer.chaos)
+  chaos.jsonl        faults on purpose, if there are any    (trainer.roadside.fault_injection)
   restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
-  batches/N/         what went into its stages, if asked for (trainer.run_folder.batches)
+  batches/N/         what went into its stages, if asked for (trainer.roadside.saved_batches)
   validation/N.jsonl those of the validation after step N   (a recipe with samples)
 """
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from trainer.data.encoded_rows import LMRow
 from trainer.data.lm_rows import lm_batch, read_lm_rows
-from trainer.loop import Metrics
+from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer, num_tokens_in_loss
 from trainer.sft.recipe import SFTConfig

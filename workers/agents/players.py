@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -134,14 +133,6 @@ def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
         seeds = noise_of(uid, OF_ALL), key
         starts.append(Start(row["prompt"], row, seeds, key, name, faults))
     return starts
-
-
-def faults_of(batch: DataProto) -> Counter[str]:
-    """Faults on purpose that the environments of these rows had, by their key."""
-    found = Counter[str]()
-    for one in batch.non_tensor_batch.get("episode", ()):
-        found.update(one.get("faults", {}))  # a pad row has none
-    return found
 
 
 def with_prompts(data: DataProto, played: list[Trajectory], pad: int) -> DataProto:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from trainer.data.pairs import read_pairs
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
+from trainer.rollouts.rollouts import Rollouts
 from trainer.sft.recipe import SFT
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 
@@ -129,11 +131,11 @@ def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = []
-    launch, draw = BestOfNTrainer.launch_rewards, BestOfNTrainer.draw
+    launch, draw = Rollouts.launch_rewards, BestOfNTrainer.draw
 
-    def noting_launch(trainer: BestOfNTrainer, batch: Any) -> Any:
-        events.append(f"launch {trainer.global_step}")
-        scores = launch(trainer, batch)
+    def noting_launch(rollouts: Rollouts, batch: Any) -> Any:
+        events.append(f"launch {rollouts.run.step}")
+        scores = launch(rollouts, batch)
         get = scores.get
         monkeypatch.setattr(scores, "get", lambda: (events.append("get"), get())[1])
         return scores
@@ -142,7 +144,7 @@ def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
         events.append(f"draw {step}")
         return draw(trainer, step)
 
-    monkeypatch.setattr(BestOfNTrainer, "launch_rewards", noting_launch)
+    monkeypatch.setattr(Rollouts, "launch_rewards", noting_launch)
     monkeypatch.setattr(BestOfNTrainer, "draw", noting_draw)
     selected(tiny_dir, tmp_path, "data.train_batch_size=16")
     first = ["draw 1", "launch 1", "draw 2", "get"]
@@ -251,7 +253,7 @@ def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: 
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(rows), encoding="utf-8")
         trainer = BestOfNTrainer.__new__(BestOfNTrainer)
-        trainer.global_step = 0
+        trainer.run = SimpleNamespace(step=0)  # type: ignore[assignment]
         trainer.prompts = PromptSet(DataConfig(train_files=str(path)), "train_files", tokenizer)
         return trainer
 

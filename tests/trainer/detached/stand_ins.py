@@ -13,8 +13,9 @@ from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.config import DetachedConfig, DetachedSettings
 from trainer.detached.maker import Maker
-from trainer.detached.samplers import Experience, tokens_by_uid
+from trainer.detached.samplers import Experience
 from trainer.detached.topology import maker_pool, maker_role
+from trainer.roadside.sample_log import tokens_by_sample
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
@@ -85,9 +86,10 @@ def may_begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = No
 
 def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
     """All of it was trained on by rank 0."""
-    rows = {uid: [(0, one.version)] for one in taken for uid in one.uids}
-    num_tokens = sum(sum(tokens_by_uid(one).values()) for one in taken)
-    buffer.trained(rows, num_tokens, {})
+    for one in taken:
+        assert one.samples is not None
+        buffer.log.train(tokens_by_sample(one.samples))
+    buffer.check()
     buffer.publish(version)
 
 
@@ -148,6 +150,6 @@ def maker_of(
         activity=Activity(),
         feed=SimpleNamespace(deliver=deliver),
         losses=losses,
-        needed=asked_of,
+        rollouts=SimpleNamespace(prompt_columns=asked_of),
     )
     return Maker(number, trainer)

@@ -11,7 +11,6 @@ import pytest
 
 from tests.trainer.detached.stand_ins import begin, finish, make_buffer, may_begin, train
 from trainer.detached.buffer import Demand, EndOfSamples, ExperienceBuffer, StalledError
-from trainer.detached.ledger import IN_FLIGHT, QUEUED
 from trainer.detached.samplers import (
     Choice,
     Experience,
@@ -21,6 +20,8 @@ from trainer.detached.samplers import (
     chosen,
     up_to,
 )
+from trainer.report.detached import log_in_words
+from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
 from verl_like.errors import LedgerError
 
 
@@ -69,8 +70,8 @@ def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
     for _ in range(3):
         finish(buffer, begin(buffer))
     assert [one.uids for one in buffer.ready] == [["2", "3"], ["4", "5"]]
-    assert buffer.ledger.makers[0].dropped == {"pushed out of the full buffer": 2}
-    buffer.ledger.check()
+    assert buffer.log.accounts[0].dropped == {"pushed out of the full buffer": 2}
+    buffer.log.check()
 
 
 def test_what_a_lost_maker_was_making_comes_next_for_the_others() -> None:
@@ -83,19 +84,8 @@ def test_what_a_lost_maker_was_making_comes_next_for_the_others() -> None:
     finish(buffer, kept)
     finish(buffer, again)
     assert [one.number for one in buffer.take(Demand(4))] == [0, 1]
-    assert buffer.ledger.makers[0].dropped == {"lost with its maker": 2}
-    buffer.ledger.check()
-
-
-def test_clear_throws_away_what_is_queued_and_keeps_the_limit() -> None:
-    buffer = make_buffer(max_staleness=1, limit=4)
-    finish(buffer, begin(buffer))
-    buffer.clear("asked for")
-    assert buffer.depth == 0
-    assert buffer.ledger.makers[0].dropped == {"asked for": 2}
-    finish(buffer, begin(buffer))
-    finish(buffer, begin(buffer))
-    assert not may_begin(buffer)
+    assert buffer.log.accounts[0].dropped == {"lost with its maker": 2}
+    buffer.log.check()
 
 
 def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
@@ -108,14 +98,12 @@ def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
 
 def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
     buffer = make_buffer(num_batches=1)
-    finish(buffer, begin(buffer))
-    buffer.clear("asked for")
-    left = finish(buffer, begin(buffer))
-    with pytest.raises(EndOfSamples, match="2 samples are left, a batch has 4"):
-        buffer.take(Demand(4))
-    assert buffer.ledger.uids(QUEUED) == left.uids
-    line = buffer.ledger.describe().splitlines()[1]
-    assert line.split() == ["maker", "0", "4", "0", "2", "2", "0"]
+    left = [finish(buffer, begin(buffer)), finish(buffer, begin(buffer))]
+    with pytest.raises(EndOfSamples, match="4 samples are left, a batch has 6"):
+        buffer.take(Demand(6))
+    assert buffer.log.open(QUEUED) == [name for one in left for name in one.names]
+    line = log_in_words(buffer.log.state_dict()).splitlines()[1]
+    assert line.split() == ["maker", "0", "4", "0", "4", "0", "0"]
 
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
@@ -199,7 +187,7 @@ def test_no_sample_is_trained_on_too_late_whatever_the_makers_do(
         for thread in threads:
             thread.join(30)
     assert len(set(seen)) == len(seen) == 24 * 4
-    assert sum(account.dropped.total() for account in buffer.ledger.makers.values()) == 0
+    assert sum(account.dropped.total() for account in buffer.log.accounts.values()) == 0
     if sampler == "in_order":
         assert seen == [str(number) for number in range(24 * 4)]
 
@@ -300,8 +288,6 @@ def test_makers_of_one_rank_do_not_fill_the_room_of_another() -> None:
         finish(buffer, begin(buffer, maker=0))
     assert not may_begin(buffer, maker=0)
     assert may_begin(buffer, maker=1)
-    buffer.clear("asked for")  # what one rank lost is no room for the other
-    assert [may_begin(buffer, maker) for maker in (0, 1)] == [True, True]
 
 
 def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
@@ -310,7 +296,7 @@ def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
     buffer.publish(3)
     young = [finish(buffer, begin(buffer)) for _ in range(2)]
     assert buffer.take(Demand(4)) == young
-    assert buffer.ledger.makers[0].dropped == {"older than 1 versions": old.num_samples}
+    assert buffer.log.accounts[0].dropped == {"older than 1 versions": old.num_samples}
 
 
 def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice() -> None:
@@ -326,15 +312,15 @@ def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice(
     assert first != [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_the_ledger_follows_a_sample() -> None:
+def test_the_log_follows_a_sample() -> None:
     buffer = make_buffer()
     order = begin(buffer)
-    assert buffer.ledger.uids(IN_FLIGHT) == ["0", "1"]
+    assert buffer.log.open(IN_FLIGHT) == [("0", 0), ("1", 0)]
     finish(buffer, order)
-    assert buffer.ledger.uids(QUEUED) == ["0", "1"]
+    assert buffer.log.open(QUEUED) == [("0", 0), ("1", 0)]
 
 
-def test_a_group_that_is_not_where_the_ledger_has_it_is_named() -> None:
+def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
     buffer = make_buffer(max_staleness=4)
     finish(buffer, begin(buffer))
     begin(buffer)
@@ -355,8 +341,8 @@ def test_a_resumed_buffer_makes_again_what_was_open() -> None:
         one.samples = None
     resumed.load_state_dict(state, queued)
     assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
-    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 6}
-    resumed.ledger.check()
+    assert resumed.log.accounts[0].dropped == {"made again after a resume": 6}
+    resumed.log.check()
 
 
 def test_a_resumed_buffer_may_keep_what_was_queued() -> None:
@@ -365,8 +351,8 @@ def test_a_resumed_buffer_may_keep_what_was_queued() -> None:
     resumed.load_state_dict(state, queued)
     assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
     assert resumed.depth == 4
-    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 2}
-    resumed.ledger.check()
+    assert resumed.log.accounts[0].dropped == {"made again after a resume": 2}
+    resumed.log.check()
 
 
 def buffer_of_three_pieces() -> ExperienceBuffer:

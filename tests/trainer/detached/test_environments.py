@@ -12,7 +12,7 @@ from tests.integration.runs import POLICY_ALONE, calls, lines, overrides
 from tests.trainer.detached.test_run import ledger_of, shared_numbers
 from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
-from trainer.detached.ledger import LOST
+from trainer.detached.buffer import LOST
 from trainer.detached.recipe import DETACHED
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
@@ -119,5 +119,6 @@ def test_a_lost_makers_trajectories_are_played_again_bit_for_bit(
     assert numbers(folder) == numbers(plain)
     trained, _ = tokens_of(lines(plain))
     ledger = ledger_of(folder)
-    assert ledger["tokens"] == {"trained": trained, "queued": 0, "left_out": {}}
+    tokens = {"drawn": trained, "trained": trained, "queued": 0, "left_out": {}}
+    assert ledger["tokens"] == tokens
     assert ledger["makers"]["0"]["dropped"] == {LOST: 8}

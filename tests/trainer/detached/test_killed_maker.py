@@ -14,7 +14,7 @@ from tests.integration.runs import POLICY_ALONE, lines, overrides
 from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_numbers
 from tests.trainer.detached.uids import uids_in_order, uids_of
 from trainer import load_config, run
-from trainer.detached.ledger import LOST
+from trainer.detached.buffer import LOST
 from trainer.detached.recipe import DETACHED
 
 

@@ -61,7 +61,7 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(
 
 
 VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
-LEFT_OUT = "left out by dynamic sampling"
+LEFT_OUT = "algorithm.filter_groups"
 TWO_STEPS = "trainer.total_training_steps=2"
 
 

@@ -84,7 +84,7 @@ def test_a_part_is_the_makers_own_while_it_lives_and_anyones_then() -> None:
     make_part(buffer, 1)
     thread.join(30)
     assert found == [0, 1, 2, 3]
-    assert buffer.ledger.makers == {}
+    assert not buffer.log.accounts
 
 
 def test_weights_of_the_same_version_are_newer_ones() -> None:

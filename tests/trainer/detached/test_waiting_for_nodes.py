@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from tests.integration.runs import overrides
 from trainer import load_config, restarts
 from trainer.detached import maker as maker_losses
 from trainer.detached.config import DetachedConfig
-from trainer.detached.maker import MakerLosses, ToldToStop
+from trainer.detached.maker import MakerLosses
 from trainer.detached.recipe import DETACHED
-from trainer.detached.step import DetachedTrainer
+from trainer.loop import Loop, ToldToStop
 from trainer.run_folder.signals import RunStopped
 from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
 
@@ -132,23 +133,18 @@ def test_told_to_stop_the_other_makers_end_the_step_or_nobody_does(
 def test_a_run_that_nobody_can_go_on_with_saves_its_last_step_when_it_is_told_to_stop() -> None:
     saved: list[int] = []
 
-    class Stopping(DetachedTrainer):
-        can_save = True
-
+    class Stopping(Loop):
         def __init__(self) -> None:
-            self.global_step = 3
-            self.groups = Cluster(0)
+            self.trainer: Any = SimpleNamespace(can_save=True)
+            self.record: Any = SimpleNamespace(step=3, groups=Cluster(0))
 
-        def remember_start(self) -> None:
-            """Nothing to remember."""
-
-        def timed_step(self) -> dict[str, float]:
-            raise ToldToStop
+        def _step(self) -> dict[str, float]:
+            raise ToldToStop("a node")
 
         def _stop_here(self) -> None:
-            saved.append(self.global_step)
+            saved.append(self.record.step)
             raise RunStopped(15, "after step 3")
 
     with pytest.raises(RunStopped, match="after step 3"):
-        Stopping()._next_step(None, None)
+        Stopping()._next_step(None, None)  # type: ignore[arg-type]
     assert saved == [3]

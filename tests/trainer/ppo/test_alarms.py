@@ -8,11 +8,11 @@ import re
 
 import pytest
 
-from trainer.alarms import Alarms
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.detached.step import DetachedTrainer
 from trainer.ppo.alarms import ALARM_RULES
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
+from trainer.roadside.alarms import Alarms
 
 
 def test_ppo_and_its_detached_form_have_these_rules_and_best_of_n_none() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import lines, numbers, overrides
 from trainer import load_config, run
-from trainer.ppo.step import Metrics
+from trainer.record import Metrics
 from verl_like.errors import ConfigError
 
 SETTINGS = (
@@ -28,10 +28,13 @@ class Validated(RecordingTrainer):
 
     def on_train_begin(self) -> None:
         self.validated: list[set[str]] = []
+        score = self.rollouts.score
 
-    def with_rewards(self, *args: Any, **settings: Any) -> Any:
-        self.validated.append(set(self.groups["rollout"].weights_checksum()))
-        return super().with_rewards(*args, **settings)
+        def noted(*args: Any, **settings: Any) -> Any:
+            self.validated.append(set(self.groups["rollout"].weights_checksum()))
+            return score(*args, **settings)
+
+        self.rollouts.score = noted  # type: ignore[method-assign]
 
 
 def trained(tiny: Path, folder: Path, *more: str) -> tuple[Validated, list[Metrics]]:

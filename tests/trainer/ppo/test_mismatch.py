@@ -103,16 +103,18 @@ def test_a_gap_is_put_down_to_its_cause(changes, cause):
     assert explain_gap(dataclasses.replace(FINE, **changes))[0] == cause
 
 
+ONE = "trainer.total_training_steps=1"
+
+
 class Probe(PPOTrainer):
     """Asks before training, with stale weights, and with log-probs
     of the truncated distribution.
     """
 
-    def fit(self):
-        self.init_models()
+    def step(self):
         prompts = next(iter(self.loader))
         Probe.verdicts = [self_test(self, prompts)[0]]
-        generate = self.roll_out
+        generate = self.rollouts.generate
 
         def truncated(batch, **settings):
             made = generate(batch, **settings)
@@ -120,17 +122,17 @@ class Probe(PPOTrainer):
                 made.batch["rollout_log_probs"] += 0.3 * made.batch["response_mask"]
             return made
 
-        self.roll_out = truncated
+        self.rollouts.generate = truncated
         Probe.verdicts.append(self_test(self, prompts)[0])
-        self.roll_out = generate
+        self.rollouts.generate = generate
         with torch.no_grad():
             worker = self.groups["rollout"].transport.host._workers["rollout"]
             worker.engine.weights_checksum = lambda: "another"
         Probe.verdicts.append(self_test(self, prompts)[0])
-        self.rewards.close()
+        return {}
 
 
 def test_the_self_test_tells_stale_weights_from_other_sampling(tiny_dir, tmp_path):
     settings = overrides(tiny_dir, tmp_path, "placement=colocate", "trainer.backend=local")
-    run(load_config([*settings, "actor_rollout_ref.rollout.top_k=7"]), Probe)
+    run(load_config([*settings, "actor_rollout_ref.rollout.top_k=7", ONE]), Probe)
     assert Probe.verdicts == ["none", "sampling semantics", "staleness"]

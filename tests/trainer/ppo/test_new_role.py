@@ -41,7 +41,7 @@ class Recorded(PPOTrainer):
         return super().estimate(batch)
 
     def on_step_end(self, metrics: dict[str, float]) -> None:
-        calls = [call for call in self.calls if call["stage"] == "score"]
+        calls = [call for call in self.run.calls if call["stage"] == "score"]
         Recorded.calls_of_step = [f"{call['role']}.{call['method']}" for call in calls]
         Recorded.replaceable = self.replaceable_roles()
 

@@ -13,7 +13,7 @@ from tests.workers.samples import with_doubled_head
 from trainer import PPO, load_config, run
 from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import role_memories
-from trainer.ppo.step import Metrics
+from trainer.record import Metrics
 from verl_like.errors import ConfigError
 
 EVERY_SECOND = ("actor_rollout_ref.ref.update_every=2", "trainer.backend=local")

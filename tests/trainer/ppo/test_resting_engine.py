@@ -18,7 +18,7 @@ def test_a_run_whose_engine_sleeps_while_others_compute_has_the_same_numbers(
     settings = (*POLICY_ALONE, "actor_rollout_ref.rollout.name=hf", "trainer.backend=local")
     awake, asleep = (tmp_path / name for name in ("awake", "asleep"))
     run(load_config(overrides(tiny_dir, awake, *settings)))
-    monkeypatch.setattr("trainer.ppo.step.devices_of", lambda _: Devices("cuda", 1))
+    monkeypatch.setattr("trainer.ppo.stages.devices_of", lambda _: Devices("cuda", 1))
     run(load_config(overrides(tiny_dir, asleep, *settings)))
     assert numbers(asleep) == numbers(awake)
     assert len(calls(asleep, "sleep")) == 3

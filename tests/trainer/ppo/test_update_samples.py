@@ -12,10 +12,10 @@ from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig
 from trainer.ppo.update import (
     choose_tokens,
+    choose_tokens_of,
     draw_rows,
     filtration_weights,
     resample_by_score,
-    samples_of_update,
 )
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
@@ -161,7 +161,7 @@ def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     expected = choose_tokens(batch, actor_of("kl_cov"), size, config.trainer.seed, 1)
     batch.rename("old_log_probs", "rollout_log_probs")
-    found, _ = samples_of_update(batch, config, 1, balance=lambda batch: (batch, {}))
+    found = choose_tokens_of(batch, config, 1)
     assert torch.equal(found.batch["chosen_tokens"], expected.batch["chosen_tokens"])
 
 

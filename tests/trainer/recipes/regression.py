@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import RunConfig
-from trainer.loop import Metrics, Trainer
+from trainer.loop import Trainer
+from trainer.record import Metrics, Run
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto
 
@@ -23,9 +23,9 @@ class RegressionTrainer(Trainer):
     stages = ("label", "update")
     concurrent_stages = ("update",)
 
-    def __init__(self, config: RegressionConfig, groups: Any) -> None:
-        super().__init__(config, groups)
-        torch.manual_seed(config.trainer.seed)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(self.config.trainer.seed)
 
     @property
     def total_steps(self) -> int:

@@ -22,9 +22,9 @@ from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
 from trainer.config.recipe import Recipe
-from trainer.loop import Metrics
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
+from trainer.record import Metrics
 from trainer.replay.difference import counted, differing_columns, differing_metrics
 from trainer.replay.replay import (
     Asked,
@@ -36,7 +36,7 @@ from trainer.replay.replay import (
 )
 from trainer.replay.saved_run import SavedRun
 from trainer.reward_model.recipe import REWARD_MODEL
-from trainer.run_folder.batches import STAGES, batch_file
+from trainer.roadside.saved_batches import STAGES, batch_file
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto
@@ -121,7 +121,7 @@ def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
     def no_generation(*_: object) -> None:
         raise AssertionError("samples were made")
 
-    monkeypatch.setattr("trainer.ppo.sample.SynchronousSource.take", no_generation)
+    monkeypatch.setattr("trainer.ppo.stages.PPOTrainer.sample", no_generation)
     found = replay(made, 3, stage)
     assert not found.differences
     assert found.num_metrics >= 2

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 
 PLACEMENT = """pool                    node       devices     roles           processes  CPUs

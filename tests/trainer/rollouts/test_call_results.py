@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer.rollouts.trainer import join_results
+from trainer.rollouts.rollouts import join_results
 from verl_like import DataProto, Result
 
 

@@ -27,8 +27,8 @@ from trainer.data.prompts import load_tokenizer
 from trainer.ppo.recipe import PPO
 from trainer.replay.replay import replay
 from trainer.replay.trajectory import _Row, first_difference, replay_trajectory
+from trainer.roadside.saved_batches import STAGES, batch_file
 from trainer.rollouts.turns import chats_of
-from trainer.run_folder.batches import STAGES, batch_file
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

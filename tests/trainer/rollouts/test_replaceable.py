@@ -14,7 +14,7 @@ from trainer import load_config
 from trainer.config.recipe import Recipe
 from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
-from trainer.rollouts.trainer import replaceable_roles
+from trainer.rollouts.rollouts import replaceable_roles
 from verl_like.registry import load_object
 from workers.roles.rollout import RolloutWorker
 from workers.roles.sampler import SamplerWorker

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from trainer.ppo import PPOTrainer
 from trainer.ppo.config import PPOConfig
+from trainer.rollouts import rollouts
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import BYTES_OF_OLD_STEP, thin_samples
-from trainer.rollouts.trainer import SamplingTrainer
 
 
 def written(path: Path, scores: list[float], length: int = 100) -> list[bytes]:
@@ -57,27 +59,27 @@ def test_one_sample_stays_however_long_it_is(tmp_path: Path) -> None:
 def test_the_newest_steps_of_a_run_stay_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SamplingTrainer, "write_samples", lambda *_: None)
-    trainer = PPOTrainer.__new__(PPOTrainer)
-    trainer.folder, trainer.config = tmp_path, PPOConfig()
-    trainer.global_step = 9
-    for folder, steps in (("rollouts", (7, 8, 9)), ("validation", (0, 3, 6, 9))):
+    monkeypatch.setattr(rollouts, "write_samples", lambda *_: None)
+    run = SimpleNamespace(folder=tmp_path, step=9)
+    trainer: Any = SimpleNamespace(run=run, config=PPOConfig())
+    own = Rollouts(trainer, None, None)  # type: ignore[arg-type]
+    for folder, numbers in (("rollouts", (7, 8, 9)), ("validation", (0, 3, 6, 9))):
         (tmp_path / folder).mkdir()
-        for step in steps:
+        for step in numbers:
             written(tmp_path / folder / f"{step}.jsonl", [0.0] * 100)
 
     def whole(folder: str) -> list[int]:
         files = (tmp_path / folder).glob("*.jsonl")
         return sorted(int(f.stem) for f in files if f.stat().st_size > BYTES_OF_OLD_STEP)
 
-    for keep, rollouts, validations in (
+    for keep, steps, validations in (
         (None, [7, 8, 9], [0, 3, 6, 9]),
         (10, [7, 8, 9], [0, 3, 6, 9]),
         (4, [7, 8, 9], [6, 9]),
         (1, [7, 9], [9]),
     ):
         trainer.config.trainer.max_rollouts_to_keep = keep
-        trainer.write_samples("rollouts", None)
-        trainer.write_samples("validation", None)
-        assert whole("rollouts") == rollouts, "a step at a time"
+        own.write("rollouts", None)  # type: ignore[arg-type]
+        own.write("validation", None)  # type: ignore[arg-type]
+        assert whole("rollouts") == steps, "a step at a time"
         assert whole("validation") == validations

@@ -21,7 +21,7 @@ import pytest
 from trainer import load_config
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
-from trainer.ppo.step import PPOTrainer
+from trainer.ppo.stages import PPOTrainer
 from trainer.run_folder.tracking import Console, JsonLines, make_tracking
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object

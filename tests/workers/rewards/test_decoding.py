@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.data.prompts import load_tokenizer
+from trainer.rollouts.rollouts import with_responses
 from trainer.rollouts.samples import write_samples
-from trainer.rollouts.trainer import with_responses
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from workers.rewards.decoding import decode_rows

@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
-from trainer.rollouts.trainer import with_responses
+from trainer.rollouts.rollouts import with_responses
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto

@@ -1,20 +1,14 @@
-"""Faults on purpose (`chaos.*`), drawn from a seed: workers killed, calls delayed, and what else a
-recipe's trainer names (`Trainer.own_faults`).
+"""Faults on purpose (`chaos.*`), drawn from a seed: workers killed, calls delayed, weights lost.
 
-`trainer.launch.run` makes one `Chaos` for all attempts of a run, and the loop tells it of every
-attempt and of every step that begins. Which faults a step has follows from `chaos.seed` and the
-step alone. Each comes once: a step that is made again after a restart is spared those that it had.
+One `FaultInjection` watches all attempts of a run. Which faults a step has follows from
+`chaos.seed` and the step alone. Each comes once: a step that is made again after a restart is
+spared the faults that it had.
 
-`chaos.jsonl` of the run folder has a line a fault, and at the end the ledger of the steps:
+`chaos.jsonl` of the run folder has a line for each fault. At the end it has what became of the
+steps, and what the sample log says of their samples:
 
     begun = kept + made again + not finished
-
-and that of the samples of these steps, where the recipe makes some:
-
     made = trained + dropped (by reason)
-
-A recipe counts where it makes samples and where it hands them to an update, each on its own, so
-that a sample that is lost or doubled between the two shows.
 """
 
 from __future__ import annotations
@@ -22,9 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,67 +24,20 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.report.disturbances import CHAOS_FILE, LEDGER, OUTCOMES
+from trainer.roadside.sample_log import STEP_NOT_FINISHED, SampleWatch
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import LedgerError, WorkerDiedError
 from verl_like.files import json_line, json_objects
 
-MADE, TRAINED = "made", "trained"
 logger = logging.getLogger(__name__)
 
 
-class SampleLedger:
-    """Counts of a run's samples by step; a step that is made again counts its samples again."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, Counter[str]] = {}
-        self._lost: Counter[str] = Counter()
-        """Of steps that came to nothing."""
-
-    def count(self, step: int, became: dict[str, int]) -> None:
-        """So many samples of the step were `MADE`, `TRAINED`, or dropped for a reason."""
-        self._steps.setdefault(step, Counter()).update(became)
-
-    def drop_after(self, step: int, reason: str) -> None:
-        """What later steps made came to nothing."""
-        for later in [number for number in self._steps if number > step]:
-            num_made = self._steps.pop(later)[MADE]
-            self._lost.update({MADE: num_made, reason: num_made})
-
-    def close(self) -> dict[str, Any]:
-        """The whole run's numbers, none where no samples were made; raise if a step's do not add
-        up.
-        """
-        for step, became in self._steps.items():
-            if 2 * became[MADE] != became.total():
-                raise LedgerError(
-                    f"the samples of step {step} of a run with faults on purpose do not add up: "
-                    f"{became.pop(MADE)} were made, {dict(became)}."
-                )
-        total = sum(self._steps.values(), +self._lost)
-        if not total:
-            return {}
-        made, trained = total.pop(MADE), total.pop(TRAINED, 0)
-        return {MADE: made, TRAINED: trained, "dropped": dict(total)}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault that only runs of one recipe can have."""
-
-    kind: str
-    """Its key in the section `chaos`."""
-    chance: float
-    """Its chance per step."""
-    strike: Callable[[], dict[str, Any]]
-    """Brings it about, and says whom it struck: further fields of its line in `chaos.jsonl`."""
-
-
-class Chaos:
+class FaultInjection:
     """The faults of one run, and what became of its steps."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.samples = SampleLedger()
-        """Of the run's steps; a recipe counts."""
-        self._settings = config.chaos
+    def __init__(self, config: RunConfig, samples: SampleWatch | None = None) -> None:
+        """`samples` is the watch of the run's samples, where the report of faults counts them."""
+        self._settings, self._samples = config.chaos, samples
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
         self._first: int | None = None
@@ -101,8 +46,24 @@ class Chaos:
         """Steps of this attempt."""
         self._num_begun = self._made_again = 0
 
+    def on_init_end(self, trainer: Any) -> None:
+        """An attempt begins."""
+        self.begin_attempt(trainer.global_step)
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """Bring about the faults of the step."""
+        self.before_step(trainer.groups, trainer.global_step)
+
+    def on_samples(self, trainer: Any, batch: DataProto) -> None:
+        """Note the faults that the environments of these samples had."""
+        kinds = Counter[str]()
+        for facts in batch.non_tensor_batch.get("episode", ()):
+            kinds.update(facts.get("faults", {}))  # a pad row has none
+        for kind, count in kinds.items():
+            self.note(kind, trainer.global_step, count=count)
+
     def begin_attempt(self, step: int) -> None:
-        """Models are there, and the run goes on after `step`."""
+        """Go on after `step`."""
         if not self._settings.has_faults:
             return
         if self._first is None:
@@ -111,26 +72,23 @@ class Chaos:
                 (self._folder / CHAOS_FILE).unlink(missing_ok=True)
         self._made_again += sum(1 for begun in self._begun if begun > step)
         self._begun = []
-        self.samples.drop_after(step, "step made again")
 
-    def before_step(
-        self, groups: WorkerGroups, step: int, own_faults: Iterable[Fault] = ()
-    ) -> None:
-        """The faults of a step that begins; `own_faults` are those that its recipe has besides."""
+    def before_step(self, groups: WorkerGroups, step: int) -> None:
+        """Bring about the faults of a step that begins."""
         if not self._settings.has_faults:
             return
         self._begun.append(step)
         self._num_begun += 1
         if draw := self._draw("delay", self._settings.delay, step):
             self._delay(groups, step, draw)
-        for fault in own_faults:
-            if self._draw(fault.kind, fault.chance, step):
-                self.note(fault.kind, step, **fault.strike())
+        if self._draw("drop_bucket", getattr(self._settings, "drop_bucket", 0.0), step):
+            groups["actor"].drop_next_bucket()
+            self.note("drop_bucket", step, role="actor")
         if draw := self._draw("kill_worker", self._settings.kill_worker, step):
             self._kill(groups, step, draw)
 
-    def close(self) -> None:
-        """Write the ledger of a run that came to its end; raise if a step is lost or doubled."""
+    def at_end(self) -> None:
+        """Write what became of the steps and samples; raise if a step is lost or doubled."""
         if self._first is None:
             return
         kept = [step for step in _steps_of(self._folder) if step > self._first]
@@ -143,9 +101,11 @@ class Chaos:
                 f"begun, {became}; metrics.jsonl has steps {kept} after step {self._first}. The "
                 f"faults are in {self._folder / CHAOS_FILE}."
             )
-        self.samples.drop_after(self._first + len(kept), "step not finished")
-        samples = self.samples.close()
-        more = {"samples": samples} if samples else {}
+        more = {}
+        if self._samples is not None:
+            self._samples.log.drop_after(self._first + len(kept), STEP_NOT_FINISHED)
+            if totals := self._samples.log.totals():
+                more = {"samples": totals}
         self._write({"kind": LEDGER, "begun": self._num_begun, **became, **more})
 
     def _draw(self, kind: str, chance: float, step: int) -> Random | None:

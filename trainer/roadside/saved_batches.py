@@ -2,7 +2,7 @@
 
     <run folder>/batches/<step>/score.safetensors, estimate.safetensors, update.safetensors
 
-They are written where `trainer.max_batches_to_keep` says so, to make a stage again without a
+They are written where `trainer.max_batches_to_keep` says so, to run a stage again without a
 generation (`verl-like replay`).
 """
 
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from verl_like.batch.protocol import DataProto
 
 BATCHES_FOLDER = "batches"
 STAGES = ("score", "estimate", "update")
 """The stages that get a batch, in their order."""
+FILES = {"score": "score", "adv": "estimate", "update": "update"}
+"""Stage, as the clock names it -> the name of its file."""
 
 
 def batch_file(run_folder: Path, step: int, stage: str) -> Path:
@@ -24,14 +27,19 @@ def batch_file(run_folder: Path, step: int, stage: str) -> Path:
 
 
 class SavedBatches:
-    """The saved batches of a run's newest steps, as many as are asked for."""
+    """Saves the batches of a run's newest steps, as many as are asked for."""
 
-    def __init__(self, run_folder: Path, num_steps: int) -> None:
-        """With `num_steps` 0, no batch is saved."""
-        self._run_folder, self._num_steps = run_folder, num_steps
+    def __init__(self, config: Any) -> None:
+        self._run_folder = Path(config.trainer.default_local_dir)
+        self._num_steps = config.trainer.max_batches_to_keep
+
+    def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
+        """Save what goes into the stage."""
+        if stage in FILES and batch is not None:
+            self.save(FILES[stage], batch, trainer.global_step)
 
     def save(self, stage: str, batch: DataProto, step: int) -> None:
-        """Write what goes into the stage; with the step's first batch, an old step's go."""
+        """Write the stage's file; with the step's first batch, an old step's files go."""
         if not self._num_steps:
             return
         path = batch_file(self._run_folder, step, stage)

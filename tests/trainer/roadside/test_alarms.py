@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from trainer.alarms import Alarms, Found, skipped_updates
+from trainer.roadside.alarms import Alarms, Found, skipped_updates
 from trainer.sft.step import SFTTrainer
 
 
@@ -26,7 +26,7 @@ def alarms_of_a_loss(first: float = 1.0) -> Alarms:
 def test_without_rules_nothing_is_an_alarm_and_nothing_is_kept() -> None:
     alarms = Alarms()
     assert alarms.check({"loss": 1e9, "actor/skipped_steps": 3.0, "actor/ppo_kl": 9.0}, 1) == []
-    assert alarms.state_dict() == {"first": {}, "next": {}}
+    assert alarms.state_dict() == {}
 
 
 def test_an_alarm_is_logged_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,7 +63,7 @@ def test_steps_that_are_made_again_repeat_no_alarm() -> None:
 def test_a_checkpoint_that_knows_of_no_alarms_begins_with_none() -> None:
     alarms = Alarms()
     alarms.load_state_dict({})
-    assert alarms.state_dict() == {"first": {}, "next": {}}
+    assert alarms.state_dict() == {}
 
 
 def test_a_recipe_on_rows_tells_updates_that_were_skipped() -> None:

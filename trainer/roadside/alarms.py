@@ -1,8 +1,8 @@
 """Alarms of a step: numbers out of their band, each with what to look at.
 
-Which numbers, and what is said of them, are the recipe's rules (`Trainer.alarm_rules`). The loop
-asks after every step and logs what they find. What stays so is said again after 10 steps, then 20,
-40, ...
+Which numbers, and what is said about them, are the recipe's rules (`Trainer.alarm_rules`). They are
+asked after every step, and what they find is logged. An alarm that stays is logged again after 10
+steps, then 20, 40, ...
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ AlarmRule = Callable[[Mapping[str, float], dict[str, float]], Found]
 
 
 class Alarms:
-    """What has been said so far, and the numbers that a run began with.
+    """The alarms that were logged so far, and the numbers that a run began with.
 
-    Both are kept in the checkpoints of a recipe that has rules; the attempts of a run share one
-    (`trainer.launch`).
+    Both are kept in the checkpoints of a recipe that has rules.
     """
+
+    name = "alarms"
 
     def __init__(self, rules: Sequence[AlarmRule] = ()) -> None:
         self.rules = rules
@@ -35,7 +36,9 @@ class Alarms:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON has it."""
+        """What a resumed run needs, as JSON has it; nothing without rules."""
+        if not self.rules:
+            return {}
         return {"first": dict(self._first), "next": {k: list(v) for k, v in self._next.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -43,9 +46,15 @@ class Alarms:
 
         An older checkpoint has none.
         """
+        if not self.rules:
+            return
         self._first |= state.get("first", {})
         for kind, (step, wait) in state.get("next", {}).items():
             self._next[kind] = max(self._next.get(kind, (0, 0)), (step, wait))
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Log the alarms of the step."""
+        self.check(metrics, trainer.global_step)
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
         """Log the alarms of this step that were not said just now, and give them."""

@@ -1,0 +1,376 @@
+"""PPO as a script: five stages. Read `PPOTrainer.step` first.
+
+    prompts ─> rollout ─> { old log-probs ‖ reference ‖ teacher ‖ values ‖ rewards }
+            ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
+
+Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
+turns. Placement is configuration, and this file does not know it. The formulas of a stage are in
+the file of its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around a
+step is `trainer.loop.Loop`. What watches the step is in `trainer.roadside`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer.config.devices import devices_of
+from trainer.data.encoded_rows import LMRow
+from trainer.data.loader import RowLoader
+from trainer.data.prompts import PromptLoader
+from trainer.loop import Trainer
+from trainer.ppo import prepare, score, validate
+from trainer.ppo.alarms import ALARM_RULES
+from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.dataflow import describe, overlaps, own_stages
+from trainer.ppo.estimate import Estimation, clamp_scores
+from trainer.ppo.memory import engine_rests, plan_text
+from trainer.ppo.metrics import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+)
+from trainer.ppo.roles import scorings_of
+from trainer.ppo.sample import FILTERED, balance, collect_groups
+from trainer.ppo.sizes import batch_line, batch_table
+from trainer.ppo.sync import averaged_weights, send_weights, update_reference
+from trainer.ppo.update import EntropyController, choose_tokens_of, filters, rows_per_update
+from trainer.record import Metrics, Run
+from trainer.rollouts.headline import headline
+from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
+from trainer.rollouts.samples import repeat_prompts
+from trainer.run_folder.metrics import reduce_metrics
+from trainer.run_folder.timeline import call_seconds
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import gather
+from verl_like.calls.result import Result
+from workers.columns import has_column, read_columns
+from workers.rewards.weighted import Rewards
+
+
+class PPOTrainer(Trainer):
+    """The stages of PPO over the roles in `groups`.
+
+    To change one, override its method in a subclass, and name the subclass by
+    `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks, in their order.
+    """
+
+    config: PPOConfig
+    stages = ("gen", "score", "adv", "update", "update_weights")
+    concurrent_stages = ("score", "update")
+    repeatable_stages = ("score", "update_weights")
+    call_labels = {
+        "compute_log_prob": "old_log_prob",
+        "compute_ref_log_prob": "ref",
+        "compute_values": "values",
+    }
+    role = "actor"
+    alarm_rules = ALARM_RULES
+    learns_from_samples = True
+
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: Any,
+        loader: PromptLoader,
+        rewards: Rewards,
+        ptx: RowLoader[LMRow] | None = None,
+    ) -> None:
+        """No model is loaded before the loop starts."""
+        super().__init__(run)
+        self.rollouts = self.make_rollouts(tokenizer, rewards)
+        self.loader, self.prompts = loader, iter(loader)
+        self.ptx = ptx
+        self.scorings = scorings_of(self.config)
+        self.estimation = Estimation(self.config)
+        self.entropy_ctrl = EntropyController(self.config.actor_rollout_ref.actor)
+        self.weight_version = 0
+        """Of the weights that the rollout has."""
+
+    def step(self) -> Metrics:
+        """One PPO step: the dataflow of this module's first lines."""
+        batch, sampled = self.stage("gen", self.sample)
+        batch, scored = self.stage("score", self.score, batch)
+        batch, estimated = self.stage("adv", self.estimate, batch)
+        updated = self.stage("update", self.update, batch)
+        synced = self.stage("update_weights", self.sync)
+        return sampled | scored | estimated | updated | synced | self.speed(batch)
+
+    def make_rollouts(self, tokenizer: Any, rewards: Rewards) -> Rollouts:
+        """Who generates and scores."""
+        return Rollouts(self, tokenizer, rewards, send_weights=self.send_weights)
+
+    # ---------------------------------------------------------------------------- 1. sample
+
+    def sample(self) -> tuple[DataProto, Metrics]:
+        """The samples of a step; with `filter_groups`, of as many draws as they take."""
+        self.call_hook("on_sample_begin")
+        filtered, metrics = self.config.algorithm.filter_groups, dict[str, float]()
+        if filtered.enable:
+            size = self.config.data.train_batch_size
+            batch, metrics = collect_groups(
+                lambda attempt: self.rollouts.score(self.draw(attempt)), size, filtered
+            )
+            self.call_hook("on_filter", FILTERED, batch)
+        else:
+            batch = self.draw()
+        batch, balanced = self.balance(batch)
+        self.call_hook("on_sample_end", batch)
+        return batch, metrics | balanced
+
+    def draw(self, attempt: int = 0) -> DataProto:
+        """Samples of the next prompts; `attempt` counts the draws of one step."""
+        batch = self.generate(next(self.prompts), attempt)
+        self.call_hook("on_samples", batch)
+        return batch
+
+    def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
+        """`rollout.n` samples of every prompt, each with the version of the policy that drew it."""
+        num_samples = self.config.actor_rollout_ref.rollout.n
+        batch = self.rollouts.generate(repeat_prompts(prompts, num_samples), attempt=attempt)
+        if compares_with_greedy(self.config.algorithm.adv_estimator):
+            baselines = self.greedy_scores(prompts).repeat_interleave(num_samples)
+            batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
+        return batch
+
+    def greedy_scores(self, prompts: DataProto) -> torch.Tensor:
+        """The score of every prompt's greedy answer, which ReMax compares its samples with."""
+        answers = self.rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
+        answers, _ = self.rollouts.score(answers)
+        limit = self.config.algorithm.score_clip
+        if limit is not None:  # as the scores that are compared with them
+            answers, _ = clamp_scores(answers, limit)
+        return read_columns(answers, "token_level_scores")["token_level_scores"].sum(dim=-1)
+
+    def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """The samples in an order that gives the actor's ranks like numbers of tokens."""
+        num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
+        return balance(batch, self.config, num_ranks)
+
+    # ----------------------------------------------------------------------------- 2. score
+
+    def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Readings of the samples, and how far trainer and rollout are apart in them."""
+        batch, metrics = self.read_samples(batch)
+        if has_column(batch, "old_log_probs"):
+            metrics |= score.mismatch_metrics(batch)
+            metrics |= score.reference_drift(batch, self.config, self.global_step)
+        return batch, metrics
+
+    def read_samples(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Independent readings of the same samples: all launched, then joined.
+
+        What the batch has already is not read again.
+        """
+        self._rest_engine()
+        has_scores = has_column(batch, "token_level_scores")
+        calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
+        is_current = self.policy_is_current(batch)
+        for reading in score.readings(self.scorings, self.config, is_current):
+            if reading.role in self.groups and not has_column(batch, reading.column):
+                asked = score.columns_asked(reading, self.config)
+                calls.append(self.call(reading.role, reading.method, batch, **asked))
+        return join_results(batch, gather(*calls))
+
+    def _rest_engine(self) -> None:
+        """Lend the rollout's memory to the roles that share its devices, until `sync`."""
+        device_type = devices_of(self.config.trainer).type
+        if "rollout" in self.groups and engine_rests(self.config, device_type):
+            self.groups["rollout"].sleep()
+
+    def policy_is_current(self, batch: DataProto) -> bool:
+        """Whether the update's own forward pass gives the old log-probs, so that no pass is needed.
+
+        That is so if the update allows it, and every sample is of the policy as it is now.
+        """
+        if not score.update_finds_old_log_probs(self.config, self.global_step):
+            return False
+        versions = read_columns(batch, "policy_version")["policy_version"]
+        return bool((versions == self.weight_version).all())
+
+    # -------------------------------------------------------------------------- 3. estimate
+
+    def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Scores to rewards (less the KL, if that is asked for) to advantages; or a teacher's."""
+        return self.estimation(batch)
+
+    # ---------------------------------------------------------------------------- 4. update
+
+    def update(self, batch: DataProto) -> Metrics:
+        """Critic and actor learn from what the filters leave; at the same time, on pools apart."""
+        num_prompts = self.num_prompts(batch)
+        metrics: Metrics = {}
+        for each in filters(self.config, self.global_step, self.balance):
+            batch, filtered = each.run(batch)
+            metrics |= filtered
+            self.call_hook("on_filter", each.reason, batch)
+        batch = choose_tokens_of(batch, self.config, self.global_step)
+
+        calls = []
+        if "critic" in self.groups:
+            calls.append(self.call("critic", "update_critic", batch))
+        if self.global_step > self.config.trainer.critic_warmup:
+            on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
+            settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
+            num_rows = rows_per_update(self.config, num_prompts)
+            ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]
+            calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
+        try:
+            self.call_hook("on_update", batch)  # while the workers compute
+        finally:
+            results = gather(*calls)
+        for result in results:
+            metrics |= reduce_metrics(Result.of(result).metrics)
+        return metrics | self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
+
+    # ------------------------------------------------------------------------------ 5. sync
+
+    def sync(self) -> Metrics:
+        """Send the rollout the actor's weights as a new version, and a following reference, too."""
+        return self.next_weights() | update_reference(self.config, self.groups, self.global_step)
+
+    def next_weights(self) -> Metrics:
+        """Send the rollout the actor's weights of now as its next version."""
+        metrics = self.send_weights(self.weight_version + 1)
+        self.weight_version += 1
+        return metrics
+
+    def send_weights(self, version: int | None = None) -> Metrics:
+        """Send the rollout the actor's weights, verified; by default of the version it has."""
+        number = self.weight_version if version is None else version
+        return send_weights(self.config, self.groups, number)
+
+    # --------------------------------------------------------------------------- validation
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are `data.val_files`."""
+        return bool(self.config.data.val_files)
+
+    def validation_metrics(self) -> Metrics:
+        """Metrics of the whole validation set; its samples go to the run folder."""
+        prompts = self.loader.validation
+        assert prompts is not None, "a validation is due only where there are val_files"
+        policy, rollouts = self.config.actor_rollout_ref, self.rollouts
+        settings = asdict(policy.rollout.val_kwargs)
+        with_scores = partial(rollouts.score, normalize=False)
+        with averaged_weights(policy.actor, self.groups["actor"], self.next_weights):
+            samples = validate.sample_all(
+                prompts.in_order(), rollouts.generate, with_scores, **settings
+            )
+        rollouts.write("validation", samples)
+        return validate.name_metrics(samples)
+
+    def num_prompts(self, samples: DataProto) -> int:
+        """Prompts of a step's samples: fewer in a last step of `data.total_prompts`."""
+        return len(samples) // self.config.actor_rollout_ref.rollout.n
+
+    def sample_fields(self, batch: DataProto) -> dict[str, list[Any]]:
+        """Further fields of `rollouts/N.jsonl`: name -> a value for every row."""
+        return {}
+
+    def sample_metrics(self, batch: DataProto) -> Metrics:
+        """Scores, advantages and lengths of a step's samples."""
+        return compute_data_metrics(batch, use_critic="critic" in self.groups)
+
+    def speed(self, batch: DataProto) -> Metrics:
+        """How fast the step's samples were made and learned from."""
+        num_devices = sum(plan.world_size for plan in self.groups.placement.pools.values())
+        timing = self.run.timing
+        timings = call_seconds(self.run.calls, self.call_labels) | timing
+        return {
+            **compute_throughout_metrics(batch, {"step": sum(timing.values())}, num_devices),
+            "training/global_step": self.global_step,
+            "training/epoch": self.loader.epoch,
+            **compute_timing_metrics(batch, timings),
+        }
+
+    # ------------------------------------------------- what the loop and the command ask for
+
+    @classmethod
+    def describe(
+        cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
+    ) -> list[str]:
+        """Batch sizes, memory, and the graph of a step as this class runs it."""
+        memory = plan_text(config, max_columns, brief=brief)
+        if brief:
+            return [batch_line(config), memory, overlaps(config)]
+        graph = describe(config, max_columns, own_stages(cls))
+        return [batch_table(config, max_columns), memory, graph]
+
+    @classmethod
+    def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
+        """Columns that the estimator asks for are written by someone, too."""
+        super().check_code(config, callbacks)
+        is_ours = cls.__module__.partition(".")[0] == "trainer"
+        if is_ours and not callbacks:  # they may write columns of their own
+            check_columns(config)
+
+    @classmethod
+    def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
+        """Tokenizer, prompts, rewards and PTX rows."""
+        return prepare.prepare(config, at_end)
+
+    @classmethod
+    def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:
+        """Lines of a dry run about prompts and rewards."""
+        return prepare.look_at(config, *inputs)
+
+    @classmethod
+    def worker_code(cls, config: PPOConfig) -> list[str]:
+        """Dotted paths of roles, engine, policy loss, optimizer and its schedule."""
+        policy = config.actor_rollout_ref
+        optim, loss = policy.actor.optim, policy.actor.policy_loss.loss_mode
+        own = [policy.rollout.name, loss, optim.optimizer, optim.lr_scheduler_type]
+        return [*super().worker_code(config), *own]
+
+    @classmethod
+    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
+        """Reward, KL, entropy and the like, as far as there are any."""
+        return list(headline(metrics))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, by the number of prompts or as configured."""
+        return self.loader.total_steps
+
+    def init_arguments(self, role: str) -> dict[str, Any]:
+        """The length of the learning-rate schedules of actor and critic."""
+        if role == "critic":
+            return {"total_steps": self.total_steps}
+        if role == "actor":
+            return {"total_steps": max(self.total_steps - self.config.trainer.critic_warmup, 1)}
+        return {}
+
+    def before_steps(self) -> None:
+        """The rollout gets its weights before the first prompt."""
+        self.next_weights()
+
+    def replaceable_roles(self) -> frozenset[str]:
+        """Rollout, reward models, and other readers whose weights do not move."""
+        return replaceable_roles(self.config, self.groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver itself needs to go on, as JSON has it."""
+        return {
+            "weight_version": self.weight_version,
+            **self.estimation.state_dict(),
+            **self.entropy_ctrl.state_dict(),
+            "loader": self.loader.state_dict(),
+            "ptx": None if self.ptx is None else self.ptx.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; the next sync makes its weight version again."""
+        self.weight_version = state["weight_version"] - 1
+        self.estimation.load_state_dict(state)
+        self.entropy_ctrl.load_state_dict(state)
+        self.loader.load_state_dict(state["loader"])
+        if self.ptx is not None and (rows := state.get("ptx")) is not None:
+            self.ptx.load_state_dict(rows)

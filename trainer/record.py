@@ -1,0 +1,78 @@
+"""The record of one run: what its loop and its stages hold, whatever it trains.
+
+run = Run(config, groups)
+trainer = MyTrainer(run, *inputs)
+with run.clock("update"):
+    ...                               # run.timing["update"], and the calls that ended within
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.restarts import Restarts
+from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.signals import StopSignals
+
+Metrics = dict[str, float]
+Call = Mapping[str, Any]
+IN_BACKGROUND = ("write_checkpoint", "hurry_checkpoint")
+"""Calls that belong to no stage of the step in which they end."""
+
+
+class Run:
+    """Configuration, worker groups, folder, checkpoints, clock and observers of one attempt."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: WorkerGroups,
+        observers: Sequence[object] = (),
+        callbacks: Sequence[object] = (),
+        stop: StopSignals | None = None,
+        restarts: Restarts | None = None,
+    ) -> None:
+        """`observers` are the roadside (`trainer.roadside`), `callbacks` the user's objects."""
+        self.config, self.groups = config, groups
+        self.folder = Path(config.trainer.default_local_dir)
+        self.checkpoints = Checkpoints(config)
+        self.observers, self.callbacks = observers, callbacks
+        self.stop = stop or StopSignals()
+        self.restarts = restarts or Restarts(config)
+        self.step = 0
+        """The number of the step that runs, or ran last."""
+        self.timing: Metrics = {}
+        """Stage -> seconds in this step."""
+        self.calls: list[dict[str, Any]] = []
+        """The workers' calls since `take_calls`."""
+
+    @contextmanager
+    def clock(
+        self, stage: str, stage_of: Callable[[Call, str], str] = lambda call, stage: stage
+    ) -> Iterator[None]:
+        """Time a stage. The calls that finish in it belong to it, unless `stage_of` differs."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timing[stage] = time.perf_counter() - start
+            for call in self.groups.take_calls():
+                is_saved = call["method"] in IN_BACKGROUND
+                name = "save_checkpoint" if is_saved else stage_of(call, stage)
+                self.calls.append(call | {"stage": name, "step": self.step})
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """The workers' calls since the last time, each with its stage and step."""
+        calls, self.calls = self.calls, []
+        return calls
+
+    def can_replace(self, role: str) -> bool:
+        """Whether this role's group can be replaced in the middle of a step."""
+        is_replaceable = self.groups[role].transport.is_replaceable
+        return is_replaceable and self.restarts.are_left(self.step)

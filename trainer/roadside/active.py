@@ -1,0 +1,46 @@
+"""Which observers a run has. Removing any of them changes no line of a recipe.
+
+    observers = active_observers(config, MyTrainer)      # once per run; its attempts share them
+    trainer = MyTrainer(Run(config, groups, observers), *inputs)
+
+An observer is an object with some of the hooks of `trainer.hooks`. With `name`, `state_dict` and
+`load_state_dict` its state goes into checkpoints. With `at_end` it is called after the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.roadside.alarms import Alarms
+from trainer.roadside.fault_injection import FaultInjection
+
+
+def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
+    """The observers of a run, in the order in which they are called."""
+    observers: list[Any] = [Alarms(trainer_cls.alarm_rules)]
+    if not trainer_cls.learns_from_samples:
+        return [*observers, FaultInjection(config)]
+
+    from trainer.roadside.draw_check import DrawCheck
+    from trainer.roadside.sample_log import SampleWatch
+    from trainer.roadside.saved_batches import SavedBatches
+    from trainer.roadside.written_samples import WrittenSamples
+
+    samples = SampleWatch()
+    has_makers = getattr(config, "generates_beside_training", False)  # their log is printed
+    return [
+        SavedBatches(config),
+        samples,
+        DrawCheck(),
+        WrittenSamples(),
+        *observers,
+        FaultInjection(config, None if has_makers else samples),
+    ]
+
+
+def end_of_run(observers: Sequence[Any]) -> None:
+    """Call `at_end` of the observers that have it: the run came to its end."""
+    for observer in observers:
+        if hasattr(observer, "at_end"):
+            observer.at_end()

@@ -1,0 +1,408 @@
+"""The one log of a run's samples: every sample was trained on, or dropped for a reason, or lost.
+
+    made = trained + dropped (by reason) + open
+
+A sample is known by the uid of its prompt and its index among the samples of that prompt. The log
+keeps two counts of its tokens that do not know of each other. The first is taken when the sample
+comes from the rollout. The second is taken from the batch that critic and actor are called with.
+Between the two, every filter tells what it has left (`on_filter`). Where the counts differ, the run
+ends with a `LedgerError`, unless user code may have changed the batch.
+
+Tokens of a step, the books of a detached run and the report of a run with faults are views of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.report.tokens import DRAWN, LEFT_OUT, TRAINED
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import LedgerError
+from workers.columns import count_ones
+
+SampleKey = tuple[str, int]
+"""The uid of a prompt, and the sample's index."""
+IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
+"""Where an open sample is: being generated, in a buffer, in the trainer's present step."""
+EMPTY = "no token"
+OWN_CODE = "by code of the run's own"
+MADE_AGAIN = "made again after a resume"
+STEP_AGAIN, STEP_NOT_FINISHED = "step made again", "step not finished"
+HOUSE = {"trainer", "abc", "typing", "builtins"}
+"""Packages of a recipe's own classes."""
+NAMED = 8
+"""Samples that an error names."""
+
+
+@dataclass
+class Account:
+    """Samples of one maker or, in a synchronous run, of one step."""
+
+    made: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Open:
+    account: int
+    state: str = TAKEN
+    tokens: int = 0
+    """Tokens that may still be trained on."""
+
+
+class SampleLog:
+    """What became of every sample. Threads that share it hold its lock."""
+
+    def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
+        self.lock = nullcontext() if lock is None else lock
+        self.accounts: dict[int, Account] = defaultdict(Account)
+        self.counts: dict[str, Counter[int]] = defaultdict(Counter)
+        """Fact about trained samples, such as the rank -> value -> samples."""
+        self.drawn_tokens = self.trained_tokens = 0
+        self.left_out: Counter[str] = Counter()
+        """Reason -> tokens that were drawn and are not trained on."""
+        self._open: dict[SampleKey, _Open] = {}
+
+    def begin(self, account: int, samples: Iterable[SampleKey], state: str = IN_FLIGHT) -> None:
+        """These samples are being made, on this account."""
+        for sample in samples:
+            if sample in self._open:
+                raise LedgerError(
+                    f"the samples of uid {sample[0]} are {self._open[sample].state} already, and "
+                    f"maker {account} is to make them again: nothing is made twice."
+                )
+            self._open[sample] = _Open(account, state)
+            self.accounts[account].made += 1
+
+    def receive(self, tokens: Mapping[SampleKey, int], given_up: Mapping[str, int]) -> None:
+        """These samples have come with so many tokens each, and more `given_up` by reason."""
+        for sample, num in tokens.items():
+            self._open[sample].tokens = num
+            self._open[sample].state = QUEUED
+        self.drawn_tokens += sum(tokens.values()) + sum(given_up.values())
+        self.leave_out(given_up)
+
+    def move(self, samples: Iterable[SampleKey], state: str) -> None:
+        """These samples are in another place now."""
+        for sample in samples:
+            self._open[sample].state = state
+
+    def leave(
+        self, reason: str, tokens: Mapping[SampleKey, int], among: Iterable[SampleKey]
+    ) -> int:
+        """Of the samples `among` no more than these tokens are left; return how many went.
+
+        A sample without any is dropped. A sample that had no token before is dropped as empty.
+        """
+        num_left_out = 0
+        for sample in among:
+            entry, num = self._open[sample], tokens.get(sample, 0)
+            if num > entry.tokens:
+                raise LedgerError(
+                    f"sample {_name(sample)} has {num} tokens after {reason}, and had "
+                    f"{entry.tokens} before."
+                )
+            self.leave_out({reason: entry.tokens - num})
+            num_left_out += entry.tokens - num
+            if not num:
+                self._close(sample).dropped[reason if entry.tokens else EMPTY] += 1
+            entry.tokens = num
+        return num_left_out
+
+    def train(
+        self,
+        tokens: Mapping[SampleKey, int],
+        facts: Mapping[SampleKey, Mapping[str, int]] | None = None,
+    ) -> None:
+        """Close these samples: an update has been called with so many tokens of each.
+
+        `facts` are further numbers of a sample, which are counted. Raises where the log has another
+        number of tokens.
+        """
+        facts = facts or {}
+        differ = [
+            f"{_name(sample)} ({num} instead of {self._tokens(sample)})"
+            for sample, num in tokens.items()
+            if num != self._tokens(sample)
+        ]
+        if differ:
+            raise LedgerError(
+                f"the update was called with other tokens than the log has of {len(differ)} "
+                f"samples: {', '.join(differ[:NAMED])}."
+            )
+        for sample, num in tokens.items():
+            self._close(sample).trained += 1
+            self.trained_tokens += num
+            for name, value in facts.get(sample, {}).items():
+                self.counts[name][value] += 1
+
+    def drop(self, samples: Iterable[SampleKey], reason: str) -> None:
+        """Close these samples: they are not trained on."""
+        for sample in samples:
+            self.leave_out({reason: self._tokens(sample)})
+            self._close(sample).dropped[reason] += 1
+
+    def leave_out(self, tokens: Mapping[str, int]) -> None:
+        """So many tokens were drawn and are not trained on, by reason."""
+        self.left_out.update(tokens)
+        self.left_out += Counter()  # a reason without tokens is none
+
+    def drop_after(self, account: int, reason: str) -> None:
+        """What later accounts (steps) made came to nothing."""
+        for number in [number for number in self.accounts if number > account]:
+            late = self.accounts[number]
+            self.drop([s for s, one in self._open.items() if one.account == number], reason)
+            late.trained, late.dropped = 0, Counter({reason: late.made})
+
+    def open(self, state: str = TAKEN, account: int | None = None) -> list[SampleKey]:
+        """The open samples in that state, of one account or of any."""
+        return [
+            sample
+            for sample, one in self._open.items()
+            if one.state == state and account in (None, one.account)
+        ]
+
+    def tokens(self, samples: Iterable[SampleKey]) -> dict[SampleKey, int]:
+        """The tokens that each of these open samples has left."""
+        return {sample: self._tokens(sample) for sample in samples}
+
+    def known(self, samples: Iterable[SampleKey]) -> list[SampleKey]:
+        """Those of the samples that are open."""
+        return [sample for sample in samples if sample in self._open]
+
+    def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
+        """Raise if samples or tokens do not add up, or other uids are `there`, by state."""
+        for state, uids in (there or {}).items():
+            if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
+                raise LedgerError(
+                    f"by the log other groups are {state} than there are: {sorted(astray)[:NAMED]}."
+                )
+        for maker, row in self.rows().items():
+            accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
+            if row["made"] != accounted + row["in_flight"]:
+                raise LedgerError(f"maker {maker}: its samples do not add up: {row}")
+        tokens = self.token_counts()
+        parts = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
+        if tokens["drawn"] != parts:
+            raise LedgerError(f"the tokens of the run do not add up: {tokens}")
+
+    def token_counts(self) -> dict[str, Any]:
+        """Tokens that came, and what became of them."""
+        return {
+            "drawn": self.drawn_tokens,
+            "trained": self.trained_tokens,
+            "queued": sum(one.tokens for one in self._open.values()),
+            "left_out": dict(self.left_out),
+        }
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Account -> its samples by what became of them; taken ones count as queued."""
+        places = Counter((one.account, one.state) for one in self._open.values())
+        return {
+            str(number): {
+                "made": account.made,
+                "trained": account.trained,
+                "queued": places[number, QUEUED] + places[number, TAKEN],
+                "dropped": dict(account.dropped),
+                "in_flight": places[number, IN_FLIGHT],
+            }
+            for number, account in sorted(self.accounts.items())
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Samples made, trained and dropped, of all accounts; nothing where none was made."""
+        accounts = self.accounts.values()
+        made = sum(account.made for account in accounts)
+        if not made:
+            return {}
+        dropped = sum((account.dropped for account in accounts), Counter[str]())
+        trained = sum(account.trained for account in accounts)
+        if made != trained + dropped.total() + len(self._open):
+            raise LedgerError(
+                f"the samples do not add up: {made} were made, {trained} trained on, "
+                f"{dict(dropped)} dropped, {len(self._open)} are open."
+            )
+        return {"made": made, "trained": trained, "dropped": dict(dropped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return {"makers": self.rows(), "tokens": self.token_counts()} | {
+            name: {str(value): count for value, count in sorted(counts.items())}
+            for name, counts in self.counts.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with this log. What was open then is made again, but for what is restored."""
+        self.accounts.clear()
+        self._open.clear()
+        for name in state.keys() - {"makers", "tokens"}:
+            self.counts[name] = Counter({int(value): n for value, n in state[name].items()})
+        tokens = state["tokens"]
+        self.trained_tokens, self.left_out = tokens["trained"], Counter(tokens["left_out"])
+        self.leave_out({MADE_AGAIN: tokens["queued"]})
+        older = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
+        self.drawn_tokens = tokens.get("drawn", older)
+        for number, row in state["makers"].items():
+            dropped = Counter(row["dropped"])
+            dropped[MADE_AGAIN] += row["queued"] + row["in_flight"]
+            self.accounts[int(number)] = Account(row["made"], row["trained"], +dropped)
+
+    def restore(self, account: int, tokens: Mapping[SampleKey, int]) -> None:
+        """These samples of the log that was loaded are queued still, with their tokens."""
+        owner = self.accounts[account]
+        owner.dropped[MADE_AGAIN] -= len(tokens)
+        owner.dropped += Counter()
+        self.leave_out({MADE_AGAIN: -sum(tokens.values())})
+        self._open |= {sample: _Open(account, QUEUED, num) for sample, num in tokens.items()}
+
+    def _tokens(self, sample: SampleKey) -> int:
+        if sample not in self._open:
+            raise LedgerError(
+                f"nobody made samples of uid {sample[0]}, or they are done with already."
+            )
+        return self._open[sample].tokens
+
+    def _close(self, sample: SampleKey) -> Account:
+        self._tokens(sample)
+        return self.accounts[self._open.pop(sample).account]
+
+
+class SampleWatch:
+    """Writes the log from what the hooks of a step show."""
+
+    def __init__(self) -> None:
+        self.log = SampleLog()
+        self._makers_log: SampleLog | None = None
+        """The log of a detached run, whose makers begin the samples."""
+        self._drawn = self._trained = 0
+        """Tokens that came from the rollout in this step, and those that its update was given."""
+        self._left_out: Counter[str] = Counter()
+        self._has_updated = False
+        self._samples: dict[SampleKey, None] = {}
+        """The samples of this step that are open."""
+
+    def on_init_end(self, trainer: Any) -> None:
+        """An attempt begins: the steps that it makes again came to nothing before."""
+        self._makers_log = getattr(trainer, "makers_log", None)
+        self.log = self._makers_log or self.log
+        if self._makers_log is None:
+            self.log.drop_after(trainer.global_step, STEP_AGAIN)
+        self._clear()
+
+    def on_samples(self, trainer: Any, batch: DataProto) -> None:
+        """Count what comes from the rollout."""
+        tokens, given_up = tokens_by_sample(batch), tokens_given_up(batch)
+        if self._makers_log is None:
+            self.log.begin(trainer.global_step, tokens)
+            self.log.receive(tokens, given_up)
+            self.log.move(tokens, TAKEN)
+        self._samples |= dict.fromkeys(tokens)
+        self._drawn += sum(tokens.values()) + sum(given_up.values())
+        self._left_out.update(given_up)
+
+    def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
+        """What comes to the update is what was drawn, less what filters have left out."""
+        if stage != "update" or batch is None or not self._samples:
+            return
+        self._has_updated = True
+        tokens = tokens_by_sample(batch)
+        with self.log.lock:
+            self._come_to_update(trainer, len(batch), tokens)
+
+    def _come_to_update(self, trainer: Any, num_rows: int, tokens: dict[SampleKey, int]) -> None:
+        known = self.log.tokens(self._samples)
+        if has_own_code(trainer):
+            self._leave(OWN_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
+        elif tokens != known or len(tokens) != num_rows:
+            raise LedgerError(
+                f"tokens of step {trainer.global_step} do not add up: {self._drawn} of "
+                f"{len(known)} samples were drawn, {sum(tokens.values())} of {num_rows} came to "
+                f"the update, and only {dict(self._left_out)} were left out."
+            )
+        self._leave(EMPTY, tokens)
+
+    def on_filter(self, trainer: Any, reason: str, batch: DataProto) -> None:
+        """Note what a filter has left out."""
+        if self._samples:
+            with self.log.lock:
+                self._leave(reason, tokens_by_sample(batch))
+
+    def on_update(self, trainer: Any, batch: DataProto) -> None:
+        """Count what the update was called with; a row that comes twice counts once."""
+        if not self._samples:
+            return
+        self._has_updated = True
+        facts = None if self._makers_log is None else trainer.facts_of_samples(batch)
+        with self.log.lock:
+            self._train(trainer, tokens_by_sample(batch), facts)
+
+    def _train(self, trainer: Any, tokens: dict[SampleKey, int], facts: Any) -> None:
+        if has_own_code(trainer):
+            known = self.log.tokens(self._samples)
+            tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
+            self._leave(OWN_CODE, tokens)
+        if missing := [sample for sample in self._samples if sample not in tokens]:
+            raise LedgerError(
+                f"the update of step {trainer.global_step} was called without "
+                f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has left these out."
+            )
+        ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
+        self.log.train(ours, facts)
+        self._trained += sum(ours.values())
+        self._samples = {}
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Every sample of the step has an end; add its tokens to the metrics."""
+        if self._samples:  # the user's own update has said nothing
+            with self.log.lock:
+                self._leave(OWN_CODE, {})
+        if self._drawn and self._has_updated:
+            if self._drawn != self._trained + self._left_out.total():
+                raise LedgerError(
+                    f"tokens of step {trainer.global_step} do not add up: {self._drawn} were "
+                    f"drawn, {self._trained} trained on, {dict(self._left_out)} left out."
+                )
+            metrics |= {DRAWN: float(self._drawn), TRAINED: float(self._trained)}
+            metrics |= {LEFT_OUT + reason: float(n) for reason, n in self._left_out.items() if n}
+        self._clear()
+
+    def _leave(self, reason: str, tokens: dict[SampleKey, int]) -> None:
+        self._left_out[reason] += self.log.leave(reason, tokens, self._samples)
+        self._samples = dict.fromkeys(self.log.known(self._samples))
+
+    def _clear(self) -> None:
+        self._drawn = self._trained = 0
+        self._has_updated, self._left_out, self._samples = False, Counter(), {}
+
+
+def has_own_code(trainer: Any) -> bool:
+    """Whether hooks or stages of the user's may have changed a batch."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
+    return bool(trainer.run.callbacks) or not packages <= HOUSE
+
+
+def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
+    """The tokens of each sample that are in the losses; nothing where rows have no names."""
+    uids = batch.non_tensor_batch.get("uid")
+    if uids is None or "sample_index" not in batch.columns:
+        return {}
+    indices = batch.padded("sample_index").tolist()
+    counts = count_ones(batch, "response_mask").tolist()
+    return {(str(uid), index): num for uid, index, num in zip(uids, indices, counts, strict=True)}
+
+
+def tokens_given_up(batch: DataProto | None) -> Counter[str]:
+    """Tokens that the trajectories of these rows had drawn before they started over, by reason."""
+    found = Counter[str]()
+    for facts in () if batch is None else batch.non_tensor_batch.get("episode", ()):
+        found.update(facts.get("given_up_tokens", {}))  # a pad row has none
+    return found
+
+
+def _name(sample: SampleKey) -> str:
+    return f"{sample[0]}/{sample[1]}"

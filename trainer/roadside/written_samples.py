@@ -1,0 +1,45 @@
+"""`rollouts/` of a run folder: the samples of a step as text, and their numbers.
+
+A step's samples are written while its update runs on the workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_like.batch.protocol import DataProto
+
+
+class WrittenSamples:
+    """Writes the samples of every step."""
+
+    def __init__(self) -> None:
+        self._waiting: DataProto | None = None
+        """The step's samples, until they are written."""
+        self._metrics: dict[str, float] = {}
+
+    def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
+        """Take the samples with their rewards and advantages."""
+        if stage == "update":
+            self._waiting = batch
+
+    def on_update(self, trainer: Any, batch: DataProto) -> None:
+        """Write them while the workers compute."""
+        self._write(trainer)
+
+    def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
+        """Write them now, if the user's own update has not told of its launch."""
+        if stage == "update":
+            self._write(trainer)
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Add what the samples look like."""
+        metrics |= self._metrics
+        self._metrics = {}
+
+    def _write(self, trainer: Any) -> None:
+        batch, self._waiting = self._waiting, None
+        if batch is not None:
+            fields = trainer.sample_fields(batch)
+            trainer.rollouts.write("rollouts", batch, fields)
+            self._metrics = trainer.sample_metrics(batch)

@@ -1,0 +1,160 @@
+"""Samples with their scores, for recipes that generate: PPO, best of n, evaluation.
+
+batch = rollouts.generate(prompts)                # a response for every row
+batch, metrics = rollouts.score(batch)            # token_level_scores, and what rewards logged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.loop import Trainer
+from trainer.record import Metrics
+from trainer.rollouts.samples import thin_old_samples, thin_samples, write_samples
+from trainer.rollouts.turns import waits_for_environments
+from trainer.run_folder.metrics import reduce_metrics
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.result import Result
+from verl_like.errors import LostSamplesError
+from workers.agents.players import ROW_COLUMNS
+from workers.columns import select_reads
+from workers.config import model_rewards, plays
+from workers.rewards.manager import RESPONSE_TEXT
+from workers.rewards.weighted import Rewards, WeightedScores
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.batches import goes_on
+from workers.rollout.client import RolloutClient, Submission
+
+PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
+
+
+class Rollouts:
+    """The role `rollout` of a run, and the rewards that score what it generates."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        tokenizer: Any,
+        rewards: Rewards,
+        send_weights: Callable[[], Any] = lambda: None,
+        ask: Callable[[DataProto], DataProto] | None = None,
+    ) -> None:
+        """`send_weights` brings a restarted rollout its weights; by default those of its folder.
+
+        `ask` returns the samples of rows; by default the group of the role `rollout` makes them.
+        """
+        self.trainer, self.run = trainer, trainer.run
+        self.config: Any = trainer.config
+        self.tokenizer, self.rewards = tokenizer, rewards
+        self._send_weights, self._ask = send_weights, ask or self._ask_group
+
+    def generate(self, batch: DataProto, **settings: Any) -> DataProto:
+        """The rows of prompts with a response each; `settings` go before those of the batch.
+
+        Rows with the finish reason "abort" go on where they ended.
+        """
+        asked = batch.select() if goes_on(batch) else self.prompt_columns(batch, "rollout")
+        asked.meta_info = asked.meta_info | settings
+        samples = self._ask(asked)
+        self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
+        return with_responses(batch, samples)
+
+    def _ask_group(self, asked: DataProto) -> DataProto:
+        """The rollout's samples of these rows.
+
+        If the rollout loses a process meanwhile and can be replaced, the samples that the process
+        had not finished are generated again from their prompts.
+        """
+        replace = self._replace if self.run.can_replace("rollout") else None
+        return RolloutClient(self.run.groups["rollout"]).generate(asked, replace)
+
+    def _replace(self, error: LostSamplesError, submission: Submission) -> Any:
+        """The group that replaces a lost one, with the weights of now."""
+        self.trainer.replace_lost(error)
+        self._send_weights()
+        missing = len(submission.missing)
+        self.run.restarts.note_samples(self.run.step, submission.num_samples, missing)
+        return self.run.groups["rollout"]
+
+    def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
+        """The columns that a rollout reads; environments begin with columns of the data's row."""
+        found = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
+        if plays(self.config):
+            rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
+            found = found.select().union(batch.select([], rows))
+        return found
+
+    def note_environments(self, samples: DataProto, role: str, stage: str) -> None:
+        """Put the time in which trajectories waited for environments into the timeline."""
+        if plays(self.config):
+            pool = self.run.groups.placement.role_mapping[role]
+            where = {"pool": pool, "stage": stage, "step": self.run.step}
+            self.run.calls += [call | where for call in waits_for_environments(samples)]
+
+    def score(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
+        """The batch with its scores, waited for: for what must see them before the score stage."""
+        return join_results(batch, [self.launch_rewards(batch, normalize).get()])
+
+    def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
+        """The future of `token_level_scores`: all rewards at the same time, added up by weight."""
+        calls = {
+            reward.name: partial(self.trainer.call, role, "compute_rm_score")
+            for role, reward in model_rewards(self.config).items()
+        }
+        check = self.run.groups.check_idle
+        return self.rewards.launch(
+            batch, lambda reward: calls[reward.name](batch), normalize, check
+        )
+
+    def write(
+        self, name: str, batch: DataProto, fields: dict[str, list[Any]] | None = None
+    ) -> None:
+        """Write the samples of this step as text to the folder `name`; older steps are thinned."""
+        folder, step = self.run.folder / name, self.run.step
+        write_samples(folder, step, batch, self.tokenizer, fields)
+        num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
+        if num_whole is None:
+            return
+        if name == "rollouts":  # every step has some, and has been thinned in its turn
+            thin_samples(folder / f"{step - num_whole}.jsonl")
+        else:
+            thin_old_samples(folder, step - num_whole)
+
+
+def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
+    """Rollouts, and classes that say of themselves that their weights do not move (`is_frozen`).
+
+    A subclass says it again: it may keep more.
+    """
+    found = set()
+    for role in groups:
+        cls = groups[role].roles[role]
+        if cls is RolloutWorker or vars(cls).get("is_frozen", False):
+            found.add(role)
+    if "ref" in found and config.actor_rollout_ref.ref.update_every is not None:
+        found.discard("ref")  # it follows the actor from afar, and no other has its weights
+    return frozenset(found)
+
+
+def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
+    """The rows of prompts with what the rollout made of them."""
+    of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
+    kept = batch.select(
+        [name for name in batch.columns if name not in of_others],
+        [name for name in batch.non_tensor_batch if name not in of_others],
+    )
+    return kept.union(samples.select(meta_info_keys=()))
+
+
+def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:
+    """A batch with the columns that calls returned, and one number for each metric."""
+    batch = batch.select()
+    metrics: Metrics = {}
+    for result in map(Result.of, results):
+        metrics |= reduce_metrics(result.metrics)
+        if result.batch is not None:
+            batch = batch.union(result.batch)
+    return batch, metrics
