@@ -91,7 +91,7 @@ def weights_from_a_seed() -> Iterator[None]:
             else:
                 own.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
-    with patch("workers.training.engine.load_weights", draw):
+    with patch("workers.training.build.load_weights", draw):
         yield
 
 

@@ -87,8 +87,8 @@ def load(path: str) -> ModuleType:
     name = path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)  # dataclasses look their module up
         patch.syspath_prepend(str((ROOT / path).parent))
         spec.loader.exec_module(module)
     return module

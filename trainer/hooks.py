@@ -26,20 +26,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CallbackError, ConfigError, nearest
 from verl_like.signatures import Call, call_of, check_method
 
-if TYPE_CHECKING:
-    from trainer.record import Run
-
 
 class Hooks:
     """What happens when: override, and look at `self`."""
 
-    run: Run
+    run: Any
+    """The record of the run (`trainer.record`)."""
 
     def call_hook(self, name: str, *arguments: Any) -> None:
         """Call the observers' hooks of that name, then the trainer's own, then the callbacks'."""

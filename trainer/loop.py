@@ -67,7 +67,7 @@ class Trainer(Hooks, ABC):
 
     def __init__(self, run: Run) -> None:
         """No model is loaded before the loop starts."""
-        self.run = run
+        self.run: Run = run
         self.config: Any = run.config
         self.groups: WorkerGroups = run.groups
         self.folder = run.folder

@@ -80,8 +80,12 @@ def test_every_column_that_is_read_is_in_the_table() -> None:
     assert reads <= COLUMNS.keys()
 
 
+VERBS = ("forward", "forward_backward")
+"""Their caller names the columns, so the whole batch travels."""
+
+
 def test_every_method_of_a_role_that_is_split_says_what_it_reads() -> None:
     for cls in ROLES:
         for name, _, mark in registered_methods(cls):
-            if mark.returns:
+            if mark.returns and name not in VERBS:
                 assert reads_of(cls, name) is not None, (cls, name)

@@ -42,7 +42,6 @@ PIP = f"{sys.executable} -m pip install"
 GB = 2.0**30
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """CUDA's major version -> the oldest NVIDIA driver that programs built for it run with."""
-TORCH_FOR_CUDA_12 = "--index-url INDEX  (INDEX: the address of PyTorch's wheels cu126 or cu128)"
 PROBE_LIMIT_S = 300
 """A busy machine is not a broken one: on an idle one a probe takes up to 30 s."""
 
@@ -209,7 +208,10 @@ def _torch_for(driver: int, torch: Requirement) -> str:
     update = f"install the NVIDIA driver {OLDEST_DRIVERS[newest]} or newer, for CUDA {newest}"
     if driver < OLDEST_DRIVERS[12]:
         return update
-    return f"{update}; or take torch for CUDA 12, without vLLM: {install} {TORCH_FOR_CUDA_12}"
+    return (
+        f"{update}; or take torch for CUDA 12 and no vLLM: PIP_INDEX_URL=<PyTorch's index cu126 or "
+        f"cu128> {install}"
+    )
 
 
 def check_allocator() -> Finding:

@@ -19,6 +19,11 @@ from verl_like.signatures import Call, check_call, check_method
 from workers.config.conditions import SAVE_EVERY_MINUTES, SAVES
 
 ON_RAY = when("trainer.backend", "ray")
+SEVERAL_POOLS = When(
+    "there are several pools",
+    lambda _, run: len(run.resource_pool_spec) > 1,
+    "this run has one pool, which trainer.device and cpus_per_process describe",
+)
 JOINS_A_CLUSTER = unless("address")
 NAME_A_FOLDER = "name the folder that the run writes into"
 
@@ -232,6 +237,7 @@ class RunConfig:
     pool_resources: dict[str, PoolResources] = key(
         factory=dict,
         allows="pool: {device, cpus, gpus, resources}",
+        read_when=SEVERAL_POOLS,
         may_change_on_resume=True,
     )
     """Pool: resources of each of its processes."""

@@ -32,12 +32,9 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from verl_like.errors import ConfigError, few, nearest
-
-if TYPE_CHECKING:
-    from verl_like.calls.transport import Transport
 
 logger = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR1
@@ -350,7 +347,19 @@ def _lock_of(stack: str) -> str | None:
     return f"{name}, {file.rsplit('/', 1)[-1]}:{line}"
 
 
-def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: Transport) -> str:
+class Pool(Protocol):
+    """The processes of one pool, as its transport shows them."""
+
+    world_size: int
+
+    def describe(self, rank: int, role: str | None = None) -> str:
+        """A rank for messages."""
+
+    def stacks(self, seconds: float) -> dict[int, str]:
+        """The Python stacks of every process that answers in that time."""
+
+
+def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
     """A wait that hangs: what is late, the likely cause, and the stacks of all ranks."""
     lines = [what, cause]
     shown = {rank: stacks.get(rank, "no answer") for rank in range(transport.world_size)}
@@ -373,7 +382,7 @@ class HangWatch:
     does not answer holds nobody up.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Pool) -> None:
         self._transport = transport
         self._next_look = time.monotonic() + LOOK_EVERY_S
         self._stacks: dict[int, str] | None = None

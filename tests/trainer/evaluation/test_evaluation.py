@@ -110,8 +110,8 @@ def configuration(
     return seen[0]
 
 
-def test_training_settings_of_the_user_are_refused_and_those_of_a_run_are_not(
-    monkeypatch: pytest.MonkeyPatch,
+def test_training_settings_of_the_user_get_a_notice_and_those_of_a_run_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {
         "actor_rollout_ref.model.path": "m",
@@ -119,8 +119,9 @@ def test_training_settings_of_the_user_are_refused_and_those_of_a_run_are_not(
         "actor_rollout_ref.rollout.n": 8,
     }
     assert configuration(monkeypatch, settings).actor_rollout_ref.rollout.n == 8
-    with pytest.raises(SystemExit, match="an evaluation samples by rollout.val_kwargs"):
-        configuration(monkeypatch, settings, "actor_rollout_ref.rollout.n=4")
+    assert "has no effect" not in caplog.text
+    configuration(monkeypatch, settings, "actor_rollout_ref.rollout.n=4")
+    assert "rollout.n has no effect: an evaluation samples by rollout.val_kwargs" in caplog.text
     with pytest.raises(SystemExit, match="data.val_files is empty"):
         configuration(monkeypatch, settings | {"data.val_files": ""})
 

@@ -166,6 +166,8 @@ def rank_3_of_8(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, l
     monkeypatch.setattr(device_mesh, "get_backend", lambda *_: "nccl")
     facts = ProcessFacts(device_kind="cuda", rank=3, local_rank=3, world_size=8, local_world_size=8)
     facts = replace(facts, master=("127.0.0.1", 29500))
+    if dist.is_initialized():  # by an earlier test of this process
+        dist.destroy_process_group()
     host = WorkerHost({"actor": (FirstContact, (), {})}, facts, workers={})
     assert host.start(("127.0.0.1", 29500)).error is None
     yield host, current
