@@ -1,11 +1,12 @@
-"""The speed guard of CI: five of our times over floors that are measured in the same run.
+"""The speed guard of CI: six of our times over floors that are measured in the same run.
 
     python benchmarks/guard.py                 # print a table; exit with 1 if a ratio is too large
-    python benchmarks/guard.py --only grpo     # one of: grpo, sft, echo, call, start
+    python benchmarks/guard.py --only update   # or generate, sft, echo, call, start
     python benchmarks/guard.py --record        # write the ratios of this run to guard.json
 
     ratio   ours                                           floor
-    grpo    update and generation of a default GRPO step   the products of its linear layers
+    update  the update of a default GRPO step              the products of its linear layers
+    generate  its generation                               the products of its linear layers
     sft     an SFT step on full rows                       the products of its linear layers
     echo    a batch to two workers on Ray and back         the same columns through two bare actors
     call    an empty call of a group of two workers        an empty call of two bare actors
@@ -89,8 +90,8 @@ def products(module: Any, num_tokens: int, num_reads: int, trains: bool) -> Work
     return multiply
 
 
-def grpo(folder: Path) -> Times:
-    """The update and the generation of 256 samples."""
+def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
+    """The update of 256 samples and its floor, their generation and its floor."""
     import torch
     from grpo_side import make
 
@@ -139,18 +140,28 @@ def grpo(folder: Path) -> Times:
     of_prompts = products(module, NUM_ROWS * PROMPT, NUM_ROWS, trains=False)
     of_token = products(module, NUM_ROWS, NUM_ROWS, trains=False)
 
-    def step() -> None:
+    def generate() -> None:
         with torch.no_grad():
             engine.generate(samples, sampling)
-        worker.update_actor(data)
 
-    def floor() -> None:
-        of_update()
+    def products_of_generation() -> None:
         of_prompts()
         for _ in range(RESPONSE - 1):
             of_token()
 
-    return alternate(step, floor, rounds=6)
+    return lambda: worker.update_actor(data), of_update, generate, products_of_generation
+
+
+def update(folder: Path) -> Times:
+    """The update of a GRPO step."""
+    ours, floor, _, _ = grpo(folder)
+    return alternate(ours, floor, rounds=6)
+
+
+def generate(folder: Path) -> Times:
+    """The generation of a GRPO step."""
+    _, _, ours, floor = grpo(folder)
+    return alternate(ours, floor, rounds=8)
 
 
 def sft(folder: Path) -> Times:
@@ -284,7 +295,8 @@ def start(folder: Path) -> Times:
 # ---------------------------------------------------------------------------------------------
 
 MEASURES: dict[str, Callable[[Path], Times]] = {
-    "grpo": grpo,
+    "update": update,
+    "generate": generate,
     "sft": sft,
     "echo": echo,
     "call": call,
@@ -335,13 +347,13 @@ def row_of(name: str, recorded: float, measure: Callable[[str], Times]) -> dict[
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    print(f"{'':8}{'ours ms':>10}{'floor ms':>10}{'ratio':>8}{'limit':>8}{'spread':>8}  verdict")
+    print(f"{'':10}{'ours ms':>10}{'floor ms':>10}{'ratio':>8}{'limit':>8}{'spread':>8}  verdict")
     for row in rows:
         limit = TOLERANCE * row["recorded"]
         times = f"{row['ours_ms']:>10.1f}{row['floor_ms']:>10.1f}"
         tries = f", {row['tries']} tries" if row["tries"] > 1 else ""
         ratios = f"{row['ratio']:>8.2f}{limit:>8.2f}{row['spread']:>8.2f}"
-        print(f"{row['name']:8}{times}{ratios}  {row['verdict']}{tries}", flush=True)
+        print(f"{row['name']:10}{times}{ratios}  {row['verdict']}{tries}", flush=True)
 
 
 def in_own_process(name: str) -> Times:
