@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 from gpu_models import decoded_bytes, write_configs
-from sides import full_rows
+from sides import actor_worker, full_rows
 
 Figure = tuple[str, float | str]
 GIB = 2**30
@@ -114,15 +114,7 @@ def sharded_over_one_rank() -> Iterator[None]:
 
 def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any) -> Any:
     """A policy with an optimizer, computing in bfloat16 over float32 weights."""
-    from workers.config import (
-        ActorRolloutRefConfig,
-        ModelConfig,
-        OptimConfig,
-        RolloutConfig,
-        RolloutCorrectionConfig,
-        WorkersConfig,
-    )
-    from workers.roles.actor import ActorWorker
+    from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
 
     strategy = settings.pop("strategy", "fsdp")
     model = ModelConfig(
@@ -137,14 +129,7 @@ def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any
     policy.actor.ppo_mini_batch_size = mini_batch
     policy.actor.use_dynamic_bsz = True
     policy.actor.ppo_max_token_len_per_gpu = tokens
-    worker = ActorWorker(
-        WorkersConfig(
-            actor_rollout_ref=policy,
-            data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
-            trainer=SimpleNamespace(device=trial.device, seed=0),
-            algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
-        )
-    )
+    worker = actor_worker(policy, trial.device, PROMPT, RESPONSE)
     with weights_from_a_seed():
         worker.init_model(100)
     return worker

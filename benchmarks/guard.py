@@ -29,10 +29,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from sides import ENV, HERE, ask, full_rows
+from sides import ENV, HERE, actor_worker, ask, full_rows
 
 RECORD = HERE / "guard.json"
 TOLERANCE = 1.25
@@ -96,15 +95,7 @@ def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
     from grpo_side import make
 
     from verl_like.batch.protocol import DataProto
-    from workers.config import (
-        ActorRolloutRefConfig,
-        ModelConfig,
-        OptimConfig,
-        RolloutConfig,
-        RolloutCorrectionConfig,
-        WorkersConfig,
-    )
-    from workers.roles.actor import ActorWorker
+    from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
     from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeEngine
     from workers.rollout.sample import Sample
@@ -115,14 +106,7 @@ def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
     )
     policy.actor.optim = OptimConfig(lr=1e-3)
     policy.actor.ppo_mini_batch_size = NUM_ROWS
-    worker = ActorWorker(
-        WorkersConfig(
-            actor_rollout_ref=policy,
-            data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
-            trainer=SimpleNamespace(device="cpu", seed=0),
-            algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
-        )
-    )
+    worker = actor_worker(policy, "cpu", PROMPT, RESPONSE)
     worker.init_model(1000)
     drawn = ("old_log_probs", "advantages")
     data = DataProto.from_dict(full_rows(NUM_ROWS, PROMPT, RESPONSE, range(6, 60), drawn, -4.2))

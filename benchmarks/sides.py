@@ -48,6 +48,23 @@ def full_rows(
     return columns
 
 
+def actor_worker(policy: Any, device: str, prompt: int, response: int) -> Any:
+    """A worker for this policy section, in this process; its model is not loaded yet."""
+    from types import SimpleNamespace
+
+    from workers.config import RolloutCorrectionConfig, WorkersConfig
+    from workers.roles.actor import ActorWorker
+
+    return ActorWorker(
+        WorkersConfig(
+            actor_rollout_ref=policy,
+            data=SimpleNamespace(max_prompt_length=prompt, max_response_length=response),
+            trainer=SimpleNamespace(device=device, seed=0),
+            algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
+        )
+    )
+
+
 def ask(python: str, *arguments: str) -> Any:
     """What a Python process prints as JSON, last; one of ours imports this repository."""
     ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}

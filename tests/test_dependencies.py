@@ -1,4 +1,4 @@
-"""What `pyproject.toml` declares of other packages."""
+"""`pyproject.toml` declares every package that the code imports."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class HeldModel:
     trains: bool = False
     quantization: str | None = None
     has_average: bool = False
-    """Whether it has a moving average of its weights, in float32."""
+    """Whether the role keeps a moving average of the weights in float32."""
     saved: Sequence[str] = ()
     """The parts of it that a checkpoint contains."""
     section: str = ""

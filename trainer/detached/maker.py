@@ -229,7 +229,7 @@ class MakerLosses:
         return True
 
     def _comes_back(self, maker: int, error: WorkerDiedError) -> bool:
-        """Whether the maker was restarted; in a run that is to stop, others may end the step."""
+        """Restart the maker if it may be. A run that stops lets other makers end the step."""
         pool = self._pools[maker_role(maker)]
         restart = partial(self._groups.restart, pool)
         try:

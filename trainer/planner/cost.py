@@ -41,7 +41,7 @@ PCIE = 32e9
 BYTES = 2
 """Bytes of a number in bfloat16, which passes compute in."""
 POINTS = 32
-"""How many lengths stand for all."""
+"""Number of lengths that represent all lengths."""
 
 
 @dataclass(frozen=True)

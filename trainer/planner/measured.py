@@ -27,7 +27,7 @@ from verl_like.errors import ConfigError
 RoleCall = tuple[str, str]
 """A role and its method."""
 WHERE = ("trainer.", "ray.", "role_workers", *PLACING)
-"""How the keys begin that say where a run is, and not what it computes."""
+"""Prefixes of keys that place a run and do not change what it computes."""
 
 
 @dataclass(frozen=True)

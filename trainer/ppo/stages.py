@@ -280,7 +280,7 @@ class PPOTrainer(Trainer):
         return compute_data_metrics(batch, use_critic="critic" in self.groups)
 
     def speed(self, batch: DataProto) -> Metrics:
-        """How fast the step's samples were made and learned from."""
+        """Throughput of the step."""
         num_devices = sum(plan.world_size for plan in self.groups.placement.pools.values())
         timing = self.run.timing
         timings = call_seconds(self.run.calls, self.call_labels) | timing

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PolicySettings:
-    """What every update of a policy has in common."""
+    """The settings that all updates of a policy share."""
 
     config: ActorConfig
     policy_loss: PolicyLoss

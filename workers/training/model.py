@@ -106,7 +106,7 @@ class Model:
     cast: torch.dtype | None = None
     """What a pass casts the weights to; None where FSDP does, or nothing is cast."""
     kernel: VarlenKernel | None = None
-    """What packed rows attend by."""
+    """The attention kernel for packed rows."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
