@@ -74,7 +74,9 @@ def our_step(recipe: str, folder: Path, rows: Sequence[Row]) -> Step:
     from trainer import load_config
     from verl_like.registry import load_object
     from workers.columns import write_columns
+    from workers.cpu.allocator import keep_freed_memory
 
+    keep_freed_memory()  # as `verl-like sft` does
     of_recipe = load_object(OUR_RECIPES[recipe], "recipe")
     settings = [
         f"model.path={model_folder(recipe, folder)}",
