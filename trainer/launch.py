@@ -60,7 +60,8 @@ def run(
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         if config.trainer.dry_run:
-            lines = look_at(config, trainer_cls)  # the plan shows the sizes of passes that it fits
+            lines = look_at(config, trainer_cls)
+            config = trainer_cls.settled(config)
             show_plan(nominal_placement(config), config, trainer_cls)
             print("", *lines, sep="\n", flush=True)
             return RunResult.of(config, trainer_cls.role)
@@ -76,6 +77,7 @@ def run(
 
         of_attempt = at_end.enter_context(ExitStack())
         inputs = trainer_cls.prepare(config, of_attempt)
+        config = trainer_cls.settled(config)
         folder = open_run_folder(config, lock)
 
         observers, ended = active_observers(config, trainer_cls), False

@@ -88,6 +88,11 @@ class Trainer(Hooks, ABC):
         return ()
 
     @classmethod
+    def settled(cls, config: Any) -> Any:
+        """Return the configuration with what only files and devices tell; `prepare` came before."""
+        return config
+
+    @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:
         """Lines of a dry run about what `prepare` has made."""
         return []

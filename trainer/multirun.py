@@ -11,6 +11,7 @@ from trainer.compare.runs import read_runs
 from trainer.compare.tables import comparison_text
 from trainer.config.schema import RunConfig
 from trainer.run_folder.signals import STOP_EXITS
+from verl_like.config_key import changed
 from verl_like.terminal import draw_table, fit, terminal_width
 
 
@@ -30,8 +31,7 @@ def run_jobs(
         try:
             config = load(job)
             folders.append(Path(config.trainer.default_local_dir) / str(number))
-            config.trainer.default_local_dir = str(folders[-1])
-            run(config)
+            run(changed(config, {"trainer.default_local_dir": str(folders[-1])}))
         except SystemExit as ended:
             if ended.code in STOP_EXITS:
                 raise

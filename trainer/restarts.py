@@ -8,7 +8,6 @@ numbers are those of an undisturbed run in any case.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from trainer.report.disturbances import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.diagnose import Deadlines, WaitClock
+from verl_like.config_key import changed
 from verl_like.errors import (
     NoRoomError,
     PlacementError,
@@ -133,11 +133,10 @@ class Restarts:
         self._write(step, samples_kept=kept, samples_made_again=made_again)
 
     def resuming(self, config: Config) -> Config:
-        """The configuration of the next attempt: it goes on from this run's own checkpoints."""
-        again = copy.deepcopy(config)
-        if committed(Path(self._config.trainer.default_local_dir)):
-            again.trainer.resume_mode, again.trainer.resume_from_path = "auto", None
-        return again
+        """Return the configuration of the next attempt, which resumes from checkpoints."""
+        if not committed(Path(self._config.trainer.default_local_dir)):
+            return config
+        return changed(config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None})
 
     def _why_not(self, step: int, failures: int) -> str | None:
         """Why there is no attempt after so many, where that is worth a word; None if there is."""

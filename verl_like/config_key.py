@@ -1,7 +1,7 @@
 """How a configuration dataclass declares a key: its default and the rules that stand at the field.
 
     @dataclass(kw_only=True)
-    class OptimConfig:
+    class OptimConfig(Section):
         lr: float = key(1e-6, at_least=0)
         lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
         min_lr_ratio: float = key(0.0, allows="a share", read_when=NOT_CONSTANT)
@@ -17,9 +17,62 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_like.registry import registry_of
+
+S = TypeVar("S")
+
+
+class Section:
+    """Base of a configuration's dataclasses: `freeze` makes an object read-only.
+
+    A run composes and settles its configuration once, and only reads it afterwards. `changed` makes
+    another one from it.
+    """
+
+    __slots__ = ("_is_frozen",)  # a slot is no field: `vars` of a section has its keys only
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_is_frozen", False):
+            raise AttributeError(
+                f"{type(self).__name__}.{name}={value!r}: the configuration of a run is only read. "
+                "`verl_like.config_key.changed(config, {key: value})` returns another one."
+            )
+        object.__setattr__(self, name, value)
+
+
+def freeze(config: S) -> S:
+    """Make a configuration and all its sections read-only; return it."""
+    if isinstance(config, Mapping):
+        for value in config.values():
+            freeze(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            freeze(value)
+    elif dataclasses.is_dataclass(config):
+        for value in vars(config).values():
+            freeze(value)
+        if isinstance(config, Section):
+            object.__setattr__(config, "_is_frozen", True)
+    return config
+
+
+def changed(section: S, changes: Mapping[str, Any]) -> S:
+    """Return a copy of a section with other values at these dotted keys.
+
+    The copy shares the sections without a change, and is read-only if `section` is.
+    """
+    by_field: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        by_field.setdefault(first, {})[rest] = value
+    values = {
+        name: below[""] if "" in below else changed(getattr(section, name), below)
+        for name, below in by_field.items()
+    }
+    made: S = dataclasses.replace(section, **values)  # type: ignore[type-var]
+    return freeze(made) if getattr(section, "_is_frozen", False) else made
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from trainer.launch import check_trainer
 from trainer.ppo import PPOTrainer
 from trainer.ppo.compute_advantage import check_columns
 from trainer.run_folder.tracking import make_tracking
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from workers.config import WorkersConfig
 from workers.rollout.build import check_engine
@@ -136,7 +137,7 @@ def test_an_engine_is_refused(name: str, words: str) -> None:
     config: WorkersConfig = load_config(NEEDED)
     policy = config.actor_rollout_ref
     rollout = replace(policy.rollout, name=f"{__name__}.{name}")
-    config.actor_rollout_ref = replace(policy, rollout=rollout)
+    config = changed(config, {"actor_rollout_ref": replace(policy, rollout=rollout)})
     with pytest.raises(ConfigError, match=f"rollout.name={__name__}.{name}:? .*{words}"):
         check_engine(config, world_size=1)
 
@@ -173,7 +174,7 @@ def test_an_estimator_asks_for_columns_that_someone_writes(name: str, words: str
     # a worker of the user's may write what it likes
     own = "+role_workers.critic=my_roles.Critic", "algorithm.adv_estimator=gae"
     config = load_config([*NEEDED, *own])
-    config.algorithm.adv_estimator = f"{__name__}.{name}"
+    config = changed(config, {"algorithm.adv_estimator": f"{__name__}.{name}"})
     check_columns(config)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
-from verl_like.config_key import key, when
+from verl_like.config_key import Section, key, when
 from workers.config import ModelConfig, RolloutConfig, ScoringSections
 
 NO_TRAINING = "this recipe trains nothing"
@@ -31,7 +31,7 @@ ONLY_IN_TRAINING = (
 
 
 @dataclass(kw_only=True)
-class SampledPolicyConfig:
+class SampledPolicyConfig(Section):
     """The policy that is sampled."""
 
     model: ModelConfig = key(factory=ModelConfig)
@@ -41,7 +41,7 @@ class SampledPolicyConfig:
 
 
 @dataclass(kw_only=True)
-class SelectionConfig:
+class SelectionConfig(Section):
     """Which samples are kept, and where they go."""
 
     write: str = key("sft", choices=("sft", "pairs"))

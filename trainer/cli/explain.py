@@ -57,7 +57,7 @@ def explain(
 
     `measured` is the folder of a run whose phases say how long a detached one will take.
     """
-    fit_passes(config, devices_of(config.trainer))
+    config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "recipes that are explained are PPO's kin"
     own = own_stages(trainer_cls)

@@ -2,7 +2,7 @@
 
 Hydra composes the recipe's YAML, the presets that are chosen and the user's own files; the settings
 are then put into that tree, so that a refusal names the setting. `as_object` makes it a dataclass,
-`settle` completes roles and pools, and the checks look at the whole.
+`settle` returns the run's read-only configuration, and the checks look at the whole.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.devices import devices_of, settle_pretended
 from trainer.config.flat import refuse_many_aliases
 from trainer.config.keys import keys_by_name, read
-from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
 from trainer.config.refusals import (
     key_of_own_name,
@@ -50,10 +48,10 @@ from trainer.config.settings import (
     overrides_of,
     parse,
 )
-from trainer.config.unused_keys import keys_left_out, unused_notices
+from trainer.config.settle import settle
+from trainer.config.unused_keys import keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.masking import show_by_name
-from workers.config.rollout import RolloutConfig
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -98,28 +96,16 @@ def load_config(
     tree = compose_tree(defaults_and_given, recipe)
 
     keys = keys_set(given)
-    config = _as_object(tree, recipe)
-    check_fields(config)
-    settle_pretended(config.trainer, keys)
-    notices = [*_settle_engine(config), *settle(recipe, config, keys)]
+    composed = as_object(tree, recipe)
+    check_fields(composed)
+    config, notices = settle(recipe, composed, keys)
     check_run(config)
     for check in recipe.checks:
         check(config)
 
-    for notice in [*notices, *unused_notices(config, keys)]:
+    for notice in notices:
         logging.getLogger(__name__).warning(notice)
     return config
-
-
-def _settle_engine(config: RunConfig) -> list[str]:
-    """The engine of a recipe that generates: by device, where the user has not said."""
-    policy = getattr(config, "actor_rollout_ref", None)
-    rollout = getattr(policy, "rollout", None)
-    if not isinstance(rollout, RolloutConfig):
-        return []
-    from workers.rollout.build import settle_engine
-
-    return settle_engine(rollout, devices_of(config.trainer).type)
 
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:
@@ -277,7 +263,7 @@ def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
         raise ConfigError(wrong_value(setting.input_line or "", err, recipe)) from err
 
 
-def _as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
+def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
     """A tree as the recipe's dataclass, which nobody has checked."""
     recipe.load_registries()
     try:
@@ -298,8 +284,7 @@ def left_out_of(tree: DictConfig, keys: Sequence[str], recipe: Recipe[Any]) -> s
     """
     with redirect_stdout(sys.stderr):  # what they print is no part of a tree on stdout
         try:
-            config = _as_object(tree, recipe)
-            settle(recipe, config, keys)
+            config, _ = settle(recipe, as_object(tree, recipe), keys)
             return keys_left_out(config)
         except Exception:  # noqa: BLE001 - an import of theirs may raise anything: the run says it
             return set()

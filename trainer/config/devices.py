@@ -6,11 +6,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from trainer.config.schema import TrainerConfig
+from trainer.config.schema import RunConfig, TrainerConfig
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, nearest
 
+C = TypeVar("C", bound=RunConfig)
 GIB_OF_CARDS = {
     "T4": 14,
     "V100": 15,
@@ -72,10 +74,11 @@ def devices_of(trainer: TrainerConfig) -> Devices:
     return Devices("cpu" if on_cpus else "cuda", num_gpus)
 
 
-def settle_pretended(trainer: TrainerConfig, keys: Collection[str]) -> None:
-    """With `trainer.pretend` the run is a dry one, on all of the pretended GPUs by default."""
+def with_pretended(config: C, keys: Collection[str]) -> C:
+    """Return the configuration of a dry run on the GPUs that `trainer.pretend` names, if any."""
+    trainer = config.trainer
     if trainer.pretend is None:
-        return
+        return config
     if trainer.device == "cpu":
         raise ConfigError(
             f"trainer.pretend={trainer.pretend} and trainer.device=cpu: GPUs that are not used "
@@ -86,10 +89,10 @@ def settle_pretended(trainer: TrainerConfig, keys: Collection[str]) -> None:
             f"trainer.pretend={trainer.pretend} and trainer.dry_run=false: nothing can train on "
             "GPUs that are not here. Leave one of them out."
         )
-    trainer.device, trainer.dry_run = "cuda", True
-    num_gpus = devices_of(trainer).num_gpus
-    if "trainer.n_gpus_per_node" not in keys and num_gpus is not None:
-        trainer.n_gpus_per_node = num_gpus
+    changes: dict[str, Any] = {"trainer.device": "cuda", "trainer.dry_run": True}
+    if "trainer.n_gpus_per_node" not in keys:
+        changes["trainer.n_gpus_per_node"] = devices_of(trainer).num_gpus
+    return changed(config, changes)
 
 
 def _parsed(pretend: str) -> tuple[int, str]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_named
 from verl_like.registry import load_object
 
+C = TypeVar("C", bound=RunConfig)
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
 """In float32 with its gradient and two moments, and in bfloat16."""
 
@@ -49,66 +51,64 @@ def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> 
     return settled
 
 
-def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> list[str]:
-    """Complete `config`, drop what this run does not use, refuse roles that cannot work.
+def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C, list[str]]:
+    """Return the configuration with the roles and pools of this run only, and notices to show.
 
     `keys` are those that the user set: a pool of theirs that no role uses is an error, one of a
-    preset is dropped. Return notices to show.
+    preset is dropped.
     """
-    named_roles = names_below("role_mapping", keys)
-    config.role_mapping = own_names_first(config.role_mapping, named_roles)
-    notices = [*recipe.complete(config, keys)]
     inactive = recipe.inactive_roles(config)
-    weights = _weight_bytes(config)
-    dropped = _drop_inactive_roles(config, inactive)
-    notices += _notices_of_roles(inactive, keys)
-    _add_extra_roles(config, recipe.extra_roles(config))
+    notices = _notices_of_roles(inactive, keys)
+    weights, mapped_before = _weight_bytes(config), config.role_mapping
+    config = _with_roles_of_this_run(config, inactive, recipe.extra_roles(config))
     _check_roles(config, roles_of(recipe), inactive)
 
     used = set(config.role_mapping.values())
     if "trainer.n_gpus_per_node" not in keys:
-        _count_slots(config, used)
-    shared = share_devices(config, weights)
+        slots = _slots_taken(config, used)
+        config = changed(config, {"trainer.n_gpus_per_node": slots})
+    shares = share_devices(config, weights)
+    spec = config.resource_pool_spec | shares
+    if shares and config.trainer.nnodes > 1:  # the plan gives the first pools the first nodes
+        spec = {pool: spec[pool] for pool in spec if pool not in shares} | shares
+    config = changed(config, {"resource_pool_spec": spec})
     named_pools = names_below("resource_pool_spec", keys)
-    for pool in [pool for pool in config.resource_pool_spec if pool not in used]:
+    for pool in [pool for pool in spec if pool not in used]:
         if pool in named_pools:
-            roles = [role for role, its_pool in dropped.items() if its_pool == pool]
+            roles = [role for role in inactive if mapped_before.get(role) == pool]
             raise _unused_pool(config, pool, {role: inactive[role] for role in roles})
-        del config.resource_pool_spec[pool]
         notices.append(f"notice: no role of this run uses the pool {pool!r}, it is dropped")
 
-    spec = config.resource_pool_spec
-    if shared and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
+    spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
+    config = changed(config, {"resource_pool_spec": spec})
+    if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
             f"notice: the devices do not divide evenly: {spec}. Pools of frozen models alone have "
             "fewer, the first ones more."
         )
-    return notices
+    return config, notices
 
 
-def _count_slots(config: RunConfig, used: Collection[str]) -> None:
-    """On the CPUs of one machine there are as many process slots as the pools take."""
+def _slots_taken(config: RunConfig, used: Collection[str]) -> int:
+    """Return the devices of a node; on the CPUs of one machine, as many as the pools take."""
     spec, trainer = config.resource_pool_spec, config.trainer
     taken = sum(max(spec[pool], default=0) or 1 for pool in used if pool in spec)
-    if taken > trainer.n_gpus_per_node and trainer.nnodes == 1:
-        if devices_of(trainer).type == "cpu":
-            trainer.n_gpus_per_node = taken
+    if trainer.nnodes == 1 and devices_of(trainer).type == "cpu":
+        return max(taken, trainer.n_gpus_per_node)
+    return trainer.n_gpus_per_node
 
 
-def share_devices(config: RunConfig, weights: Mapping[str, int]) -> list[str]:
-    """Give a preset's pools, which have no size, shares by `weights`; returns their names.
+def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return the sizes of a preset's pools, which have none: their shares by `weights`.
 
-    Nodes are shared out when there is at least one for each pool, otherwise the devices of every
+    Nodes are shared out if there is at least one for each pool, otherwise the devices of every
     node are.
     """
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
     own = {pool: sizes for pool, sizes in spec.items() if sizes}
     shared = [pool for pool, sizes in spec.items() if not sizes and pool in used]
     if not shared:
-        return []
-    if config.trainer.nnodes > 1:  # the plan gives the first pools the first nodes with room
-        config.resource_pool_spec = spec = own | {p: [] for p in spec if p not in own}
-
+        return {}
     used_own = {pool: sizes for pool, sizes in own.items() if pool in used}
     free = [devices for devices in _left_on_nodes(config, used_own) if devices > 0]
     wide = [devices for devices in free if devices >= len(shared)]
@@ -116,13 +116,12 @@ def share_devices(config: RunConfig, weights: Mapping[str, int]) -> list[str]:
         raise _too_few(config, shared, used_own)
     by_pool = [weights[pool] for pool in shared]
     if len(free) >= len(shared):
-        first = 0
+        shares, first = {}, 0
         for pool, nodes in zip(shared, _shares(len(free), by_pool), strict=True):
-            spec[pool], first = free[first : first + nodes], first + nodes
-        return shared
+            shares[pool], first = free[first : first + nodes], first + nodes
+        return shares
     on_nodes = [_shares(devices, by_pool) for devices in wide]
-    spec |= {pool: [node[number] for node in on_nodes] for number, pool in enumerate(shared)}
-    return shared
+    return {pool: [node[number] for node in on_nodes] for number, pool in enumerate(shared)}
 
 
 def _weight_bytes(config: RunConfig) -> dict[str, int]:
@@ -216,23 +215,18 @@ def _notices_of_roles(inactive: Mapping[str, str], keys: Collection[str]) -> lis
     return notices
 
 
-def _drop_inactive_roles(config: RunConfig, inactive: Mapping[str, str]) -> dict[str, str]:
-    """Take the roles that this run does not need out of the mapping; return role -> pool."""
-    dropped = {}
-    for role in inactive:
-        config.role_workers.pop(role, None)
-        if role in config.role_mapping:
-            dropped[role] = config.role_mapping.pop(role)
-    return dropped
-
-
-def _add_extra_roles(config: RunConfig, extra: Mapping[str, tuple[str, str]]) -> None:
-    """Map the roles that a setting brings along, each beside its neighbour."""
-    pools = expand_roles(config.role_mapping)
+def _with_roles_of_this_run(
+    config: C, inactive: Mapping[str, str], extra: Mapping[str, tuple[str, str]]
+) -> C:
+    """Return the configuration without inactive roles and with extra ones, next to a neighbour."""
+    mapping = {role: pool for role, pool in config.role_mapping.items() if role not in inactive}
+    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
+    pools = expand_roles(mapping)
     for role, (worker, neighbour) in extra.items():
-        config.role_workers.setdefault(role, worker)
+        workers.setdefault(role, worker)
         if neighbour in pools:
-            config.role_mapping.setdefault(role, pools[neighbour])
+            mapping.setdefault(role, pools[neighbour])
+    return changed(config, {"role_mapping": mapping, "role_workers": workers})
 
 
 def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> ConfigError:

@@ -48,9 +48,13 @@ class Recipe(Generic[C]):
     """Further roles of a configuration -> dotted path of the class, and the role whose pool they
     share unless they are mapped.
     """
-    complete: Callable[[Any, Collection[str]], Sequence[str]] = lambda config, keys: ()
-    """Writes into a configuration what follows from the whole of it, where the user has not;
-    returns notices to show. It gets the keys that the user set, and comes before the checks.
+    complete: Callable[[C, Collection[str]], tuple[C, Sequence[str]]] = lambda config, keys: (
+        config,
+        (),
+    )
+    """Returns the configuration with what follows from the whole of it, and notices to show.
+
+    It gets the keys that the user set, and runs before the checks.
     """
     registries: Sequence[str] = ()
     """The modules that register the names which keys may have; they may import torch."""

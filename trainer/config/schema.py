@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_like.calls.diagnose import Deadlines
-from verl_like.config_key import When, key, unless, when
+from verl_like.config_key import Section, When, key, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_method
@@ -54,7 +54,7 @@ for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """The run: length, devices, folder."""
 
     may_change_on_resume = True
@@ -145,7 +145,7 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True)
-class RayConfig:
+class RayConfig(Section):
     """How `trainer.backend=ray` reaches its cluster."""
 
     address: str | None = key(None, allows="host:port")
@@ -159,7 +159,7 @@ class RayConfig:
 
 
 @dataclass(kw_only=True)
-class PoolResources:
+class PoolResources(Section):
     """What one process of a pool takes, where that is not what those of other pools take."""
 
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
@@ -187,7 +187,7 @@ DELAYS = When(
 
 
 @dataclass(kw_only=True)
-class ChaosConfig:
+class ChaosConfig(Section):
     """How often which fault comes: chances per step."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
@@ -206,7 +206,7 @@ class ChaosConfig:
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """The sections and keys of every recipe."""
 
     never_read: ClassVar[Mapping[str, Sequence[str]]] = {}

@@ -14,16 +14,14 @@ from trainer.config.keys import Key, config_keys, items_of, leaf_keys, path_to, 
 from trainer.config.schema import RunConfig
 
 
-def unused_notices(config: RunConfig, keys: Collection[str]) -> list[str]:
-    """Return one notice per reason that leaves some of the user's `keys` without effect."""
+def unused_among(config: RunConfig, keys: Collection[str]) -> dict[str, list[str]]:
+    """Return reason -> those of the user's `keys` that this run does not read."""
     unused: dict[str, list[str]] = {}
     for key in keys:
         reason = why_unused(config, key)
         if reason is not None:
             unused.setdefault(reason, []).append(key)
-    for key, reason in _unused_in_items(config, keys):
-        unused.setdefault(reason, []).append(key)
-    return [notice_of(names, reason) for reason, names in unused.items()]
+    return unused
 
 
 def notice_of(names: Collection[str], reason: str) -> str:
@@ -32,8 +30,8 @@ def notice_of(names: Collection[str], reason: str) -> str:
     return f"notice: {', '.join(names)} {verb} no effect: {reason}"
 
 
-def _unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) of keys such as `rewards[0].retries` in the lists that the user set."""
+def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
+    """Yield notices of keys such as `rewards[0].retries` in the lists that the user set."""
     own = {name.partition(".")[0] for name in keys}
     for key in leaf_keys(type(config)):
         if key.name.partition(".")[0] not in own:
@@ -44,7 +42,7 @@ def _unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[s
                 is_set = read(item, field.name) != read(unset, field.name)
                 reason = _missing(field, item, name, config) if is_set else None
                 if reason is not None:
-                    yield f"{name}.{field.name}", reason
+                    yield notice_of([f"{name}.{field.name}"], reason)
 
 
 def why_unused(config: RunConfig, name: str) -> str | None:

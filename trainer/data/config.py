@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import TrainerConfig
-from verl_like.config_key import When, key, unless, when
+from verl_like.config_key import Section, When, key, unless, when
 from workers.config import UserCodeConfig
 from workers.config.conditions import VALIDATION_IS_ON
 
@@ -27,7 +27,7 @@ CAN_VALIDATE_BEFORE = When(
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Prompts: files, sizes, order."""
 
     train_files: Any = key(

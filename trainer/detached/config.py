@@ -11,7 +11,7 @@ from trainer.detached.topology import ANY_RANK, Topology, maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.config_key import When, key, when
+from verl_like.config_key import Section, When, key, when
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
@@ -32,7 +32,7 @@ HAS_WINDOW = When(
 
 
 @dataclass(kw_only=True)
-class MakerSettings:
+class MakerSettings(Section):
     """What a maker has otherwise than `actor_rollout_ref.rollout` says; null: as that says."""
 
     name: str | None = None
@@ -50,7 +50,7 @@ class MakerSettings:
 
 
 @dataclass(kw_only=True)
-class DetachedSettings:
+class DetachedSettings(Section):
     """Makers, trainers, and the buffer between them."""
 
     topology: str | None = key(None, allows="a name such as 2m1t")

@@ -11,22 +11,23 @@ takes batches from a buffer and sends its weights back. All keys of `verl-like p
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config.recipe import Recipe
-from trainer.detached.config import MAKER_SETTINGS, OWN_TRAINER, ROLLOUT_WORKER, DetachedConfig
-from trainer.detached.topology import TRAINER_POOL, counts, maker_pool
-from trainer.ppo.recipe import (
-    PPO,
-    check,
-    correct_by_default,
-    divide_batch,
-    extra_roles,
-    inactive_roles,
-    rows_where_asked,
+from trainer.detached.config import (
+    MAKER_SETTINGS,
+    OWN_TRAINER,
+    ROLLOUT_WORKER,
+    DetachedConfig,
+    MakerSettings,
 )
+from trainer.detached.topology import TRAINER_POOL, counts, maker_pool
+from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
+from trainer.ppo.recipe import complete as complete_ppo
 from trainer.ppo.sizes import CRITIC_COPY
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
@@ -36,35 +37,36 @@ PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollou
 """The roles of a run; its pools are as many as it has makers, so no preset could name them."""
 
 
-def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
-    """Pools, roles, devices and correction, where the user has not set them."""
-    detached = config.detached
-    if detached.topology is not None:
-        detached.makers, detached.trainers = counts(detached.topology)
-    _number_settings(config)
-    makers = {role: maker_pool(maker) for role, (_, maker) in config.maker_roles.items()}
-    _name_workers(config)
+def complete(config: DetachedConfig, keys: Collection[str]) -> tuple[DetachedConfig, Sequence[str]]:
+    """Settle pools, roles, devices and correction, where the user did not."""
+    if config.detached.topology is not None:
+        makers, trainers = counts(config.detached.topology)
+        config = changed(config, {"detached.makers": makers, "detached.trainers": trainers})
+    config = changed(config, {MAKER_SETTINGS: _numbered_settings(config)})
+    pool_of = {role: maker_pool(maker) for role, (_, maker) in config.maker_roles.items()}
 
-    mapped = expand_roles(config.role_mapping)
-    for role, pool in {**dict.fromkeys(TRAINER_ROLES, TRAINER_POOL), **makers}.items():
+    mapping, mapped = dict(config.role_mapping), expand_roles(config.role_mapping)
+    for role, pool in {**dict.fromkeys(TRAINER_ROLES, TRAINER_POOL), **pool_of}.items():
         if role not in mapped:
-            config.role_mapping[role] = pool
+            mapping[role] = pool
 
-    used = set(config.role_mapping.values())
+    spec, used = dict(config.resource_pool_spec), set(mapping.values())
     if TRAINER_POOL in used:
-        config.resource_pool_spec.setdefault(TRAINER_POOL, [detached.trainers])
-    for pool in makers.values():
+        spec.setdefault(TRAINER_POOL, [config.detached.trainers])
+    for pool in pool_of.values():
         if pool in used:
-            config.resource_pool_spec.setdefault(pool, [1])
+            spec.setdefault(pool, [1])
+    changes: dict[str, Any] = {
+        "role_mapping": mapping,
+        "role_workers": config.role_workers | _workers(config),
+        "resource_pool_spec": spec,
+    }
     if "trainer.n_gpus_per_node" not in keys:
-        sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
-        config.trainer.n_gpus_per_node = sum(sizes)
-    divide_batch(config, keys)
-    notices = correct_by_default(config, keys, _other_weights(config))
-    return [*rows_where_asked(config, keys), *notices]
+        changes["trainer.n_gpus_per_node"] = sum(max(sizes) for sizes in spec.values() if sizes)
+    return complete_ppo(changed(config, changes), keys, _other_weights(config))
 
 
-def _number_settings(config: DetachedConfig) -> None:
+def _numbered_settings(config: DetachedConfig) -> dict[Any, MakerSettings]:
     """`{1: ...}` of a dict or of YAML, and `.1` of a command, are both of maker 1."""
     given = config.detached.maker_settings
     for maker in given:
@@ -73,16 +75,17 @@ def _number_settings(config: DetachedConfig) -> None:
                 f"{MAKER_SETTINGS} has {maker!r}: give each maker's number once, 0 to "
                 f"{config.detached.makers - 1}."
             )
-    config.detached.maker_settings = {int(maker): own for maker, own in given.items()}
+    return {int(maker): own for maker, own in given.items()}
 
 
-def _name_workers(config: DetachedConfig) -> None:
-    """The classes of makers' roles that are not built in."""
+def _workers(config: DetachedConfig) -> dict[str, str]:
+    """Return the classes of makers' roles that have none yet."""
     classes = {"rollout": ROLLOUT_WORKER, **config.score_roles}
-    for role, (kind, maker) in config.maker_roles.items():
-        if maker or kind == CRITIC_COPY:
-            cls = config.role_workers.get(kind) or classes[kind]
-            config.role_workers.setdefault(role, cls)
+    return {
+        role: config.role_workers.get(kind) or classes[kind]
+        for role, (kind, maker) in config.maker_roles.items()
+        if (maker or kind == CRITIC_COPY) and role not in config.role_workers
+    }
 
 
 def _other_weights(config: DetachedConfig) -> str:

@@ -62,8 +62,7 @@ def refuse(config: PPOConfig) -> None:
     for role, model in models_of(config, without_users=True).items():
         check_ranks(config, role, model.sharding)
     check_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
-    if "critic" in config.role_mapping:
-        check_optim(critic_optim(config), "critic.optim")
+    check_optim(critic_optim(config), "critic.optim")
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
 
@@ -108,10 +107,13 @@ def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
     Fewer than one are an update of their own.
     """
     total, prompts = config.data.train_batch_size, config.data.total_prompts
-    sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if "critic" in config.role_mapping and config.critic.ppo_mini_batch_size is not None:
-        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    sizes = {
+        f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
+    }
     for key, size in sizes.items():
+        if size is None:
+            continue
         if size <= 0 or total % size:
             divisors = [number for number in range(1, total + 1) if total % number == 0]
             nearest = sorted(divisors, key=lambda divisor: abs(divisor - size))[:2]
@@ -368,8 +370,6 @@ def _of_reference(config: PPOConfig) -> Iterator[str]:
     """A reference that follows the actor, or is int8, has weights of its own; not both."""
     policy, pools = config.actor_rollout_ref, expand_roles(config.role_mapping)
     every, lora_rank = policy.ref.update_every, policy.model.lora_rank
-    if "ref" not in pools:
-        return
     if every is not None and policy.ref.model.path is not None:
         yield (
             f"{REF}.update_every={every} with {REF}.model.path={policy.ref.model.path}: a "
@@ -381,7 +381,7 @@ def _of_reference(config: PPOConfig) -> Iterator[str]:
             "base that the adapters stand on, which must not move. Leave update_every out, or "
             "train every weight (lora_rank=0)."
         )
-    if not policy.ref.quantization:
+    if "ref" not in pools or not policy.ref.quantization:
         return
     if every is not None:
         yield (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import HAS_FAULTS, NAME_A_FOLDER, ChaosConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
-from verl_like.config_key import When, entry_takes, key, when
+from verl_like.config_key import Section, When, entry_takes, key, when
 from workers.config import (
     KL_ESTIMATORS,
     RolloutCorrectionConfig,
@@ -32,7 +32,7 @@ def estimator_takes(name: str) -> tuple[When, When]:
 
 
 @dataclass(kw_only=True)
-class KLControlConfig:
+class KLControlConfig(Section):
     """Coefficient of the KL in the reward."""
 
     type: str = key("fixed", choices=("fixed", "adaptive"))
@@ -46,7 +46,7 @@ class KLControlConfig:
 
 
 @dataclass(kw_only=True)
-class FilterGroupsConfig:
+class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: new prompts replace groups of equal scores."""
 
     enable: bool = key(False)
@@ -61,7 +61,7 @@ class FilterGroupsConfig:
 
 
 @dataclass(kw_only=True)
-class PolicyFiltrationConfig:
+class PolicyFiltrationConfig(Section):
     """PF-PPO: an update trains on the step's samples drawn anew, with replacement, by score."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
@@ -73,7 +73,7 @@ class PolicyFiltrationConfig:
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """From scores to advantages."""
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)

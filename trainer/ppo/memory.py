@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
@@ -12,6 +13,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import Row, rows_of
 from trainer.ppo.update import longest_row
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.process.machine import memory_gb
@@ -19,6 +21,8 @@ from workers.config import is_actors_module, model_rewards
 from workers.config.passes import fewest_tokens_per_pass, tokens_per_pass
 from workers.memory import GIB, LargestPass, RoleMemory, rollout_memory, sync_bytes
 from workers.parallel.sharding import dims_of
+
+P = TypeVar("P", bound=PPOConfig)
 
 SHARE_OF_A_MACHINE = 0.5
 """Share of a machine's memory that all processes of a run on CPUs may plan with together."""
@@ -136,9 +140,10 @@ def largest_pass(
 
 
 def check_memory(config: PPOConfig, devices: Devices) -> None:
-    """Raise if the roles do not fit on their devices."""
+    """Raise if the roles do not fit on their devices, with passes as large as there is room for."""
     if devices.bytes is not None:
-        roles = role_memories(config, devices.type, devices.bytes)
+        tokens = tokens_that_fit(config, devices)
+        roles = role_memories(config, devices.type, devices.bytes, tokens)
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
@@ -153,11 +158,12 @@ def plan_text(config: PPOConfig, max_columns: int | None = None, brief: bool = F
         return f"Memory: not known: {error}"
 
 
-def fit_passes(config: PPOConfig, devices: Devices) -> None:
-    """Set `ppo_max_token_len_per_gpu` to what `tokens_that_fit` says."""
+def fit_passes(config: P, devices: Devices) -> P:
+    """Return the configuration with as many tokens per pass as `tokens_that_fit` says."""
     tokens = tokens_that_fit(config, devices)
-    if tokens is not None:
-        config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = tokens
+    if tokens is None:
+        return config
+    return changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens})
 
 
 def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:

@@ -13,7 +13,7 @@ from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.nodes import begin_cluster
 from trainer.ppo.checks import check_named_rewards
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory, fit_passes
+from trainer.ppo.memory import check_memory
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
@@ -46,7 +46,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))
     ptx = make_ptx_loader(config, tokenizer)
-    plan_memory(config)
+    check_memory(config, devices_of(config.trainer))
     return tokenizer, loader, rewards, ptx
 
 
@@ -109,13 +109,6 @@ def _check_passes(config: PPOConfig) -> None:
             rows = f"{section}.ppo_mini_batch_size", row.prompts * samples
             at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples
             check_passes(config, row.role, models[row.role], rows, at_once)
-
-
-def plan_memory(config: PPOConfig) -> None:
-    """Passes as large as the devices have room for; roles that do not fit are refused."""
-    devices = devices_of(config.trainer)
-    fit_passes(config, devices)
-    check_memory(config, devices)
 
 
 def _check_offload(config: PPOConfig) -> None:

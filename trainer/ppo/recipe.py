@@ -33,11 +33,14 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import translate
+from verl_like.config_key import changed
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
 
 C = TypeVar("C", bound=RunConfig)
+P = TypeVar("P", bound=PPOConfig)
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 PLACEMENTS = {
     "colocate": {"global_pool": ["actor_rollout", "ref", "critic", "reward_model", "teacher"]},
@@ -86,18 +89,26 @@ def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
 
-def complete(config: PPOConfig, keys: Collection[str]) -> list[str]:
-    """Mini-batches, how passes are cut, and the correction, where the user has not said."""
-    divide_batch(config, keys)
-    return [*rows_where_asked(config, keys), *correct_by_default(config, keys)]
+def complete(
+    config: P, keys: Collection[str], inexact_weights: str = ""
+) -> tuple[P, Sequence[str]]:
+    """Settle mini-batches, how passes are cut, and the correction, where the user did not.
+
+    `inexact_weights` is a recipe's own reason why samples may be of other weights.
+    """
+    config = divide_batch(config, keys)
+    config, about_passes = rows_where_asked(config, keys)
+    config, about_correction = correct_by_default(config, keys, inexact_weights)
+    return config, [*about_passes, *about_correction]
 
 
-def divide_batch(config: PPOConfig, keys: Collection[str]) -> None:
+def divide_batch(config: P, keys: Collection[str]) -> P:
     """Take the largest mini-batch up to the default that divides the batch."""
     actor, size = config.actor_rollout_ref.actor, config.data.train_batch_size
-    if "actor_rollout_ref.actor.ppo_mini_batch_size" not in keys and size > 0:
-        most = min(actor.ppo_mini_batch_size, size)
-        actor.ppo_mini_batch_size = next(n for n in range(most, 0, -1) if size % n == 0)
+    if MINI_BATCH in keys or size <= 0:
+        return config
+    most = min(actor.ppo_mini_batch_size, size)
+    return changed(config, {MINI_BATCH: next(n for n in range(most, 0, -1) if size % n == 0)})
 
 
 def check(config: PPOConfig) -> None:
@@ -142,14 +153,13 @@ ROWS_OF_A_PASS = {
 """Key that counts the rows of a pass -> the role that makes these passes."""
 
 
-def rows_where_asked(config: PPOConfig, keys: Collection[str]) -> list[str]:
+def rows_where_asked(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
     """Cut passes by rows where the user set a number of rows and did not say how to cut them."""
     inactive = inactive_roles(config)
     asked = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
     if not asked or BY_TOKENS in keys:
-        return []
-    config.actor_rollout_ref.actor.use_dynamic_bsz = False
-    return [
+        return config, []
+    return changed(config, {BY_TOKENS: False}), [
         f"notice: {asked[0]} counts samples, so all passes are cut by samples "
         f"({BY_TOKENS}=false); without it they are cut by tokens, which is mostly faster"
     ]
@@ -171,7 +181,7 @@ def needs_correction(config: PPOConfig) -> str:
     return ""
 
 
-def correct_by_default(config: PPOConfig, keys: Collection[str], reason: str = "") -> list[str]:
+def correct_by_default(config: P, keys: Collection[str], reason: str = "") -> tuple[P, list[str]]:
     """Weigh every token by a truncated importance weight, where the user has decided nothing.
 
     That is the decoupled objective: PPO's ratio is to the policy before the update, and the weight
@@ -181,10 +191,9 @@ def correct_by_default(config: PPOConfig, keys: Collection[str], reason: str = "
     correction = config.algorithm.rollout_correction
     is_set = any(key == "correction" or key.startswith(CORRECTION) for key in keys)
     if not reason or is_set or correction != RolloutCorrectionConfig():
-        return []
+        return config, []
 
-    correction.rollout_is = "token"
-    return [
+    return changed(config, {f"{CORRECTION}.rollout_is": "token"}), [
         f"notice: {reason}, so {CORRECTION}.rollout_is=token (at most "
         f"{correction.rollout_is_threshold}), as correction=decoupled_token_is sets it; "
         "correction=disabled turns it off"

@@ -7,7 +7,6 @@ which decide the order of sums.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from trainer.roadside.active import active_observers
 from trainer.roadside.saved_batches import STAGES, SavedBatches, batch_file
 from trainer.run_folder.folder import FolderLock, open_run_folder
 from verl_like.batch.protocol import DataProto
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.sandbox import refuse_runs_inside
 
@@ -81,24 +81,29 @@ def replay(
 
 def settings_of_replay(config: Config, start: Path | None, folder: Path, backend: str) -> Config:
     """The run's settings, but for where it runs, what it goes on from, and what it writes."""
-    again = copy.deepcopy(config)
-    trainer = again.trainer
-    trainer.default_local_dir = str(folder)
-    trainer.resume_mode = "auto" if start is None else "resume_path"
-    trainer.resume_from_path = None if start is None else str(start)
-    trainer.save_freq, trainer.save_every_minutes, trainer.save_final = -1, None, False
-    trainer.logger, trainer.stop_at, trainer.max_restarts = [], {}, 0
-    again.chaos = type(again.chaos)()
-    if isinstance(again, PPOConfig):
-        again.trainer.max_batches_to_keep = 1
-
+    changes: dict[str, Any] = {
+        "trainer.default_local_dir": str(folder),
+        "trainer.resume_mode": "auto" if start is None else "resume_path",
+        "trainer.resume_from_path": None if start is None else str(start),
+        "trainer.save_freq": -1,
+        "trainer.save_every_minutes": None,
+        "trainer.save_final": False,
+        "trainer.logger": [],
+        "trainer.stop_at": {},
+        "trainer.max_restarts": 0,
+        "chaos": type(config.chaos)(),
+    }
+    if isinstance(config, PPOConfig):
+        changes["trainer.max_batches_to_keep"] = 1
     if backend == "local":
-        trainer.backend = "local"
-        trainer.n_gpus_per_node *= trainer.nnodes
-        trainer.nnodes = 1
-        spec = again.resource_pool_spec
-        again.resource_pool_spec = {pool: [sum(sizes)] for pool, sizes in spec.items()}
-    return again
+        spec = config.resource_pool_spec
+        changes |= {
+            "trainer.backend": "local",
+            "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node * config.trainer.nnodes,
+            "trainer.nnodes": 1,
+            "resource_pool_spec": {pool: [sum(sizes)] for pool, sizes in spec.items()},
+        }
+    return changed(config, changes)
 
 
 def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
@@ -107,6 +112,7 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
         at_end.enter_context(reproducible_arithmetic())
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         inputs = trainer_cls.prepare(config, at_end)
+        config = trainer_cls.settled(config)
         open_run_folder(config, lock)
         try:
             groups = at_end.enter_context(WorkerGroups(config, trainer_cls.worker_code(config)))

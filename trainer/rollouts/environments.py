@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from trainer.data.files import is_num_games
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, nearest
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import in_full
@@ -23,19 +24,15 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> l
     """Refuse code that is not there or cannot be called, and a template that does not take turns;
     tools, too, where there is a reason that `refuses_tools`.
 
-    Gives the columns that the environment needs of every row. Files are named in full from here on:
-    workers may run in another folder.
+    Gives the columns that the environment needs of every row.
     """
     if not plays(config):
         return []
-    own = config.environment
+    own = with_full_paths(config).environment
     if own.history == "as_template":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
-    if own.path:
-        own.path = in_full(own.path)
-    own.tools = [in_full(path) for path in own.tools]
     with closing(EnvironmentHost(spec_of(own), own.step_s)) as host:
         columns: list[str] = host.columns
         if refuses_tools and host.tools:
@@ -46,6 +43,21 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> l
             )
         TurnRenderer(tokenizer, host.tools, [tokenizer.eos_token_id])
     return columns
+
+
+def with_full_paths(config: Any) -> Any:
+    """Return the configuration with full paths of an environment's files.
+
+    Workers may run in another folder.
+    """
+    if not plays(config):
+        return config
+    own = config.environment
+    paths = {
+        "environment.path": in_full(own.path) if own.path else "",
+        "environment.tools": [in_full(path) for path in own.tools],
+    }
+    return changed(config, paths)
 
 
 def check_games(config: Any) -> None:

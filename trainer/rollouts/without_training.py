@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.record import Run
-from trainer.rollouts.environments import check_environment, check_games
+from trainer.rollouts.environments import check_environment, check_games, with_full_paths
 from trainer.rollouts.headline import headline
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
@@ -76,6 +76,11 @@ class SamplingOnlyTrainer(Trainer):
         rewards = make_rewards(config, tokenizer, prompts)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
+
+    @classmethod
+    def settled(cls, config: Any) -> Any:
+        """Return the configuration with full paths of an environment's files."""
+        return with_full_paths(config)
 
     @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_like.config_key import key, unless
+from verl_like.config_key import Section, key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from workers.config.environment import PLAYS, EnvironmentConfig, plays
@@ -53,7 +53,7 @@ from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingCon
 
 
 @dataclass(kw_only=True)
-class ScoringSections:
+class ScoringSections(Section):
     """What says how samples are scored, in a run that trains and in one that does not."""
 
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")

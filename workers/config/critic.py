@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_like.config_key import When, key, unless, when
+from verl_like.config_key import Section, When, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
 from workers.config.model import (
     CheckpointConfig,
@@ -27,7 +27,7 @@ VALUE_IS_CLIPPED = unless("value_loss", "huber", "critic.value_loss=huber clips 
 
 
 @dataclass(kw_only=True)
-class CriticModelConfig:
+class CriticModelConfig(Section):
     """The critic's model; types, attention, packing and LoRA's other settings are the actor's."""
 
     path: str = key("", allows="a folder")

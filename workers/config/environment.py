@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key, unless
+from verl_like.config_key import Section, When, key, unless
 from workers.config.rewards import SandboxConfig
 
 
@@ -24,7 +24,7 @@ HAS_CLASS = unless("path", "")
 
 
 @dataclass(kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Section):
     """What answers the policy, turn by turn, in a process of its own for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")

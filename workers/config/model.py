@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, entry_takes, key, unless, when
+from verl_like.config_key import Section, When, entry_takes, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, SAVES, is_bare_config
 
 STRATEGIES = (
@@ -68,7 +68,7 @@ def schedule_takes(name: str) -> When:
 
 
 @dataclass(kw_only=True)
-class ShardedConfig:
+class ShardedConfig(Section):
     """A model that is trained by several ranks."""
 
     strategy: str = key(
@@ -78,7 +78,7 @@ class ShardedConfig:
 
 
 @dataclass(kw_only=True)
-class LearningRateConfig:
+class LearningRateConfig(Section):
     """The learning rate and its warm-up."""
 
     lr: float = key(1e-6, at_least=0)
@@ -116,7 +116,7 @@ class OptimConfig(LearningRateConfig):
 
 
 @dataclass(kw_only=True)
-class FrozenFSDPConfig:
+class FrozenFSDPConfig(Section):
     """How a module without an optimizer is sharded over its role's ranks."""
 
     may_change_on_resume = True
@@ -135,7 +135,7 @@ class FSDPConfig(FrozenFSDPConfig):
 
 
 @dataclass(kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Sizes of the axes along which a role's ranks share one model."""
 
     may_change_on_resume = True
@@ -154,7 +154,7 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
-class FrozenModelConfig:
+class FrozenModelConfig(Section):
     """How a model that gives log-probs alone is held."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
@@ -170,7 +170,7 @@ class FrozenModelConfig:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A Hugging Face model folder and how it is loaded."""
 
     path: str = key(
@@ -218,7 +218,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """What a role puts into its part of a checkpoint."""
 
     save_contents: list[str] = key(

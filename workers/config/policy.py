@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key, unless, when
+from verl_like.config_key import Section, When, key, unless, when
 from workers.config.conditions import (
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
@@ -88,7 +88,7 @@ HAS_REFERENCE = When(
 
 
 @dataclass(kw_only=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Section):
     """The choice of a policy loss."""
 
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
@@ -108,7 +108,7 @@ class PolicyLossConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section):
     """Correction for samples of another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
@@ -143,7 +143,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(kw_only=True)
-class RouterReplayConfig:
+class RouterReplayConfig(Section):
     """Which experts a mixture's tokens go to when the actor reads them."""
 
     mode: str = key(
@@ -250,7 +250,7 @@ def shuffle_seed(actor: ActorConfig) -> int | None:
 
 
 @dataclass(kw_only=True)
-class RefModelConfig:
+class RefModelConfig(Section):
     """Where the weights of the reference come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
@@ -270,7 +270,7 @@ class RefConfig(FrozenModelConfig):
 
 
 @dataclass(kw_only=True)
-class ActorRolloutRefConfig:
+class ActorRolloutRefConfig(Section):
     """The policy in its three roles, one model."""
 
     model: ModelConfig = key(factory=ModelConfig)
@@ -284,7 +284,7 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(kw_only=True)
-class PTXConfig:
+class PTXConfig(Section):
     """Rows whose language-model loss is trained with the policy's: InstructGPT's PPO-ptx."""
 
     train_files: Any = key("", allows="a file, or a list")
@@ -306,7 +306,7 @@ class TeacherModelConfig(FrozenModelConfig):
 
 
 @dataclass(kw_only=True)
-class DistillationConfig:
+class DistillationConfig(Section):
     """The policy learns from a teacher: log p(teacher) - log p(policy) is a token's reward."""
 
     teacher_model: TeacherModelConfig = key(factory=TeacherModelConfig)

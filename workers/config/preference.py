@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, entry_takes, key, unless
+from verl_like.config_key import Section, When, entry_takes, key, unless
 from verl_like.registry import registry_of
 from workers.config.model import FrozenFSDPConfig
 from workers.config.rows import RowWorkerConfig
@@ -47,7 +47,7 @@ REFERENCE_IS_APART = unless("ref.model.path")
 
 
 @dataclass(kw_only=True)
-class ReferenceModelConfig:
+class ReferenceModelConfig(Section):
     """Where the weights of the reference model come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
@@ -57,7 +57,7 @@ class ReferenceModelConfig:
 
 
 @dataclass(kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(Section):
     """What the loss compares the model with, frozen; the rest is as `model` has it."""
 
     model: ReferenceModelConfig = key(factory=ReferenceModelConfig)

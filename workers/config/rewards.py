@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key, unless, when
+from verl_like.config_key import Section, When, key, unless, when
 from verl_like.process.sandbox import Sandbox
 from workers.config.conditions import NO_REWARD_LIST, has_no_reward
 from workers.config.model import QUANTIZATIONS
@@ -25,7 +25,7 @@ RULES_SCORE = When(
 
 
 @dataclass(kw_only=True)
-class OverlongBufferConfig:
+class OverlongBufferConfig(Section):
     """DAPO's soft punishment of responses that come near `data.max_response_length`."""
 
     enable: bool = key(False, verl="reward_model.reward_kwargs.overlong_buffer_cfg.enable")
@@ -47,7 +47,7 @@ class OverlongBufferConfig:
 
 
 @dataclass(kw_only=True)
-class ScoringModelConfig:
+class ScoringModelConfig(Section):
     """A sequence classifier with one output, on the actor's tokenizer."""
 
     path: str = key("", allows="a folder")
@@ -57,7 +57,7 @@ class ScoringModelConfig:
 
 
 @dataclass(kw_only=True)
-class UserCodeConfig:
+class UserCodeConfig(Section):
     """A name in a file or module of the user's."""
 
     path: str = key("", allows="a .py file or a module")
@@ -79,7 +79,7 @@ class RewardFunctionConfig(UserCodeConfig):
 
 
 @dataclass(kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     """Scores: rule functions, a reward model, or both."""
 
     enable: bool = key(False, read_when=NO_REWARD_LIST)
@@ -112,7 +112,7 @@ IS_JUDGE = when("protocol", "openai")
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """One reward: where its scores come from, what they weigh, what a failure costs."""
 
     name: str = key("", required="give every reward a name of its own")
@@ -188,7 +188,7 @@ MAY_FAIL = When("a function or server scores", _may_fail, "no function and no se
 
 
 @dataclass(kw_only=True)
-class SandboxConfig:
+class SandboxConfig(Section):
     """What the processes of each reward function may have."""
 
     may_change_on_resume = True
@@ -207,7 +207,7 @@ class SandboxConfig:
 
 
 @dataclass(kw_only=True)
-class ScoringConfig:
+class ScoringConfig(Section):
     """Rules for every reward of the run."""
 
     max_failed: float = key(

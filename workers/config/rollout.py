@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import When, key, unless, when
+from verl_like.config_key import Section, When, key, unless, when
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import Registry
 from workers.config.conditions import CUT_BY_SAMPLES, VALIDATES
@@ -61,7 +61,7 @@ WEIGHTS_ARE_OURS = When(
 
 
 @dataclass(kw_only=True)
-class ValidationSamplingConfig:
+class ValidationSamplingConfig(Section):
     """How validation samples; greedy by default, and never as training does."""
 
     n: int = key(1, above=0)
@@ -77,7 +77,7 @@ class ValidationSamplingConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """How samples are generated: engine, sampling, memory and weight sync."""
 
     name: str = key(AUTO, registry="rollout engine")

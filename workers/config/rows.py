@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import key, when
+from verl_like.config_key import Section, key, when
 from workers.config.conditions import VALIDATION_IS_ON
 from workers.config.model import (
     CheckpointConfig,
@@ -21,7 +21,7 @@ LONGEST_ROW = 1024
 
 
 @dataclass(kw_only=True)
-class RowDataConfig:
+class RowDataConfig(Section):
     """Rows: files, sizes, how long they may be."""
 
     train_files: Any = key(
@@ -64,7 +64,7 @@ class TrainedModelConfig(ModelConfig, ShardedConfig):
 
 
 @dataclass(kw_only=True)
-class RowWorkerConfig:
+class RowWorkerConfig(Section):
     """The part of the tree that the worker reads."""
 
     model: TrainedModelConfig = key(factory=TrainedModelConfig)

@@ -25,6 +25,7 @@ from verl_like.calls.dispatch import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl_like.config_key import changed
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.agents.faults import Faults
@@ -44,8 +45,8 @@ from workers.rollout.batches import (
 from workers.rollout.build import (
     build_engine,
     check_engine,
+    engine_for,
     ranks_per_engine,
-    settle_engine,
     tokenizer_of,
 )
 from workers.rollout.draws import draw_hashes
@@ -75,13 +76,14 @@ class RolloutWorker(WeightReceiver, Worker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
+        name = engine_for(config.actor_rollout_ref.rollout, self.device.type)
+        config = changed(config, {"actor_rollout_ref.rollout.name": name})
         self.policy = config.actor_rollout_ref
         self.config = self.policy.rollout
         self.prompt_width: int = config.data.max_prompt_length
         self.response_width: int = config.data.max_response_length
         self.seed: int = config.trainer.seed
         self.model_eos = generation_eos(self.policy.model.path)
-        settle_engine(self.config, self.device.type)
         check_engine(config, self.world_size)
         ranks = ranks_per_engine(config)
         self._register_dispatch_collect_info(

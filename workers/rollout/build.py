@@ -33,11 +33,16 @@ if TYPE_CHECKING:
     from workers.config import RolloutConfig, WorkersConfig
 
 
-def settle_engine(rollout: RolloutConfig, device_type: str) -> list[str]:
-    """Choose the engine where that is left to us; a notice where it is slow on this device."""
-    if rollout.name == AUTO:
-        rollout.name = "vllm" if device_type == "cuda" and _has_vllm() else "native"
-    if (rollout.name, device_type) != ("native", "cuda"):
+def engine_for(rollout: RolloutConfig, device_type: str) -> str:
+    """Return the engine's name, chosen by device if the user left it open."""
+    if rollout.name != AUTO:
+        return rollout.name
+    return "vllm" if device_type == "cuda" and _has_vllm() else "native"
+
+
+def notices_of_engine(name: str, device_type: str) -> list[str]:
+    """Return a notice if this engine is slow on this device."""
+    if (name, device_type) != ("native", "cuda"):
         return []
     return [
         "notice: rollout.name=native decodes on GPUs without CUDA graphs and without paging its KV "

@@ -24,6 +24,7 @@ from trainer.launch import run
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.rollouts import Rollouts
 from trainer.sft.recipe import SFT
+from verl_like.config_key import changed
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 
 
@@ -234,9 +235,9 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
     assert selected(tiny_dir, tmp_path) == text
     few = tmp_path / "few.jsonl"
     few.write_text(chats(tiny_dir, 20), encoding="utf-8")
-    config.data.train_files = str(few)
-    config.trainer.resume_mode = "resume_path"
-    config.trainer.resume_from_path = str(tmp_path / "global_step_3")
+    config = changed(config, {"data.train_files": str(few)})
+    config = changed(config, {"trainer.resume_mode": "resume_path"})
+    config = changed(config, {"trainer.resume_from_path": str(tmp_path / "global_step_3")})
     with pytest.raises(CheckpointError, match="num_prompts: saved 32, now 20"):
         run(config)
     (tmp_path / "selected" / "1.jsonl").unlink()

@@ -13,15 +13,16 @@ from tests.forked import run_program
 from tests.integration.runs import overrides
 from tests.trainer.config.partitions import ROLES, partitions
 from trainer import load_config, main_ppo
-from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TrainerConfig
+from trainer.config.settle import settle
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from trainer.sft.recipe import SFT
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -145,13 +146,10 @@ def test_every_partition_of_the_roles_over_pools_is_planned() -> None:
     config = load_config([*NEEDED, *ALL_ROLES, "trainer.n_gpus_per_node=10"])
     seen = 0
     for number, parts in enumerate(partitions(ROLES)):
-        config.resource_pool_spec = {
-            f"p{place}": [1 + (number + place) % 2] for place in range(len(parts))
-        }
-        config.role_mapping = {
-            role: f"p{place}" for place, part in enumerate(parts) for role in part
-        }
-        settle(PPO, config, [f"resource_pool_spec.{pool}" for pool in config.resource_pool_spec])
+        spec = {f"p{place}": [1 + (number + place) % 2] for place in range(len(parts))}
+        mapping = {role: f"p{place}" for place, part in enumerate(parts) for role in part}
+        composed = changed(config, {"resource_pool_spec": spec, "role_mapping": mapping})
+        config, _ = settle(PPO, composed, [f"resource_pool_spec.{pool}" for pool in spec])
         pools = nominal_placement(config).pools
         assert {name: sorted(plan.roles) for name, plan in pools.items()} == {
             f"p{place}": sorted(part) for place, part in enumerate(parts)

@@ -13,6 +13,7 @@ from trainer import load_config
 from trainer.config.schema import PoolResources
 from trainer.groups.nodes import find_nodes, needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 
 ROLES = {"rollout": "maker_0_pool", "actor": "trainer_pool"}
@@ -62,20 +63,30 @@ def test_keys_of_a_pool_are_set_one_by_one_or_together(tiny_dir: Path, tmp_path:
     assert config.pool_resources == {"critic_pool": whole}
 
 
+def test_one_pool_has_the_keys_of_the_run(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "pool_resources.global_pool.device=cpu"
+    config = load_config(overrides(tiny_dir, tmp_path, "placement=colocate", key))
+    assert config.pool_resources == {}
+    assert "has no effect: this run has one pool, which trainer.device" in caplog.text
+
+
 def test_a_pool_has_its_own_device_or_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
-    config.pool_resources = {"maker_0_pool": PoolResources(device="cpu")}
+    config = changed(config, {"pool_resources": {"maker_0_pool": PoolResources(device="cpu")}})
     needs = needs_of_pools(config)
     assert [need.device for need in needs.values()] == ["cpu", "auto"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_nodes(config, [])[0].kind == "GPU"
 
-    config.trainer.device = "cpu"
+    config = changed(config, {"trainer.device": "cpu"})
     assert find_nodes(config, [])[0].kind == "CPU slot"
-    config.pool_resources["trainer_pool"] = PoolResources(device="cuda")
+    pools = config.pool_resources | {"trainer_pool": PoolResources(device="cuda")}
+    config = changed(config, {"pool_resources": pools})
     assert find_nodes(config, [])[0].kind == "GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlacementError, match="pool_resources.trainer_pool.device=cuda asks for"):
@@ -90,7 +101,7 @@ def test_children_on_gpus_are_refused_before_a_process_starts(
     config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
     with pytest.raises(PlacementError, match="'maker_0_pool' is child .*maker_0_pool.device=cpu"):
         WorkerGroups(config)
-    config.pool_resources = {"maker_0_pool": PoolResources(device="cpu")}
+    config = changed(config, {"pool_resources": {"maker_0_pool": PoolResources(device="cpu")}})
     with WorkerGroups(config) as groups:
         assert groups["rollout"].device_kind() == ["cpu"]
         assert groups["actor"].device_kind() == ["cuda"]
@@ -102,7 +113,7 @@ def test_ray_holds_for_a_pool_what_it_asks_for(tmp_path: Path) -> None:
     from ray.util import placement_group_table
 
     config = reporting(tmp_path, ROLES, "ray", maker_0_pool=1, trainer_pool=2)
-    config.pool_resources = {"maker_0_pool": PoolResources(cpus=0.75)}
+    config = changed(config, {"pool_resources": {"maker_0_pool": PoolResources(cpus=0.75)}})
     with WorkerGroups(config) as groups:
         places = [row for row in placement_group_table().values() if row["state"] == "CREATED"]
         held = {row["name"].partition("-")[0]: list(row["bundles"].values()) for row in places}
@@ -111,6 +122,8 @@ def test_ray_holds_for_a_pool_what_it_asks_for(tmp_path: Path) -> None:
         groups.restart("maker_0_pool")
         assert groups["rollout"].who()[0][0] == "rollout"
 
-    config.pool_resources = {"maker_0_pool": PoolResources(resources={"accel": 1.0})}
+    config = changed(
+        config, {"pool_resources": {"maker_0_pool": PoolResources(resources={"accel": 1.0})}}
+    )
     with pytest.raises(PlacementError, match="pool 'maker_0_pool' needs .* 1 accel each"):
         WorkerGroups(config)

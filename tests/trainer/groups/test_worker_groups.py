@@ -15,6 +15,7 @@ from trainer import load_config
 from trainer.groups.pool_starter import side_by_side
 from trainer.groups.worker_groups import WorkerGroups
 from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 
 
@@ -70,14 +71,14 @@ def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(
     roles = {"rollout": "first_pool", "critic": "first_pool", "actor": "second_pool"}
     config = reporting(tmp_path, roles, first_pool=1, second_pool=1)
     made = ["actor", "rollout", "critic"]
-    config.role_workers = {role: config.role_workers[role] for role in made}
+    config = changed(config, {"role_workers": {role: config.role_workers[role] for role in made}})
     with WorkerGroups(config) as groups:
         assert list(groups) == made
 
 
 def test_a_role_without_a_class_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     config = reporting(tmp_path, {"critic": "maker_0_pool"}, maker_0_pool=1)
-    config.role_workers = {}
+    config = changed(config, {"role_workers": {}})
     with pytest.raises(ConfigError, match="role 'critic' has no worker class: set role_workers"):
         WorkerGroups(config)
 

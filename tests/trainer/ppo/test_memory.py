@@ -21,6 +21,7 @@ from trainer.ppo.memory import (
 )
 from trainer.ppo.prepare import preflight
 from trainer.ppo.recipe import load_config
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
 from workers.config.passes import LARGEST_PASS, tokens_per_pass
@@ -63,9 +64,9 @@ def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> No
 def test_averages_in_float32_are_counted_with_the_weights(model: Path) -> None:
     config = script_config(model)
     plain = {role.role: role for role in role_memories(config, "cuda", CARD)}
-    config.actor_rollout_ref.actor.ema_decay = 0.99
-    config.actor_rollout_ref.ref.update_every = 1
-    config.actor_rollout_ref.ref.ema_decay = 0.99
+    config = changed(config, {"actor_rollout_ref.actor.ema_decay": 0.99})
+    config = changed(config, {"actor_rollout_ref.ref.update_every": 1})
+    config = changed(config, {"actor_rollout_ref.ref.ema_decay": 0.99})
     averaged = {role.role: role for role in role_memories(config, "cuda", CARD)}
     for role in ("actor", "ref"):
         assert averaged[role].weights - plain[role].weights == 6_910_365_696 * 4 / 4
@@ -184,7 +185,7 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
 
     def settled(gib: float | None, *more: str) -> int | None:
         config = script_config(model, *by_tokens, *more)
-        fit_passes(config, Devices("cuda", None if gib is None else 1, gib=gib))
+        config = fit_passes(config, Devices("cuda", None if gib is None else 1, gib=gib))
         return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     def needed(tokens: int, gib: int) -> float:
@@ -218,7 +219,7 @@ def test_fitted_passes_leave_a_reserve_at_every_width(
         "trainer.pretend=8x80GiB",
     ]
     config = load_config(settings)
-    fit_passes(config, GPU)
+    config = fit_passes(config, GPU)
     roles = role_memories(config, "cuda", CARD)
     if pool_bytes(roles)["global_pool"] > 0.92 * CARD:
         assert tokens_per_pass(config) == prompt + response
@@ -234,7 +235,7 @@ def test_the_plan_shows_the_passes_that_the_run_will_take(model: Path) -> None:
     config = script_config(model, *by_tokens, "trainer.pretend=8x40GiB")
     before = plan_text(config)
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu is None
-    fit_passes(config, Devices("cuda", 8, gib=40))
+    config = fit_passes(config, Devices("cuda", 8, gib=40))
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu is not None
     assert plan_text(config) == before
     assert "NOT" not in before
@@ -272,7 +273,7 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
         monkeypatch.setattr("trainer.ppo.memory.memory_gb", lambda _: gib)
         more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2", *more)
         config = load_config(overrides(tiny_dir, tmp_path, *more))
-        fit_passes(config, Devices("cpu", None))
+        config = fit_passes(config, Devices("cpu", None))
         return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     assert settled(64) is None

@@ -14,6 +14,7 @@ from trainer import PPO, load_config, run
 from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import role_memories
 from trainer.record import Metrics
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 
 EVERY_SECOND = ("actor_rollout_ref.ref.update_every=2", "trainer.backend=local")
@@ -92,7 +93,7 @@ def test_a_reference_of_its_own_folder_is_counted_scores_and_does_not_follow(
 def test_the_graph_draws_it(tiny_dir: Path, tmp_path: Path) -> None:
     config = load_config(overrides(tiny_dir, tmp_path, *EVERY_SECOND, "placement=colocate"))
     assert "update_reference" in describe(config)
-    config.actor_rollout_ref.ref.update_every = None
+    config = changed(config, {"actor_rollout_ref.ref.update_every": None})
     assert "update_reference" not in describe(config)
 
 

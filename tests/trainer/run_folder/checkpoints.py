@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 from trainer import load_config
 from trainer.run_folder.checkpoint import Checkpoints
+from verl_like.config_key import changed
 
 
 class Method:
@@ -46,9 +46,7 @@ def composed_once(*overrides: str) -> Any:
 
 
 def composed(folder: Path, *overrides: str) -> Any:
-    config = copy.deepcopy(composed_once(*overrides))
-    config.trainer.default_local_dir = str(folder)
-    return config
+    return changed(composed_once(*overrides), {"trainer.default_local_dir": str(folder)})
 
 
 def checkpoints(folder: Path, *overrides: str) -> Checkpoints:

@@ -65,9 +65,7 @@ def test_each_rank_of_an_engine_has_its_share_on_its_own_device_and_sees_the_dev
 
 
 def engine_of(device_type: str, **keys: Any) -> str:
-    rollout = RolloutConfig(**keys)
-    build.settle_engine(rollout, device_type)
-    return rollout.name
+    return build.engine_for(RolloutConfig(**keys), device_type)
 
 
 def test_by_default_gpus_have_vllm_where_it_is_installed_and_cpus_the_native_engine(
@@ -81,10 +79,10 @@ def test_by_default_gpus_have_vllm_where_it_is_installed_and_cpus_the_native_eng
 
 
 def test_the_native_engine_on_gpus_is_said_to_be_that_of_cpus() -> None:
-    (notice,) = build.settle_engine(RolloutConfig(name="native"), "cuda")
+    (notice,) = build.notices_of_engine("native", "cuda")
     assert "rollout.name=vllm is the one for GPUs" in notice
-    assert build.settle_engine(RolloutConfig(name="native"), "cpu") == []
-    assert build.settle_engine(RolloutConfig(name="vllm"), "cuda") == []
+    assert build.notices_of_engine("native", "cpu") == []
+    assert build.notices_of_engine("vllm", "cuda") == []
 
 
 def test_fp8_is_told_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""The configuration of a run is settled once, by a pure function, and then only read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+from hydra.core.override_parser.types import Override
+
+from trainer import load_config
+from trainer.config.compose import as_object, compose_tree, known_settings
+from trainer.config.settings import keys_set
+from trainer.config.settle import settle
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
+from verl_like.config_key import changed
+
+NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+
+
+def composed(*settings: str) -> tuple[PPOConfig, list[Override]]:
+    known = known_settings([*NEEDED, *settings], PPO)
+    return as_object(compose_tree(known, PPO), PPO), known
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["placement=split", "trainer.n_gpus_per_node=4", "data.train_batch_size=24"],
+        ["trainer.pretend=2x8GiB", "critic.ppo_micro_batch_size_per_gpu=2"],
+        [*GRPO, "critic.optim.lr=1e-5", "actor_rollout_ref.rollout.quantization=int8"],
+    ],
+)
+def test_settling_leaves_the_composed_configuration_as_it_is(settings: list[str]) -> None:
+    config, known = composed(*settings)
+    before = copy.deepcopy(config)
+    settled, _ = settle(PPO, config, keys_set(known))
+    assert config == before != settled
+    assert settle(PPO, config, keys_set(known))[0] == settled
+
+
+def test_a_settled_configuration_is_read_only_also_in_a_worker() -> None:
+    config = load_config(NEEDED)
+    for again in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        with pytest.raises(AttributeError, match="the configuration of a run is only read"):
+            again.actor_rollout_ref.rollout.name = "hf"
+
+
+def test_changed_returns_another_read_only_configuration() -> None:
+    config = load_config(NEEDED)
+    again = changed(config, {"trainer.seed": 7, "critic.model.path": "other"})
+    assert (again.trainer.seed, again.critic.model.path) == (7, "other")
+    assert (config.trainer.seed, config.critic.model.path) == (1, "model")
+    assert again.actor_rollout_ref is config.actor_rollout_ref
+    with pytest.raises(AttributeError, match="only read"):
+        again.trainer.seed = 8
+
+
+def test_a_key_that_is_not_read_has_its_default_value() -> None:
+    settings = ["critic.optim.lr=1", "critic.ppo_mini_batch_size=7", "trainer.critic_warmup=5"]
+    config = load_config([*NEEDED, *GRPO, *settings])
+    assert config == load_config([*NEEDED, *GRPO])
+
+
+def test_what_was_read_because_of_an_unread_key_is_not_read_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = ["rewards=[{name: a}]", "reward_model.enable=true", "reward_model.model.path=judge"]
+    config = load_config([*NEEDED, *ours])
+    assert not config.reward_model.enable
+    assert "reward_model.enable has no effect: the list `rewards` says" in caplog.text
+    assert "reward_model.model.path has no effect: reward_model.enable is false" in caplog.text

@@ -1,0 +1,77 @@
+"""From a composed configuration to the one of a run: `settle`, a pure function.
+
+    config, notices = settle(recipe, composed, keys)
+
+Each step takes a configuration and returns another one. The result is read-only: nothing writes
+into it. What only files and devices tell, such as how large passes may be, is settled in the same
+way when the run starts (`Trainer.settled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+from trainer.config.devices import devices_of, with_pretended
+from trainer.config.keys import path_to, read
+from trainer.config.placement import names_below, own_names_first, place_roles
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
+from trainer.config.unused_keys import notice_of, unused_among, unused_in_items
+from verl_like.config_key import changed, freeze
+from workers.config.rollout import RolloutConfig
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
+    """Return the read-only configuration of the run, and notices to show.
+
+    `keys` are those that the user set. One that this run does not read gets a notice, and its
+    default value: it cannot have an effect in a place that forgot to ask. Roles that cannot work
+    are errors.
+    """
+    unused: dict[str, list[str]] = {}
+    left = set(keys)
+    while True:
+        config, notices = _settled(recipe, composed, keys)
+        found = unused_among(config, [key for key in keys if key in left])
+        if not found:
+            notices += [notice_of(names, reason) for reason, names in unused.items()]
+            return freeze(config), [*notices, *unused_in_items(config, keys)]
+        for reason, names in found.items():
+            unused.setdefault(reason, []).extend(names)
+        unread = {name for names in found.values() for name in names}
+        left -= unread
+        composed = _without(composed, unread)
+
+
+def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
+    config = with_pretended(composed, keys)
+    config, about_engine = _with_engine(config)
+    named_roles = names_below("role_mapping", keys)
+    mapping = own_names_first(config.role_mapping, named_roles)
+    config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
+    config, placed = place_roles(recipe, config, keys)
+    return config, [*about_engine, *completed, *placed]
+
+
+def _without(config: C, keys: Collection[str]) -> C:
+    """Return the configuration with the defaults of these keys."""
+    schema, default = type(config), type(config)()
+    known = [path_to(schema, key)[-1].name for key in keys if path_to(schema, key)]
+    return changed(config, {name: read(default, name) for name in known})
+
+
+def _with_engine(config: C) -> tuple[C, list[str]]:
+    """Choose the engine of a recipe that generates, where the user left it open."""
+    policy = getattr(config, "actor_rollout_ref", None)
+    rollout = getattr(policy, "rollout", None)
+    if not isinstance(rollout, RolloutConfig):
+        return config, []
+    from workers.rollout.build import engine_for, notices_of_engine
+
+    device_type = devices_of(config.trainer).type
+    name = engine_for(rollout, device_type)
+    config = changed(config, {"actor_rollout_ref.rollout.name": name})
+    return config, notices_of_engine(name, device_type)
