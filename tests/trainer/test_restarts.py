@@ -26,6 +26,7 @@ from trainer.config.recipe import Recipe
 from trainer.roadside.alarms import Found
 from trainer.run_folder.signals import RunStopped, StopSignals
 from verl_like.backends.ray.transport import RayTransport
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError
 
 
@@ -307,9 +308,8 @@ def test_a_pause_ends_when_the_run_is_told_to_stop(
 
 def with_a_restart(folder: Path, stop: StopSignals | None = None, **watch: float) -> Any:
     """Of a run that waits for nodes so long."""
-    settings = config(folder)
-    settings.watch |= watch
-    made = restarts.Restarts(settings, stop)
+    waits = config(folder).watch | watch
+    made = restarts.Restarts(changed(config(folder), {"watch": waits}), stop)
     made.wait_for_next(WorkerDiedError("gone"), 1)
     return made
 

@@ -91,21 +91,25 @@ def load_config(
     """
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
-    given = known_settings(settings, recipe)
-    defaults_and_given = [*known_settings(defaults, recipe), *given]
-    tree = compose_tree(defaults_and_given, recipe)
-
-    keys = keys_set(given)
-    composed = as_object(tree, recipe)
-    check_fields(composed)
-    config, notices = settle(recipe, composed, keys)
-    check_run(config)
-    for check in recipe.checks:
-        check(config)
-
+    config, notices = checked_config(settings, recipe, defaults)
     for notice in notices:
         logging.getLogger(__name__).warning(notice)
     return config
+
+
+def checked_config(
+    settings: Sequence[str], recipe: Recipe[C], defaults: Sequence[str] = ()
+) -> tuple[C, list[str]]:
+    """Compose, settle and check a configuration; return it with the notices to show."""
+    given = known_settings(settings, recipe)
+    tree = compose_tree([*known_settings(defaults, recipe), *given], recipe)
+    composed = as_object(tree, recipe)
+    check_fields(composed)
+    config, notices = settle(recipe, composed, keys_set(given))
+    check_run(config)
+    for check in recipe.checks:
+        check(config)
+    return config, notices
 
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:

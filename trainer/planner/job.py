@@ -208,7 +208,8 @@ class Job(ABC):
         cluster = cluster_keys(self.device, self.num_gpus, self.per_node)
         others = [setting for setting in self.settings if not places_roles(setting)]
         settings = [*others, *cluster, *self.overrides(placement)]
-        return compose.load_config(settings, self.recipe, self.defaults)
+        config, _ = compose.checked_config(settings, self.recipe, self.defaults)
+        return config
 
     def why_rejected(self, placement: PlannedPlacement) -> str | None:
         """Return what a run with these keys would raise; None if it would start."""
