@@ -7,7 +7,6 @@ keeps its value.
 
 from __future__ import annotations
 
-import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from trainer.planner.search import (
     fit_together,
     partitions,
 )
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.roles import expand_roles
 from workers.memory import HeldModel, RoleMemory
@@ -261,7 +261,7 @@ class Job(ABC):
             "role_mapping": dict.fromkeys(expand_roles(self.config.role_mapping), "pool"),
         }
         for keys in self._choices(role, axes, only_axes):
-            config = with_keys(self.config, on_one_pool | keys)
+            config = changed(self.config, on_one_pool | keys)
             held, calls, rows = self.models_in(config)[role], self.calls(role), self.rows(role)
             try:
                 dims = dims_of(num_gpus, held.sharding)
@@ -347,15 +347,6 @@ class Job(ABC):
         of_model = ParallelDims(tp=dims.tp, sp=dims.sp, pp=dims.pp, ep=dims.ep, shard=shard)
         if of_model != ParallelDims() and (error := self._axes_error(role, of_model)):
             raise error
-
-
-def with_keys(config: Any, keys: Keys) -> Any:
-    """Return a copy of the configuration with these values."""
-    config = copy.deepcopy(config)
-    for key, value in keys.items():
-        *sections, name = key.split(".")
-        setattr(functools.reduce(getattr, sections, config), name, value)
-    return config
 
 
 def _per_node(num_gpus: int, per_node: int) -> list[int]:

@@ -13,11 +13,16 @@ from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.nodes import begin_cluster
 from trainer.ppo.checks import check_named_rewards
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory
+from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
-from trainer.rollouts.environments import check_environment, check_games, check_row_columns
+from trainer.rollouts.environments import (
+    check_environment,
+    check_games,
+    check_row_columns,
+    with_full_paths,
+)
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
 from workers.config import replays_routing, scores_by_rule
@@ -48,6 +53,11 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     ptx = make_ptx_loader(config, tokenizer)
     check_memory(config, devices_of(config.trainer))
     return tokenizer, loader, rewards, ptx
+
+
+def settled(config: Any) -> Any:
+    """Return the configuration with full paths, and passes as large as there is room for."""
+    return fit_passes(with_full_paths(config), devices_of(config.trainer))
 
 
 def look_at(config: PPOConfig, *inputs: Any) -> list[str]:

@@ -30,7 +30,7 @@ from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, own_stages
 from trainer.ppo.estimate import Estimation, clamp_scores
-from trainer.ppo.memory import engine_rests, fit_passes, plan_text
+from trainer.ppo.memory import engine_rests, plan_text
 from trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -42,7 +42,6 @@ from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import averaged_weights, send_weights, update_reference
 from trainer.ppo.update import EntropyController, choose_tokens_of, filters, rows_per_update
 from trainer.record import Metrics, Run
-from trainer.rollouts.environments import with_full_paths
 from trainer.rollouts.headline import headline
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
@@ -321,7 +320,7 @@ class PPOTrainer(Trainer):
     @classmethod
     def settled(cls, config: Any) -> Any:
         """Return the configuration with full paths, and passes as large as there is room for."""
-        return fit_passes(with_full_paths(config), devices_of(config.trainer))
+        return prepare.settled(config)
 
     @classmethod
     def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:
