@@ -24,6 +24,7 @@ from trainer.command_errors import ending_in_words
 from trainer.launch import nominal_placement
 from trainer.report.page import write_report
 from trainer.run_folder.signals import SIGNALS, RunStopped
+from verl_like.config_key import changed
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.files import fingerprint
 
@@ -210,10 +211,8 @@ def test_a_stopped_run_that_writes_no_checkpoints_says_so(
 
 
 def test_a_folder_of_another_configuration_is_refused(whole: Path) -> None:
-    changed = config(whole)
-    changed.lr = 0.2
     with pytest.raises(CheckpointError, match=r"lr was 0\.1, is 0\.2"):
-        run(changed)
+        run(changed(config(whole), {"lr": 0.2}))
 
 
 def test_a_run_ends_with_the_goal_that_it_reaches(
