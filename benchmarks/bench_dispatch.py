@@ -27,8 +27,8 @@ from verl_like import DataProto, Dispatch, Worker, WorkerGroup, register
 from verl_like import make_nd_compute_dataproto_dispatch_fn as nd
 from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
-from verl_like.calls.messages import Call
 from verl_like.calls.result import Metrics
+from verl_like.calls.wire import Call
 from verl_like.process.facts import ProcessFacts
 
 COLUMNS = ("input_ids", "position_ids", "responses", "response_mask")

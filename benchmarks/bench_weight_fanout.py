@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.worker_classes import create_colocated_worker_cls
+from verl_like.calls.group import create_colocated_worker_cls
 from verl_like.process.worker import Worker
 from workers.config import ModelConfig
 from workers.models.lora import add_adapter, is_adapter, merged_tensors, split_tensors

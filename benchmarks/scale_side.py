@@ -40,7 +40,7 @@ from trainer.record import Run
 from trainer.roadside.active import active_observers
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from verl_like import WorkerGroup
-from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
+from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.placement.plan import PoolPlan
 from verl_like.placement.pools import Node, ResourcePool
 

@@ -21,7 +21,7 @@ from typing import Any
 from verl_like.backends.rpc import ProcessTransport, Requests, receive, send
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.messages import Call, Header, Pending, Slot
+from verl_like.calls.wire import Call, Header, Pending, Slot
 from verl_like.process.facts import ProcessFacts
 
 Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]

@@ -19,7 +19,7 @@ from simulated import Answer, Later, Meshes, Simulated, batch_answer, filled, pa
 from verl_like import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
-from verl_like.calls.messages import Call, Pending
+from verl_like.calls.wire import Call, Pending
 from verl_like.process.facts import ProcessFacts
 from workers.roles.rollout import oldest_versions
 from workers.rollout.batches import REQUEST, sample_columns, samples_of

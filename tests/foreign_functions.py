@@ -34,7 +34,7 @@ ROLES = (
 OTHER_PARTS = (
     "trainer.launch",
     "trainer.ppo.stages",
-    "verl_like.backends.local.child",
+    "verl_like.backends.rpc",
     "workers.roles.reference",
     "workers.roles.reward_model",
     "workers.roles.teacher",

@@ -25,7 +25,7 @@ import pytest
 from tests import bare_forks
 from verl_like.process import child
 
-FORKED = ("verl_like.backends.local.child",)
+FORKED = ("verl_like.backends.rpc",)
 """Programs that are forked from the server that has torch."""
 start_python = child._start_python
 

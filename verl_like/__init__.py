@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this module, too
-    from verl_like.backends.local.group import LocalWorkerGroup as LocalWorkerGroup
+    from verl_like.backends.local import LocalWorkerGroup as LocalWorkerGroup
     from verl_like.backends.ray import RayClassWithInitArgs as RayClassWithInitArgs
     from verl_like.backends.ray import RayResourcePool as RayResourcePool
     from verl_like.backends.ray import RayWorkerGroup as RayWorkerGroup
@@ -38,33 +38,33 @@ if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this mo
     )
     from verl_like.calls.dispatch import register as register
     from verl_like.calls.dispatch import register_dispatch_mode as register_dispatch_mode
-    from verl_like.calls.dispatch import scatter_lists as scatter_lists
     from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
     from verl_like.calls.future import DataProtoFuture as DataProtoFuture
     from verl_like.calls.future import gather as gather
+    from verl_like.calls.group import ClassWithInitArgs as ClassWithInitArgs
     from verl_like.calls.group import WorkerGroup as WorkerGroup
-    from verl_like.calls.result import Metrics as Metrics
-    from verl_like.calls.result import Result as Result
-    from verl_like.calls.worker_classes import ClassWithInitArgs as ClassWithInitArgs
-    from verl_like.calls.worker_classes import (
+    from verl_like.calls.group import (
         create_colocated_worker_cls as create_colocated_worker_cls,
     )
+    from verl_like.calls.result import Metrics as Metrics
+    from verl_like.calls.result import Result as Result
+    from verl_like.calls.verl_surface import scatter_lists as scatter_lists
     from verl_like.placement.plan import Placement as Placement
     from verl_like.placement.pools import ResourcePool as ResourcePool
     from verl_like.placement.roles import Role as Role
-    from verl_like.process.colocated import (
+    from verl_like.process.worker import Worker as Worker
+    from verl_like.process.worker import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
-    from verl_like.process.worker import Worker as Worker
 
 _MODULE_OF = {
-    "ClassWithInitArgs": "calls.worker_classes",
+    "ClassWithInitArgs": "calls.group",
     "DataProto": "batch.protocol",
     "DataProtoFuture": "calls.future",
     "DataProtoItem": "batch.protocol",
     "Dispatch": "calls.dispatch",
     "Execute": "calls.dispatch",
-    "LocalWorkerGroup": "backends.local.group",
+    "LocalWorkerGroup": "backends.local",
     "Metrics": "calls.result",
     "Placement": "placement.plan",
     "RayClassWithInitArgs": "backends.ray",
@@ -78,8 +78,8 @@ _MODULE_OF = {
     "Worker": "process.worker",
     "WorkerGroup": "calls.group",
     "collate_fn": "batch.functions",
-    "create_colocated_worker_cls": "calls.worker_classes",
-    "create_colocated_worker_raw_cls": "process.colocated",
+    "create_colocated_worker_cls": "calls.group",
+    "create_colocated_worker_raw_cls": "process.worker",
     "fold_batch_dim": "batch.functions",
     "gather": "calls.future",
     "make_nd_compute_dataproto_dispatch_fn": "calls.dispatch",
@@ -90,7 +90,7 @@ _MODULE_OF = {
     "register": "calls.dispatch",
     "register_dispatch_mode": "calls.dispatch",
     "restore_dynamic_batch": "batch.dynamic",
-    "scatter_lists": "calls.dispatch",
+    "scatter_lists": "calls.verl_surface",
     "split_resource_pool": "backends.ray",
     "unfold_batch_dim": "batch.functions",
     "union_numpy_dict": "batch.merge",

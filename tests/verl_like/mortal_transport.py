@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.verl_like.fake_transport import FakeTransport
 from verl_like import WorkerGroup
-from verl_like.backends.local.references import Done
-from verl_like.calls.messages import Pending
+from verl_like.backends.local import Done
+from verl_like.calls.wire import Pending
 from verl_like.errors import WorkerDiedError
 
 NEVER = 1_000_000

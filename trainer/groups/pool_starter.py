@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.group import WorkerGroup
-from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.errors import PlacementError
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool
@@ -58,7 +57,7 @@ class PoolStarter:
 
             return RayWorkerGroup(self._ray_pool(plan), recipe, **options)
 
-        from verl_like.backends.local.group import LocalWorkerGroup
+        from verl_like.backends.local import LocalWorkerGroup
 
         options["device_name"] = plan.device_kind
         options["neighbours"] = self._neighbours

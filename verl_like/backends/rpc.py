@@ -1,13 +1,14 @@
 """Requests of a driver to a worker process over one connection, and their answers.
 
     requests = Requests(connection, how_it_ended)          # at the driver
-    (stacks,) = requests.ask("stacks")                     # a `Future`; any thread may ask
+    stacks = requests.ask("stacks").result()               # any thread may ask
 
     Answering(connection, host).run(in_turn)               # in the process, a thread of its own
 
 Requests of `AT_ONCE` are answered beside whatever the process computes, in a thread each. When one
 end is gone the connection breaks, and the other end knows. A process that the driver has not
-started itself waits for it in `listen`; `connect` is for whoever has its key.
+started itself waits for it in `listen`; `connect` is for whoever has its key. `main` is the program
+of the local backend's child processes.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import torch
 
 from verl_like.calls.diagnose import Deadlines, stack_by_signal
-from verl_like.calls.messages import Call, Pending
 from verl_like.calls.transport import Transport
+from verl_like.calls.wire import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
@@ -88,54 +90,63 @@ class Requests:
         self._connection, self._how_it_ended = connection, how_it_ended
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._numbers = itertools.count()
-        self._unanswered: dict[int, tuple[Future[Any], ...]] = {}
+        self._unanswered: dict[int, Future[Any]] = {}
         threading.Thread(target=self._receive, name="answers", daemon=True).start()
 
-    def ask(self, method: str, *args: Any, num_answers: int = 1) -> tuple[Future[Any], ...]:
-        """Send a request of `AT_ONCE`; one future for each value of its answer."""
-        number, futures = self.expect(num_answers)
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        """Send a request of `AT_ONCE`."""
+        number, answer = self.expect()
         if self._sending.locked():  # a large message is under way, maybe to a stopped process
             work = number, method, args
             threading.Thread(target=self.send, args=work, daemon=True).start()
         else:
             self.send(number, method, args)
-        return futures
+        return answer
 
-    def expect(self, num_answers: int) -> tuple[int, tuple[Future[Any], ...]]:
-        """The number of a request that is to be sent, and the futures of its answer."""
-        futures = tuple(Future[Any]() for _ in range(num_answers))
+    def expect(self) -> tuple[int, Future[Any]]:
+        """The number of a request that is to be sent, and its answer to come."""
+        answer = Future[Any]()
         with self._lock:
             number = next(self._numbers)
-            self._unanswered[number] = futures
+            self._unanswered[number] = answer
         if self.dead is not None:
             self._fail_all(self.dead)
-        return number, futures
+        return number, answer
 
     def send(self, number: int, method: str, args: Sequence[Any]) -> None:
-        """Send a request; if its arguments cannot be sent, its futures get the error."""
+        """Send a request; if its arguments cannot be sent, that is its answer."""
         try:
             send(self._connection, self._sending, number, method, args)
         except OSError:
             return  # `_receive` finds out why
-        except Exception as error:  # noqa: BLE001 - it belongs to the futures of this request
+        except Exception as error:  # noqa: BLE001 - it belongs to this request
             what = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
             self.settle(number, WorkerError(f"{what}: {error}"))
 
     def settle(self, number: int, value: Any) -> None:
-        """Hand in an answer, or the error in its place."""
+        """Hand in an answer, or the error instead of it."""
         with self._lock:
-            futures = self._unanswered.pop(number, ())
-        for position, future in enumerate(futures):
-            if isinstance(value, WorkerError):
-                future.set_exception(value)
-            else:
-                future.set_result(value[position] if len(futures) > 1 else value)
+            answer = self._unanswered.pop(number, None)
+        if answer is not None and isinstance(value, WorkerError):
+            answer.set_exception(value)
+        elif answer is not None:
+            answer.set_result(value)
 
     def _receive(self) -> None:
         try:
             while True:
                 number, kind, load = receive(self._connection)
-                self.settle(number, _answer_of(kind, load))
+                try:
+                    content = load()
+                except Exception as error:  # noqa: BLE001 - what a class does when it is unpickled
+                    kind, content = (
+                        "error",
+                        (
+                            "the answer of the worker process cannot be read here: "
+                            f"{type(error).__name__}: {error}"
+                        ),
+                    )
+                self.settle(number, WorkerError(content) if kind == "error" else content)
         except (EOFError, OSError):
             self.dead = WorkerDiedError(self._how_it_ended())
             self._fail_all(self.dead)
@@ -143,19 +154,8 @@ class Requests:
     def _fail_all(self, error: WorkerDiedError) -> None:
         with self._lock:
             left, self._unanswered = list(self._unanswered.values()), {}
-        for futures in left:
-            for future in futures:
-                future.set_exception(error)
-
-
-def _answer_of(kind: str, load: Load) -> Any:
-    try:
-        content = load()
-    except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
-        return WorkerError(
-            f"the answer of the worker process cannot be read here: {type(error).__name__}: {error}"
-        )
-    return WorkerError(content) if kind == "error" else content
+        for answer in left:
+            answer.set_exception(error)
 
 
 class Answering:
@@ -193,9 +193,7 @@ class Answering:
                 self._send(number, "answer", self._asked(method, load()))
             except WorkerError as error:
                 self._send(number, "error", str(error))
-            except SystemExit:
-                raise  # of a call in its turn: the process ends
-            except OSError:
+            except (SystemExit, OSError):  # of a call in its turn: the process ends
                 raise
             except BaseException as error:  # noqa: BLE001 - the process edge: the driver gets a text
                 text = traceback.format_exception_only(error)[-1].strip()
@@ -211,6 +209,32 @@ class Answering:
 
     def _send(self, number: int, kind: str, content: Any) -> None:
         send(self._connection, self._sending, number, kind, content)
+
+
+def main(connection: Connection) -> None:
+    """Serve the driver that started this process, which alone ends it.
+
+    A reader thread takes requests off the pipe: calls go to the main thread's queue, others are
+    answered at once. When the driver is gone the pipe closes and the process ends, in the middle of
+    a call too. A scheduler may send signals to all processes of a job, and a driver then saves
+    first, so they are ignored here.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    calls: queue.Queue[tuple[int, str, Load]] = queue.Queue()
+    answering = Answering(connection)
+
+    def read() -> None:
+        answering.run(calls.put)
+        os._exit(0)
+
+    threading.Thread(target=read, name="pipe", daemon=True).start()
+    while True:
+        answering.answer(*calls.get())
+
+
+# ------------------------------------------------ a process that the driver has not started itself
 
 
 @dataclass(frozen=True)
@@ -253,21 +277,21 @@ def _let_in(
     connected: socket.socket, listening: socket.socket, key: bytes, host: WorkerHost
 ) -> None:
     connected.settimeout(KEY_S)
-    given = b""
+    sent = b""
     with contextlib.suppress(OSError):
-        while len(given) < len(key) and (more := connected.recv(len(key) - len(given))):
-            given += more
-    if not secrets.compare_digest(given, key):
+        while len(sent) < len(key) and (chunk := connected.recv(len(key) - len(sent))):
+            sent += chunk
+    if not secrets.compare_digest(sent, key):
         connected.close()
         logger.warning("a connection without the key was turned away")
         return
     with contextlib.suppress(OSError):  # another one has come before
         listening.shutdown(socket.SHUT_RDWR)
     listening.close()
-    Answering(_connection_over(connected), host).run(_refuse)
+    Answering(_connection_over(connected), host).run(_reject)
 
 
-def _refuse(request: tuple[int, str, Load]) -> None:
+def _reject(request: tuple[int, str, Load]) -> None:
     raise AssertionError(f"{request[1]} is no request of {AT_ONCE}")
 
 
@@ -276,6 +300,21 @@ def _connection_over(connected: socket.socket) -> Connection:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Connection(connected.detach())
+
+
+# ------------------------------------------------------------------------------------ the transport
+
+
+@dataclass(frozen=True)
+class Part:
+    """A reference to the payload (0) or the header (1) of an answer over a connection."""
+
+    answer: Future[Any]
+    position: int
+
+    def value(self) -> Any:
+        """Wait for it."""
+        return self.answer.result()[self.position]
 
 
 class ProcessTransport(Transport):
@@ -293,25 +332,22 @@ class ProcessTransport(Transport):
 
     def call_past_queue(self, rank: int, call: Call) -> Pending:
         """A call that waits neither for its turn nor for other calls' results."""
-        payload, header = self.requests[rank].ask("past_queue", call, (), num_answers=2)
-        return Pending(rank, payload, header, call.role)
+        answer = self.requests[rank].ask("past_queue", call, ())
+        return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Asked beside the queue; of a silent process on this machine, by signal."""
-        asked = {rank: requests.ask("stacks")[0] for rank, requests in enumerate(self.requests)}
-        wait_futures(asked.values(), seconds)
-        found: dict[int, str] = {
-            rank: answer.result()
-            for rank, answer in asked.items()
-            if answer.done() and answer.exception() is None
-        }
+        """Asked beside the queue; a silent process on this machine is asked by signal."""
+        asked = [requests.ask("stacks") for requests in self.requests]
+        wait_futures(asked, seconds)
+        shown = {}
         for rank, facts in enumerate(self.facts):
-            path, pid = facts.log_path(), self.pid_here(rank)
-            if rank in found or path is None or pid is None:
+            if rank < len(asked) and asked[rank].done() and asked[rank].exception() is None:
+                shown[rank] = asked[rank].result()
                 continue
-            if text := stack_by_signal(pid, path):
-                found[rank] = text
-        return found
+            path, pid = facts.log_path(), self.pid_here(rank)
+            if path is not None and pid is not None and (text := stack_by_signal(pid, path)):
+                shown[rank] = text
+        return shown
 
     @abstractmethod
     def pid_here(self, rank: int) -> int | None:
@@ -341,4 +377,4 @@ class ProcessTransport(Transport):
 
     def kill(self, rank: int) -> None:
         """Asked of the process itself, whose end is the answer."""
-        wait_futures(self.requests[rank].ask("kill"), KEY_S)
+        wait_futures([self.requests[rank].ask("kill")], KEY_S)

@@ -8,28 +8,74 @@ name. A dispatch mode is a pair:
 
 Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or hand `{"dispatch_fn": …,
 "collect_fn": …}` to `@register`. What is broadcast and what is scattered is said, never guessed: a
-list is one value unless it is a `Scatter`. `target` is the group as this call sees it
-(`verl_like.calls.target`). How a `DataProto` becomes chunks is in `verl_like.calls.chunks`.
+list is one value unless it is a `Scatter`. `target` is the group as this call sees it. How rows are
+cut is in `verl_like.batch.split`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from verl_like.calls.chunks import collect_dataproto, split_over
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import join_chunks, split_rows
+from verl_like.batch.tensordict_rows import rows_of
+from verl_like.calls.future import WorkerFuture
 from verl_like.calls.result import declared_form
-from verl_like.calls.target import CallTarget
-from verl_like.errors import DispatchError, nearest
+from verl_like.calls.transport import Transport
+from verl_like.calls.wire import FutureChunk
+from verl_like.errors import BatchError, DispatchError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "_verl_like_register"
+MeshFacts = list[tuple[int, bool]]
+"""By rank: its data-parallel rank on a mesh, and whether its result is the one to collect."""
 
 
-class _OpenEnum:
+class CallTarget:
+    """The workers that one call runs on, as a dispatch or collect function sees them.
+
+    Every call has a target of its own, so calls that are split and collected at the same time, by
+    several threads or one within the other, do not see each other's role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call_site: str,
+        function: Callable[..., Any],
+        transport: Transport,
+        ranks: Sequence[int],
+        find_mesh: Callable[[str], MeshFacts],
+    ) -> None:
+        """`name` is the group's; `ranks` of it run the method `function`, called `call_site`."""
+        self.name, self.call_site, self.transport = name, call_site, transport
+        self.ranks, self.world_size = list(ranks), len(ranks)
+        self._function, self._find_mesh = function, find_mesh
+        self._meshes: dict[str, MeshFacts] = {}
+
+    def mesh_facts(self, mesh_name: str) -> MeshFacts:
+        """The layout of a mesh of the called role, the same from the first question to the last."""
+        if mesh_name not in self._meshes:
+            self._meshes[mesh_name] = self._find_mesh(mesh_name)
+        return self._meshes[mesh_name]
+
+    def argument(self, position: int) -> str:
+        """The method's name for a positional argument, for messages."""
+        names = _parameters(self._function)
+        return f"argument '{names[position]}'" if position < len(names) else f"argument {position}"
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of a method's parameters, without `self`."""
+    return list(inspect.signature(function).parameters)[1:]
+
+
+class OpenEnum:
     """A member of an open enumeration: compares, hashes, prints and pickles by name."""
 
     members: ClassVar[dict[str, Any]]
@@ -63,15 +109,14 @@ class _OpenEnum:
     def from_name(cls, name: str) -> Any:
         """The member of this name, upper or lower case."""
         if name.upper() not in cls.members:
-            known = ", ".join(cls.members)
             raise DispatchError(
                 f"unknown {cls.__name__} '{name}'.{nearest(name.upper(), cls.members)} Known: "
-                f"{known}."
+                f"{', '.join(cls.members)}."
             )
         return cls.members[name.upper()]
 
 
-class Dispatch(_OpenEnum):
+class Dispatch(OpenEnum):
     """The dispatch modes; `Dispatch.register("MINE")` adds a name."""
 
     members: ClassVar[dict[str, Dispatch]] = {}
@@ -84,16 +129,16 @@ class Dispatch(_OpenEnum):
     DP_COMPUTE_METRIC: ClassVar[Dispatch]
 
 
-class Execute(_OpenEnum):
-    """Which workers run the method: all of them, or rank 0 alone."""
+class Execute(OpenEnum):
+    """Which workers run the method: all of them, or rank 0 only."""
 
     members: ClassVar[dict[str, Execute]] = {}
     ALL: ClassVar[Execute]
     RANK_ZERO: ClassVar[Execute]
 
 
-for _name in ("ALL", "RANK_ZERO"):
-    Execute.register(_name)
+Execute.register("ALL")
+Execute.register("RANK_ZERO")
 
 
 class Scatter(list[Any]):
@@ -128,16 +173,35 @@ class Registration:
     """The form that the method's annotation declares (`verl_like.calls.result`)."""
 
 
+def split_over(target: CallTarget, value: Any, name: str, num_chunks: int) -> list[Any]:
+    """Chunks of a batch, or of the future of one, for `num_chunks` data-parallel ranks."""
+    if isinstance(value, WorkerFuture):
+        if value.can_be_passed_to(target.transport, num_chunks):
+            headers = value.headers_of_chunks
+            return [FutureChunk(c.payload, headers, n) for n, c in enumerate(value.chunks)]
+        value = value.batch()
+    value = rows_of(value)
+    if not isinstance(value, DataProto):
+        raise DispatchError(
+            f"{target.call_site}: {name} must be a DataProto or TensorDict (or the future of one) "
+            f"to be split over {num_chunks} worker(s), got {type(value).__name__}. Put other "
+            "values into meta_info, or register the method with Dispatch.ONE_TO_ALL."
+        )
+    if len(value) == 0:
+        raise BatchError(
+            f"{target.call_site}: {name} has no rows, nothing to split over {num_chunks} worker(s)."
+        )
+    return split_rows(value, num_chunks)
+
+
 def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[..., Any]:
     """A `dispatch_fn` that treats every argument alike."""
 
     @functools.wraps(fn)
-    def dispatch_fn(
-        target: CallTarget, /, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = tuple(fn(target, value, _argument(target, i)) for i, value in enumerate(args))
+    def dispatch_fn(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
+        split = tuple(fn(target, value, target.argument(i)) for i, value in enumerate(args))
         named = {name: fn(target, value, f"argument '{name}'") for name, value in kwargs.items()}
-        return given, named
+        return split, named
 
     return dispatch_fn
 
@@ -154,14 +218,6 @@ def dispatch_all_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
     if isinstance(value, Scatter):
         return _checked_list(target, value, name)
     return [value] * target.world_size
-
-
-def dispatch_lists(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
-    """As `dispatch_all_to_all`, for drivers that count on `scatter_lists`."""
-    values = [*args, *kwargs.values()]
-    if values and all(isinstance(v, list) and len(v) == target.world_size for v in values):
-        return dispatch_dp_compute(target, *args, **kwargs)
-    return dispatch_all_to_all(target, *args, **kwargs)
 
 
 @_per_worker
@@ -182,17 +238,14 @@ def dispatch_dp_compute_proto_with_func(
     """The first argument is a function and goes to every worker; the others are split."""
     if not callable(func):
         raise DispatchError(
-            f"{target.call_site}: {_argument(target, 0)} must be a function, got "
+            f"{target.call_site}: {target.argument(0)} must be a function, got "
             f"{type(func).__name__}."
         )
     size = target.world_size
     split_args = [
-        split_over(target, value, _argument(target, i), size) for i, value in enumerate(args, 1)
+        split_over(target, value, target.argument(i), size) for i, value in enumerate(args, 1)
     ]
-    split_kwargs = {
-        name: split_over(target, value, f"argument '{name}'", size)
-        for name, value in kwargs.items()
-    }
+    _, split_kwargs = dispatch_dp_compute_proto(target, **kwargs)
     return ([func] * size, *split_args), split_kwargs
 
 
@@ -206,9 +259,17 @@ def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
     return outputs[0]
 
 
-def _argument(target: CallTarget, position: int) -> str:
-    """What the method calls a positional argument."""
-    return target.call_site.argument(position)
+def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
+    """One batch of the workers' batches, in rank order.
+
+    Chunks of ranks that held padding only are left out.
+    """
+    if any(type(output) is not type(outputs[0]) for output in outputs):
+        raise DispatchError(
+            f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others: "
+            "return the same on all."
+        )
+    return join_chunks(outputs)
 
 
 def _checked_list(target: CallTarget, value: Any, name: str) -> list[Any]:
@@ -222,23 +283,20 @@ def _checked_list(target: CallTarget, value: Any, name: str) -> list[Any]:
     return list(value)
 
 
-_MODES: dict[str, Mode] = {}
+MODES: dict[str, Mode] = {}
+"""The modes by name; `Dispatch` has a member of each name."""
 
 
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
     """Add a dispatch mode; `Dispatch.<NAME>` exists from then on."""
-    if dispatch_mode_name.upper() in _MODES:
+    if dispatch_mode_name.upper() in MODES:
         raise DispatchError(
             f"dispatch mode {dispatch_mode_name} exists already: update_dispatch_mode changes it."
         )
-    return _add_mode(dispatch_mode_name, Mode(dispatch_fn, collect_fn))
-
-
-def _add_mode(name: str, mode: Mode) -> Dispatch:
-    _MODES[name.upper()] = mode
-    member: Dispatch = Dispatch.register(name)
+    MODES[dispatch_mode_name.upper()] = Mode(dispatch_fn, collect_fn)
+    member: Dispatch = Dispatch.register(dispatch_mode_name)
     return member
 
 
@@ -247,17 +305,7 @@ def update_dispatch_mode(
 ) -> None:
     """Replace the functions of a mode that exists."""
     name = getattr(dispatch_mode, "name", dispatch_mode)
-    _MODES[Dispatch.from_name(str(name)).name] = Mode(dispatch_fn, collect_fn)
-
-
-def scatter_lists() -> None:
-    """From now on `ALL_TO_ALL` scatters lists as verl does, in groups that are made later.
-
-    Where every argument is a list with one element per worker, each worker gets its elements;
-    `execute_all_sync` and its kin do so, too. It is a guess: a list that has that length by chance
-    is scattered as well, so drivers written here say `Scatter`.
-    """
-    _MODES[Dispatch.ALL_TO_ALL.name] = Mode(dispatch_lists, collect_list, "list")
+    MODES[Dispatch.from_name(str(name)).name] = Mode(dispatch_fn, collect_fn)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
@@ -266,20 +314,15 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     One of them gives the result.
     """
 
-    def chunk_numbers(target: CallTarget) -> list[int]:
-        return [dp for dp, _ in target.mesh_facts(mesh_name)]
-
     @_per_worker
     def dispatch_fn(target: CallTarget, value: Any, name: str) -> list[Any]:
-        dp_ranks = chunk_numbers(target)
+        dp_ranks = [dp for dp, _ in target.mesh_facts(mesh_name)]
         chunks = split_over(target, value, name, max(dp_ranks) + 1)
         return [chunks[dp] for dp in dp_ranks]
 
     def collecting_ranks(target: CallTarget) -> list[int]:
-        by_dp_rank = {}
-        for rank, (dp, is_collect) in enumerate(target.mesh_facts(mesh_name)):
-            if is_collect:
-                by_dp_rank[dp] = rank
+        facts = target.mesh_facts(mesh_name)
+        by_dp_rank = {dp: rank for rank, (dp, is_collect) in enumerate(facts) if is_collect}
         return [by_dp_rank[dp] for dp in sorted(by_dp_rank)]
 
     def collect_fn(target: CallTarget, outputs: list[Any]) -> Any:
@@ -301,13 +344,12 @@ def mode_of(dispatch_mode: Any, where: str) -> Mode:
             )
         return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
     name = getattr(dispatch_mode, "name", dispatch_mode)
-    if name not in _MODES:
-        known = ", ".join(_MODES)
+    if name not in MODES:
         raise DispatchError(
-            f"{where}: unknown dispatch mode {dispatch_mode!r}.{nearest(str(name), _MODES)} "
-            f"Known: {known}."
+            f"{where}: unknown dispatch mode {dispatch_mode!r}.{nearest(str(name), MODES)} "
+            f"Known: {', '.join(MODES)}."
         )
-    return _MODES[name]
+    return MODES[name]
 
 
 def register(
@@ -358,13 +400,16 @@ def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Reg
             yield name, method, mark
 
 
-for _name, _dispatch, _collect, _form in (
-    ("RANK_ZERO", dispatch_all_to_all, collect_first, "first"),
-    ("ONE_TO_ALL", dispatch_one_to_all, collect_list, "list"),
-    ("ALL_TO_ALL", dispatch_all_to_all, collect_list, "list"),
-    ("DP_COMPUTE", dispatch_dp_compute, collect_list, "list"),
-    ("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list, "list"),
-    ("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_dataproto, "batch"),
-    ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"),
-):
-    _add_mode(_name, Mode(_dispatch, _collect, _form))
+MODES |= {
+    "RANK_ZERO": Mode(dispatch_all_to_all, collect_first, "first"),
+    "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_list, "list"),
+    "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_list, "list"),
+    "DP_COMPUTE": Mode(dispatch_dp_compute, collect_list, "list"),
+    "DP_COMPUTE_METRIC": Mode(dispatch_dp_compute_proto, collect_list, "list"),
+    "DP_COMPUTE_PROTO": Mode(dispatch_dp_compute_proto, collect_dataproto, "batch"),
+    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(
+        dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"
+    ),
+}
+for _name in MODES:
+    Dispatch.register(_name)

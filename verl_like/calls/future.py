@@ -31,9 +31,9 @@ from verl_like.calls.diagnose import (
     late_in_words,
     likely_cause,
 )
-from verl_like.calls.messages import Header, Pending, payload_of
 from verl_like.calls.result import Result
 from verl_like.calls.transport import Transport
+from verl_like.calls.wire import Header, Pending, payload_of
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
 
 logger = logging.getLogger(__name__)

@@ -17,29 +17,82 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import view_rows
 from verl_like.batch.tensordict_rows import value_of
-from verl_like.calls.chunks import drop_padding, own_value
 from verl_like.calls.dispatch import (
-    ATTRIBUTE,
-    Dispatch,
+    CallTarget,
     Execute,
-    Mode,
+    MeshFacts,
     Registration,
     mode_of,
     registered_methods,
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
-from verl_like.calls.messages import Call, Header
-from verl_like.calls.pack import submit_all
-from verl_like.calls.result import BOTH, METRICS, Result, collect_metrics, form_of
-from verl_like.calls.target import CallSite, CallTarget, MeshFacts
+from verl_like.calls.result import Result, collect_metrics, form_of
 from verl_like.calls.transport import Transport
+from verl_like.calls.verl_surface import VerlGroup
+from verl_like.calls.wire import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
+
+
+class ClassWithInitArgs:
+    """A worker class and its constructor's arguments, for a worker process to construct later."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
+        """The roles that one process will hold: this one, under a default name.
+
+        Those that its class has beside itself (`create_colocated_worker_raw_cls`) come first.
+        """
+        if default in self.prefixed:
+            raise PlacementError(
+                f"name_prefix '{default}' is the name of a role in {self.cls.__name__}, too; take "
+                "another."
+            )
+        return {**self._beside, default: self}
+
+    @property
+    def prefixed(self) -> frozenset[str]:
+        """The roles whose methods are called `<role>_<method>` on a group of all."""
+        return frozenset(self._beside)
+
+    @property
+    def _beside(self) -> dict[str, ClassWithInitArgs]:
+        """The roles that a class of `create_colocated_worker_raw_cls` has in its process."""
+        classes: dict[str, ClassWithInitArgs] = getattr(self.cls, "_colocated_classes", {})
+        return classes
+
+
+class ColocatedClasses(ClassWithInitArgs):
+    """Several roles for one process; made by `create_colocated_worker_cls`."""
+
+    def __init__(self, class_dict: Mapping[str, ClassWithInitArgs]) -> None:
+        """Roles are constructed in the order given."""
+        super().__init__(object)
+        self.class_dict = dict(class_dict)
+
+    def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
+        """Every role by its name."""
+        return self.class_dict
+
+    @property
+    def prefixed(self) -> frozenset[str]:
+        """The names of all roles in the process."""
+        return frozenset(self.class_dict)
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
+    """Fuse roles: one process per device holds one instance of each."""
+    if not class_dict:
+        raise PlacementError("create_colocated_worker_cls needs at least one role.")
+    return ColocatedClasses(class_dict)
 
 
 class BoundMethod:
@@ -54,18 +107,18 @@ class BoundMethod:
         mark: Registration,
     ):
         """Made by `WorkerGroup` for every registered method."""
-        self.group, self.mark = group, mark
-        self.site = CallSite(role, method, function)
-        self.mode: Mode = mode_of(mark.dispatch_mode, self.site.name)
+        self.group, self.mark, self.role, self.function = group, mark, role, function
+        self.name = f"{role}.{method}"
+        self.mode = mode_of(mark.dispatch_mode, self.name)
         is_rank_zero_mode = getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
         self.first_rank_only = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
         self.form = self.mode.form
         if self.first_rank_only and self.form == "list":
             self.form = "first"
-        returns_rows = self.form == "batch"
-        if returns_rows and mark.returns == METRICS:
+        returns_batch = self.form == "batch"
+        if returns_batch and mark.returns == METRICS:
             self.form = "metrics"
-        self.call = Call(role, method, returns_batch=returns_rows, past_queue=mark.past_queue)
+        self.call = Call(role, method, returns_batch=returns_batch, past_queue=mark.past_queue)
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,64 +130,79 @@ class BoundMethod:
         """Run it and return a future at once."""
         if self.first_rank_only:
             return self.remote_on(0, *args, **kwargs)
-        return self._launch(self._on_all_ranks(), args, kwargs)
+        return self._launch(self._all_ranks(), args, kwargs)
 
     def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run it on one rank alone, which gets all rows: a future of the result of that rank."""
-        group = self.group
-        one = CallTarget(group.name, self.site, group.transport, [rank], lambda *_: [(0, True)])
-        return self._launch(one, args, kwargs)
+        """Run it on one rank only, which gets all rows: a future of the result of that rank."""
+        return self._launch(self._target([rank], lambda mesh: [(0, True)]), args, kwargs)
 
     def collecting_ranks(self) -> list[int]:
         """The ranks whose results count: one of those that share a model.
 
         There are as many as a batch has chunks.
         """
-        return self._collecting_ranks(self._on_all_ranks())
+        return self._collecting_ranks(self._all_ranks())
 
-    def _on_all_ranks(self) -> CallTarget:
+    def _all_ranks(self) -> CallTarget:
         group = self.group
-        ranks = range(group.world_size)
-        return CallTarget(group.name, self.site, group.transport, ranks, group.mesh_facts)
+        find_mesh = functools.partial(group.state.mesh, role=self.role, where=self.name)
+        return self._target(range(group.world_size), find_mesh)
+
+    def _target(self, ranks: Sequence[int], find_mesh: Callable[[str], MeshFacts]) -> CallTarget:
+        group = self.group
+        return CallTarget(group.name, self.name, self.function, group.transport, ranks, find_mesh)
 
     def _launch(
         self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> WorkerFuture:
-        group = self.group
-        group.refuse_after_shutdown(self.site)
+        """Split the arguments, submit a call to each rank, and make the future of the result."""
+        transport = target.transport
+        self.group.state.refuse_after_shutdown(self.name)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
-        self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
+        for name, values in [*enumerate(split_args), *split_kwargs.items()]:
+            self._check_split(name, values, target.world_size)
 
         collecting = self._collecting_ranks(target)
-        pending, keeps = submit_all(
-            group.transport, self.call, target.ranks, split_args, split_kwargs, collecting
-        )
-        chunks = [pending[place] for place in collecting]
+        packer, pending = Packer(transport.share), []
+        for place, rank in enumerate(target.ranks):
+            parts: list[Any] = []
+            call = replace(
+                self.call,
+                args=tuple(packer.pack(_here(values[place]), parts) for values in split_args),
+                kwargs={
+                    name: packer.pack(_here(values[place]), parts)
+                    for name, values in split_kwargs.items()
+                },
+                counts=not self.call.returns_batch or place in collecting,
+            )
+            if call.past_queue and parts:
+                raise DispatchError(
+                    f"{self.name} goes past the queue of calls and takes small values only, "
+                    f"nothing of {SHARED_BYTES} bytes or more."
+                )
+            pending.append(transport.submit(rank, call, parts))
+
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
-        collect = functools.partial(self._collect, target)
-        batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
-        rows = max(map(len, batches), default=0)
+        batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
         return kind(
-            self.site.name,
-            group.transport,
+            self.name,
+            transport,
             pending,
-            collect,
+            functools.partial(self._collect, target),
             form=self.form,
-            chunks=chunks,
-            rows=rows,
-            keeps=keeps,
+            chunks=[pending[place] for place in collecting],
+            rows=max(map(len, batches), default=0),
+            keeps=packer.keeps,
         )
 
-    def _check_split(self, target: CallTarget, arguments: Sequence[tuple[int | str, Any]]) -> None:
-        """Refuse what a dispatch function gave unless it is one element per worker."""
-        size = target.world_size
-        for name, values in arguments:
-            if not isinstance(values, (list, tuple)) or len(values) != size:
-                raise DispatchError(
-                    f"{self.site}: the dispatch function must give a list with one element per "
-                    f"worker ({size}) for every argument; for argument {name!r} it gave "
-                    f"{type(values).__name__}."
-                )
+    def _check_split(self, name: Any, values: Any, size: int) -> None:
+        """Reject what a dispatch function gave unless it is one element per worker."""
+        if not isinstance(values, (list, tuple)) or len(values) != size:
+            raise DispatchError(
+                f"{self.name}: the dispatch function must give a list with one element per "
+                f"worker ({size}) for every argument; for argument {name!r} it gave "
+                f"{type(values).__name__}."
+            )
 
     def _collecting_ranks(self, target: CallTarget) -> list[int]:
         """The ranks whose results count, in the order of their rows."""
@@ -144,38 +212,134 @@ class BoundMethod:
 
     def _collect(self, target: CallTarget, headers: list[Header], payloads: list[Any]) -> Any:
         """The result of the call, of the answers of all its ranks."""
-        self.group.learn_mesh_facts(headers)
-        answers = zip(payloads, headers, strict=True)
+        self.group.state.learn(headers)
+        outputs = [
+            _without_padding(payload, header)
+            for payload, header in zip(payloads, headers, strict=True)
+        ]
         if not self.call.returns_batch:
-            own = [own_value(*answer) for answer in answers]
-            return own[0] if self.form == "first" else self.mode.collect_fn(target, own)
+            values = [_private(output) for output in outputs]
+            return values[0] if self.form == "first" else self.mode.collect_fn(target, values)
 
-        outputs = [drop_padding(*answer) for answer in answers]
         collecting = [headers[rank] for rank in self._collecting_ranks(target)]
-        form = form_of(collecting, str(self.site))
+        form = form_of(collecting, self.name)
         if form == METRICS:
             return collect_metrics(collecting)
         batch = value_of(self.mode.collect_fn(target, outputs))
         return Result(batch, collect_metrics(collecting)) if form == BOTH else batch
 
 
-class WorkerGroup:
+def _here(value: Any) -> Any:
+    """A future that is no chunk of a batch, as its value: only the driver has all of it."""
+    if isinstance(value, WorkerFuture):
+        return value.batch() if value.form == "batch" else value.get()
+    return value
+
+
+def _without_padding(payload: Any, header: Header) -> Any:
+    """A payload without what the method made of pad rows; it shares storage and keeps its shard."""
+    if not isinstance(payload, DataProto) or header.rows in (None, len(payload)):
+        return payload
+    rows = view_rows(payload, 0, header.rows or 0)
+    rows.shard = payload.shard
+    return rows
+
+
+def _private(value: Any) -> Any:
+    """What one rank has returned, in memory of its own."""
+    return value_of(value.slice(0, len(value)) if isinstance(value, DataProto) else value)
+
+
+class GroupState:
+    """What groups on the same processes share: whether they have ended, and their meshes."""
+
+    def __init__(self, name: str, world_size: int) -> None:
+        self.name, self.world_size, self.ended = name, world_size, threading.Event()
+        self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
+        """By role and mesh: the place of every rank."""
+        self._mesh_known_at: dict[int, float] = {}
+        self._layouts: dict[tuple[str, str], MeshFacts] = {}
+        """By mesh and role: what was found and checked since anything changed."""
+
+    def refuse_after_shutdown(self, what: str) -> None:
+        """Reject a call that nobody can answer any more."""
+        if self.ended.is_set():
+            raise WorkerDiedError(
+                f"{what}: the group {self.name} was shut down, and its processes are gone; call it "
+                "before shutdown(), or inside the group's `with` block."
+            )
+
+    def learn(self, headers: Sequence[Header]) -> None:
+        """Take in the meshes that workers registered: headers carry them, nothing is asked for.
+
+        The first header of a rank does, and later ones once something else was registered.
+        """
+        for header in headers:
+            if not header.mesh_facts or header.end < self._mesh_known_at.get(header.rank, 0.0):
+                continue  # read late: the group has heard of a later call on this rank
+            self._mesh_known_at[header.rank] = header.end
+            self._layouts.clear()
+            for role, meshes in header.mesh_facts.items():
+                for mesh, fact in meshes.items():
+                    self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
+
+    def mesh(self, mesh_name: str, role: str, where: str) -> MeshFacts:
+        """The layout of a mesh for a call of a role, which `where` names.
+
+        A mesh of that role comes before one that another role in the same processes registered.
+        """
+        if layout := self._layouts.get((mesh_name, role)):
+            return layout
+        facts: dict[int, tuple[int, bool]] = {}
+        for owner in sorted(self._mesh, key=lambda owner: owner != role):
+            facts = facts or self._mesh[owner].get(mesh_name, {})
+        missing = [rank for rank in range(self.world_size) if rank not in facts]
+        if missing:
+            names = sorted({name for meshes in self._mesh.values() for name in meshes})
+            raise DispatchError(
+                f"{where}: rank(s) {missing} of {self.name} have not registered mesh "
+                f"'{mesh_name}'.{nearest(mesh_name, names)} Registered: "
+                f"{', '.join(names) or 'none'}. Workers do it with "
+                "_register_dispatch_collect_info, in the constructor or in a call whose result "
+                "was read before this one."
+            )
+
+        collecting: dict[int, list[int]] = defaultdict(list)
+        for rank, (dp, is_collect) in facts.items():
+            if is_collect:
+                collecting[dp].append(rank)
+        count = 1 + max(dp for dp, _ in facts.values())
+        for dp in range(count):
+            if len(collecting[dp]) != 1:
+                raise DispatchError(
+                    f"{where}: mesh '{mesh_name}': data-parallel rank {dp} of {count} needs "
+                    f"exactly one rank that collects, it has {collecting[dp]}. Registered by rank: "
+                    f"{facts}."
+                )
+        layout = self._layouts[mesh_name, role] = [facts[rank] for rank in range(self.world_size)]
+        return layout
+
+
+class WorkerGroup(VerlGroup):
     """The workers of one role (or of several, fused) on one pool.
 
     Backends subclass it to start the processes.
     """
 
-    def __init__(self, transport: Transport, roles: dict[str, type], prefixed: Collection[str]):
-        """`roles` maps role to class; methods of `prefixed` roles are named `<role>_<method>`."""
-        self.transport = transport
-        self.roles = dict(roles)
-        self.prefixed = frozenset(prefixed)
-        self._ended = threading.Event()
-        self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
-        self._mesh_known_at: dict[int, float] = {}
-        self._layouts: dict[tuple[str, str], MeshFacts] = {}
-        """By mesh and role: what was found and checked since anything changed."""
-        self.learn_mesh_facts(transport.started)
+    def __init__(
+        self,
+        transport: Transport,
+        roles: Mapping[str, type],
+        prefixed: Collection[str],
+        state: GroupState | None = None,
+    ):
+        """`roles` maps role to class; methods of `prefixed` roles are named `<role>_<method>`.
+
+        `state` is that of the group on the same processes that this one is spawned from.
+        """
+        self.transport, self.roles, self.prefixed = transport, dict(roles), frozenset(prefixed)
+        self.state = state or GroupState(self.name, transport.world_size)
+        self.state.learn(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
             setattr(self, name, BoundMethod(self, role, method, function, mark))
 
@@ -198,136 +362,45 @@ class WorkerGroup:
                     f"group {self.name} has no role '{role}'.{nearest(role, self.roles)} "
                     f"Roles: {', '.join(self.roles)}."
                 )
-            spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=())
-            for shared in ("_ended", "_mesh", "_mesh_known_at", "_layouts"):
-                setattr(spawned[role], shared, getattr(self, shared))
+            classes = {role: self.roles[role]}
+            spawned[role] = WorkerGroup(self.transport, classes, prefixed=(), state=self.state)
         return spawned
 
-    def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Make every role's group an attribute of this one."""
-        for role, group in self.spawn(prefix_set).items():
-            if hasattr(self, role):
-                raise DispatchError(
-                    f"role '{role}' would shadow an attribute of group {self.name}. Rename the "
-                    "role."
-                )
-            setattr(self, role, group)
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method by its name on every worker: a list of what they return, in rank order.
-
-        Registered or not, it gets the arguments as they are; of a `Scatter`, each worker gets its
-        element.
-        """
-        return self.execute_all_async(method_name, *args, **kwargs).get()
-
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run a method by its name on every worker: a future of what they return, in rank order."""
-        return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method by its name on rank 0 alone: what it returns."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
-
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run a method by its name on rank 0 alone: a future of what it returns."""
-        return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
-
-    def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:
-        """A method of the workers, whether it is registered or not."""
-        methods = {}
-        for role, cls in self.roles.items():
-            for method in dir(cls):
-                if not method.startswith("__") and callable(getattr(cls, method)):
-                    key = f"{role}_{method}" if role in self.prefixed else method
-                    methods[key] = role, method, getattr(cls, method)
-        if name not in methods:
-            raise DispatchError(
-                f"the workers of {self.name} have no method '{name}'.{nearest(name, methods)}"
-            )
-        role, method, function = methods[name]
-        mark = getattr(function, ATTRIBUTE, Registration(Dispatch.ALL_TO_ALL, execute_mode))
-        mark = replace(mark, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=execute_mode)
+    def bind(
+        self, role: str, method: str, function: Callable[..., Any], mark: Registration
+    ) -> BoundMethod:
+        """A method of the workers as one of this group."""
         return BoundMethod(self, role, method, function, mark)
 
     def shares_processes_with(self, other: WorkerGroup) -> bool:
         """Whether both groups' workers live in the same processes."""
         return self.transport.process_key == other.transport.process_key
 
-    def mesh_facts(self, mesh_name: str, site: CallSite | None = None) -> MeshFacts:
-        """(dp rank, collects?) of every rank on a mesh, for a call of the role that `site` names.
-
-        A mesh of that role (the group's first, unless said) comes before one that another role in
-        the same processes registered.
-        """
-        role, where = (site.role, site.name) if site else (next(iter(self.roles)), self.name)
-        if layout := self._layouts.get((mesh_name, role)):
-            return layout
-        facts = self._find_mesh(mesh_name, role)
-        if len(facts) < self.world_size:
-            names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
-            missing = [rank for rank in range(self.world_size) if rank not in facts]
-            raise DispatchError(
-                f"{where}: rank(s) {missing} of {self.name} have not registered mesh "
-                f"'{mesh_name}'.{nearest(mesh_name, names)} Registered: "
-                f"{', '.join(names) or 'none'}. Workers do it with "
-                "_register_dispatch_collect_info, in the constructor or in a call whose result "
-                "was read before this one."
-            )
-        _check_mesh(f"{where}: mesh '{mesh_name}'", facts)
-        layout = [facts[rank] for rank in range(self.world_size)]
-        self._layouts[mesh_name, role] = layout
-        return layout
-
-    def _find_mesh(self, mesh_name: str, called_role: str) -> dict[int, tuple[int, bool]]:
-        for role in sorted(self.roles, key=lambda role: role != called_role):
-            if facts := self._mesh.get(role, {}).get(mesh_name):
-                return facts
-        return {}
-
-    def learn_mesh_facts(self, headers: Sequence[Header]) -> None:
-        """Take in what workers registered: headers carry it, so nothing is ever asked for.
-
-        The first one does, and later ones once something else was registered than then.
-        """
-        for header in headers:
-            if not header.mesh_facts or header.end < self._mesh_known_at.get(header.rank, 0.0):
-                continue  # read late: the group has heard of a later call on this rank
-            self._mesh_known_at[header.rank] = header.end
-            self._layouts.clear()
-            for role, meshes in header.mesh_facts.items():
-                for mesh, fact in meshes.items():
-                    self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
+    def mesh_facts(self, mesh_name: str) -> MeshFacts:
+        """(dp rank, collects?) of every rank on a mesh of the group's first role."""
+        return self.state.mesh(mesh_name, role=next(iter(self.roles)), where=self.name)
 
     def shutdown(self) -> None:
         """End the group's processes. Safe to call twice; groups spawned from it end with it."""
-        self._ended.set()
+        self.state.ended.set()
         self.transport.shutdown()
-
-    def refuse_after_shutdown(self, site: CallSite) -> None:
-        """Refuse a call that nobody can answer any more."""
-        if self._ended.is_set():
-            raise WorkerDiedError(
-                f"{site}: the group {self.name} was shut down, and its processes are gone; call it "
-                "before shutdown(), or inside the group's `with` block."
-            )
 
     def __enter__(self) -> Self:
         """For `with`: the processes end with the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shuts the group down."""
+        """Shut the group down."""
         self.shutdown()
 
     def __repr__(self) -> str:
-        """What it is, for how many ranks, and whether it still is."""
-        ended = ", shut down" if self._ended.is_set() else ""
+        """The group's kind and ranks, and whether it still is there."""
+        ended = ", shut down" if self.state.ended.is_set() else ""
         return f"<{type(self).__name__} {self.name}, world_size={self.world_size}{ended}>"
 
 
 def method_table(
-    roles: dict[str, type], prefixed: Collection[str]
+    roles: Mapping[str, type], prefixed: Collection[str]
 ) -> dict[str, tuple[str, str, Callable[..., Any], Registration]]:
     """The methods of a group: name on the group -> role, method, function, registration."""
     table: dict[str, tuple[str, str, Callable[..., Any], Registration]] = {}
@@ -352,19 +425,6 @@ def method_table(
 _RESERVED = {name for name in dir(WorkerGroup) if not name.startswith("__")} | {
     "prefixed",
     "roles",
+    "state",
     "transport",
 }
-
-
-def _check_mesh(where: str, facts: dict[int, tuple[int, bool]]) -> None:
-    collecting: dict[int, list[int]] = defaultdict(list)
-    for rank, (dp, is_collect) in facts.items():
-        if is_collect:
-            collecting[dp].append(rank)
-    count = 1 + max(dp for dp, _ in facts.values())
-    for dp in range(count):
-        if len(collecting[dp]) != 1:
-            raise DispatchError(
-                f"{where}: data-parallel rank {dp} of {count} needs exactly one rank that "
-                f"collects, it has {collecting[dp]}. Registered by rank: {facts}."
-            )

@@ -28,7 +28,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.batch.tensordict_rows import rows_of
-from verl_like.calls.messages import Header
+from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 
 Metrics = dict[str, Any]
@@ -55,7 +55,6 @@ class Result(NamedTuple):
         return cls(batch, metrics)
 
 
-BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
 _FORM_OF = {DataProto: BATCH, TensorDict: BATCH, dict: METRICS, Result: BOTH, tuple: BOTH}
 _NO_RESULT = (int, float, str, bool, list, torch.Tensor, np.ndarray)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from verl_like.calls.diagnose import CallTimes, Deadlines
-from verl_like.calls.messages import Call, Header, Pending
+from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.facts import ProcessFacts
 

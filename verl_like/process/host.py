@@ -30,9 +30,8 @@ from verl_like.batch.split import count_real_rows
 from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
-from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.result import take_apart
-from verl_like.calls.unpack import UpstreamError, chunk_of, fill
+from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, chunk_of, unpack
 from verl_like.errors import WorkerError
 from verl_like.masking import learn_secrets
 from verl_like.process.environment import (
@@ -201,8 +200,8 @@ class WorkerHost:
         args, kwargs, given = list(call.args), call.kwargs, None
         if args or kwargs:
             readonly = mark is not None and mark.readonly
-            args = [fill(value, parts, readonly) for value in args]
-            kwargs = {name: fill(value, parts, readonly) for name, value in kwargs.items()}
+            args = [unpack(value, parts, readonly) for value in args]
+            kwargs = {name: unpack(value, parts, readonly) for name, value in kwargs.items()}
             given = chunk_of([*args, *kwargs.values()])
             args = [value_of(value) for value in args]
             kwargs = {name: value_of(value) for name, value in kwargs.items()}
@@ -286,9 +285,19 @@ class WorkerHost:
             error = RemoteError.of(failure)
 
         mesh_facts = self._news_of_meshes(call)
-        place = call.role, call.method, self.facts.rank, self._pid
-        times = start, time.time(), time.process_time() - cpu
-        return payload, Header(*place, *times, error=error, mesh_facts=mesh_facts, **about)
+        header = Header(
+            role=call.role,
+            method=call.method,
+            rank=self.facts.rank,
+            pid=self._pid,
+            start=start,
+            end=time.time(),
+            cpu_s=time.process_time() - cpu,
+            error=error,
+            mesh_facts=mesh_facts,
+            **about,
+        )
+        return payload, header
 
     def _news_of_meshes(self, call: Call) -> dict[str, Any] | None:
         """What the roles have registered of meshes, unless constructors did all of it.

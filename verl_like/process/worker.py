@@ -14,21 +14,22 @@ actor, a child process, or the caller's own thread) by `verl_like.process.host.W
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from verl_like.calls.dispatch import Dispatch, Execute, register
-from verl_like.errors import DispatchError, WorkerError, nearest
+from verl_like.calls.group import ClassWithInitArgs
+from verl_like.calls.verl_surface import VerlWorker
+from verl_like.errors import PlacementError, WorkerError
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import load_random_state, save_random_state
 from verl_like.process.store import SignedStore
@@ -79,7 +80,7 @@ def device_of(facts: ProcessFacts) -> torch.device:
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else facts.local_rank)
 
 
-class Worker:
+class Worker(VerlWorker):
     """One role in one process."""
 
     _facts: ProcessFacts
@@ -134,11 +135,6 @@ class Worker:
         A rollout sees the actor's module this way.
         """
         return self._siblings.get(role)
-
-    @property
-    def fused_worker_dict(self) -> dict[str, Worker]:
-        """Every role of this process by name."""
-        return self._siblings
 
     def open_process_group(self) -> None:
         """Open the process's one default process group, with the worker's GPU as the current one.
@@ -211,24 +207,6 @@ class Worker:
             )
         return self._facts.master
 
-    def get_available_master_addr_port(self) -> tuple[str, int]:
-        """This node's address and a port that is free right now.
-
-        Another process may take it: prefer a bound TCPStore.
-        """
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        if self._facts.master is None:
-            return "127.0.0.1", port
-        with socket.socket(type=socket.SOCK_DGRAM) as towards:
-            towards.connect(self._facts.master)  # sends nothing: it only chooses the interface
-            return str(towards.getsockname()[0]), port
-
-    def get_cuda_visible_devices(self) -> str:
-        """The devices this process may see, as CUDA names them."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
@@ -237,53 +215,6 @@ class Worker:
         `is_collect`: its result is the one that counts among the ranks of that slice.
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
-
-    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """This rank's place on every mesh it has registered, for `set_dispatch_collect`."""
-        places = self._mesh_facts.items()
-        return {
-            "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places},
-            "collect_dp_rank": {mesh: is_collect for mesh, (_, is_collect) in places},
-        }
-
-    def set_dispatch_collect(
-        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
-    ) -> None:
-        """Register a mesh whose places are those of another worker's, inside this one.
-
-        The arguments are what that one's `get_dispatch_collect` gives.
-        """
-        if mesh_name in self._mesh_facts:
-            raise DispatchError(
-                f"{self.role} rank {self.rank} has registered mesh '{mesh_name}' already. "
-                f"Registered: {', '.join(self._mesh_facts)}. Take another name."
-            )
-        places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
-        if len(places) != 1:
-            raise DispatchError(
-                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one place, and the "
-                f"other worker's meshes give {len(places)}: {dispatch_dp_rank}, {collect_dp_rank}. "
-                "Call _register_dispatch_collect_info with the one that is meant."
-            )
-        self._register_dispatch_collect_info(mesh_name, *places.pop())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def _query_dispatch_info(self, mesh_name: str) -> int:
-        return self._place_on(mesh_name)[0]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def _query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this rank's result is the one to collect on a mesh."""
-        return self._place_on(mesh_name)[1]
-
-    def _place_on(self, mesh_name: str) -> tuple[int, bool]:
-        if mesh_name not in self._mesh_facts:
-            raise DispatchError(
-                f"{self.role} rank {self.rank} has not registered mesh '{mesh_name}'."
-                f"{nearest(mesh_name, self._mesh_facts)} Registered: "
-                f"{', '.join(self._mesh_facts) or 'none'}."
-            )
-        return self._mesh_facts[mesh_name]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def ping(self) -> None:
@@ -322,14 +253,44 @@ class Worker:
         if saved.is_file():
             load_random_state(saved)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(
-        self, func: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run `func(worker, *slices)` on every rank."""
-        return func(self, *args, **kwargs)
-
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `func(*args)` on rank 0 only."""
         return func(*args, **kwargs)
+
+
+class ColocatedWorker(Worker):
+    """Has the other roles of its process as attributes; they are constructed before it."""
+
+    _colocated_classes: ClassVar[dict[str, ClassWithInitArgs]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """The worker of a role."""
+        if name in type(self)._colocated_classes and (worker := self.sibling(name)):
+            return worker
+        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+
+
+def create_colocated_worker_raw_cls(
+    class_dict: Mapping[str, ClassWithInitArgs],
+) -> type[ColocatedWorker]:
+    """A base class for a worker of your own that calls the other roles of its process.
+
+    class Hybrid(create_colocated_worker_raw_cls({"actor": actor, "critic": critic})):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def both(self, x):
+            return self.critic.sub(self.actor.add(x))
+
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid))
+    group.both(1)
+    group.fuse(["actor", "critic"])    # group.actor.add(1), as well as group.actor_add(1)
+    """
+    if not class_dict:
+        raise PlacementError("create_colocated_worker_raw_cls needs at least one role.")
+    for role in class_dict:
+        if hasattr(ColocatedWorker, role):
+            raise PlacementError(
+                f"role '{role}' would be shadowed by an attribute that every worker has. Rename it."
+            )
+    name = "_".join(["Colocated", *class_dict])
+    return type(name, (ColocatedWorker,), {"_colocated_classes": dict(class_dict)})

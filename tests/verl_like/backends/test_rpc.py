@@ -14,7 +14,7 @@ import pytest
 from tests.waiting import LIMIT_S, wait_until
 from verl_like.backends import rpc
 from verl_like.backends.rpc import Endpoint, Requests
-from verl_like.calls.messages import Call
+from verl_like.calls.wire import Call
 from verl_like.errors import WorkerDiedError, WorkerError
 
 
@@ -69,42 +69,41 @@ def stranger(endpoint: Endpoint, stack: ExitStack) -> socket.socket:
 
 def make(requests: Requests, method: str, *args: object) -> Any:
     call = Call("role", method, args, past_queue=True)
-    return requests.ask("past_queue", call, (), num_answers=2)
+    return requests.ask("past_queue", call, ())
 
 
 def test_calls_are_answered_with_payload_and_header(endpoint: Endpoint) -> None:
     requests = connect(endpoint)
     for number in range(5):
-        payload, header = make(requests, "give", number)
-        assert (payload.result(LIMIT_S), header.result(LIMIT_S)) == ((number,), "header")
+        assert make(requests, "give", number).result(LIMIT_S) == ((number,), "header")
     for method, words in (("fail", "cannot travel.*no answer"), ("unreadable", "cannot be read")):
         with pytest.raises(WorkerError, match=words):
-            make(requests, method)[0].result(LIMIT_S)
+            make(requests, method).result(LIMIT_S)
     with pytest.raises(WorkerError, match="arguments cannot be sent"):
-        make(requests, "give", threading.Lock())[0].result(LIMIT_S)
-    assert make(requests, "give", 5)[0].result(LIMIT_S) == (5,)
+        make(requests, "give", threading.Lock()).result(LIMIT_S)
+    assert make(requests, "give", 5).result(LIMIT_S) == ((5,), "header")
 
 
 def test_a_request_does_not_wait_for_one_that_is_under_way(endpoint: Endpoint, host: Any) -> None:
     requests = connect(endpoint)
-    held = [make(requests, "hold", number)[0] for number in range(3)]
-    assert requests.ask("stacks")[0].result(LIMIT_S) == "idle"
+    held = [make(requests, "hold", number) for number in range(3)]
+    assert requests.ask("stacks").result(LIMIT_S) == "idle"
     assert not any(future.done() for future in held)
     host.held.set()
-    assert [future.result(LIMIT_S) for future in held] == [(0,), (1,), (2,)]
+    assert [future.result(LIMIT_S)[0] for future in held] == [(0,), (1,), (2,)]
 
 
 def test_a_process_that_is_gone_is_told_in_the_middle_of_a_request_and_before_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], b"0" * 16)
         requests = connect(endpoint)
-        (under_way,) = requests.ask("stacks")
+        under_way = requests.ask("stacks")
         listening.accept()[0].close()
         with pytest.raises(WorkerDiedError, match="the process is gone"):
             under_way.result(LIMIT_S)
         wait_until(lambda: requests.dead is not None)
         with pytest.raises(WorkerDiedError, match="the process is gone"):
-            requests.ask("stacks")[0].result(LIMIT_S)
+            requests.ask("stacks").result(LIMIT_S)
     with pytest.raises(WorkerDiedError, match=r"the process is gone\. \(.*refused"):
         connect(endpoint)
 
@@ -115,7 +114,7 @@ def test_a_driver_that_goes_ends_the_answering_thread(endpoint: Endpoint) -> Non
 
     before = num_answering()
     requests = connect(endpoint)
-    assert requests.ask("stacks")[0].result(LIMIT_S) == "idle"
+    assert requests.ask("stacks").result(LIMIT_S) == "idle"
     with socket.socket(fileno=requests._connection._handle) as ours:  # type: ignore[attr-defined]
         ours.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: num_answering() < before)
@@ -126,7 +125,7 @@ def test_strangers_keep_nobody_waiting(endpoint: Endpoint, stack: ExitStack) -> 
     for _ in range(50):
         stranger(endpoint, stack)
     began = time.monotonic()
-    assert connect(endpoint).ask("stacks")[0].result(LIMIT_S) == "idle"
+    assert connect(endpoint).ask("stacks").result(LIMIT_S) == "idle"
     assert time.monotonic() - began < rpc.KEY_S / 2, "they have so long each"
 
 
@@ -136,7 +135,7 @@ def test_a_key_that_comes_in_pieces_is_a_key(endpoint: Endpoint, stack: ExitStac
         connection.sendall(bytes([byte]))
         time.sleep(0.002)
     requests = Requests(rpc._connection_over(connection), lambda: "gone")
-    assert requests.ask("stacks")[0].result(LIMIT_S) == "idle"
+    assert requests.ask("stacks").result(LIMIT_S) == "idle"
 
 
 @pytest.mark.parametrize("sent", [b"", b"0123", b"0" * 16, b"\0" * 1000])
@@ -149,7 +148,7 @@ def test_who_sends_another_key_or_half_of_it_is_turned_away(
         connection.shutdown(socket.SHUT_WR)
     with suppress(ConnectionResetError):
         assert connection.recv(1) == b""
-    assert connect(endpoint).ask("stacks")[0].result(LIMIT_S) == "idle"
+    assert connect(endpoint).ask("stacks").result(LIMIT_S) == "idle"
 
 
 def test_who_says_nothing_is_let_go_in_time(
@@ -161,6 +160,6 @@ def test_who_says_nothing_is_let_go_in_time(
 
 def test_nobody_else_is_let_in_once_the_driver_has_come(endpoint: Endpoint) -> None:
     requests = connect(endpoint)
-    assert requests.ask("stacks")[0].result(LIMIT_S) == "idle"
+    assert requests.ask("stacks").result(LIMIT_S) == "idle"
     with pytest.raises(WorkerDiedError, match="refused"):
         connect(endpoint)

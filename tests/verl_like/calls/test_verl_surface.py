@@ -21,9 +21,9 @@ from verl_like import (
     create_colocated_worker_raw_cls,
 )
 from verl_like.batch.tensordict_rows import TensorDictRows
-from verl_like.calls import dispatch
-from verl_like.calls.chunks import collect_dataproto
-from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.calls.dispatch import MODES, collect_dataproto
+from verl_like.calls.group import ClassWithInitArgs
+from verl_like.calls.verl_surface import scatter_lists
 from verl_like.errors import ConfigError, DispatchError, PlacementError
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.worker import construction
@@ -157,8 +157,8 @@ def test_facts_without_rows_are_those_of_the_first_rank(group) -> None:
 
 def test_lists_are_scattered_for_drivers_that_ask_for_it(group, monkeypatch) -> None:
     ranks = range(group.world_size)
-    monkeypatch.setitem(dispatch._MODES, "ALL_TO_ALL", dispatch._MODES["ALL_TO_ALL"])
-    dispatch.scatter_lists()
+    monkeypatch.setitem(MODES, "ALL_TO_ALL", MODES["ALL_TO_ALL"])
+    scatter_lists()
     assert group.execute_all_sync("adder_plain", [10 * rank for rank in ranks]) == [
         (rank, 10 * rank, 0) for rank in ranks
     ]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.workers.samples import make_batch, tiny_config
-from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.backends.local import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.calls.group import ClassWithInitArgs
 from verl_like.errors import WorkerDiedError
 from verl_like.placement.pools import ResourcePool
 from workers.config import WorkersConfig

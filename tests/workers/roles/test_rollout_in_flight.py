@@ -13,10 +13,10 @@ from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
 from trainer.rollouts.rollouts import with_responses
 from verl_like import RayResourcePool, RayWorkerGroup
-from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.backends.local import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.calls.group import ClassWithInitArgs
 from verl_like.errors import MissingColumnError, RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
 from workers.roles.actor import ActorWorker

@@ -27,8 +27,8 @@ from tests.workers.stand_ins import (
     train,
     versions,
 )
-from verl_like.backends.local.group import LocalWorkerGroup
-from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
+from verl_like.backends.local import LocalWorkerGroup
+from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.store import SignedStore, new_secret

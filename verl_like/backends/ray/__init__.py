@@ -16,7 +16,7 @@ from verl_like.backends.ray.pools import (
     merge_resource_pool,
     split_resource_pool,
 )
-from verl_like.calls.worker_classes import ColocatedClasses, create_colocated_worker_cls
+from verl_like.calls.group import ColocatedClasses, create_colocated_worker_cls
 
 __all__ = [
     "ColocatedClasses",

@@ -22,8 +22,7 @@ from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.group import WorkerGroup, method_table
-from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
@@ -48,10 +47,19 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.options.update(options)
 
 
-class RayWorkerGroup(WorkerGroup):
-    """A worker group whose processes are Ray actors on a pool's placement groups."""
+class _RunningWorkers(WorkerGroup):
+    """A worker group whose processes are Ray actors."""
 
     transport: RayTransport
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the actors, in rank order."""
+        return self.transport.names
+
+
+class RayWorkerGroup(_RunningWorkers):
+    """Starts a Ray actor on every place of a pool, and constructs the roles in them."""
 
     def __init__(
         self,
@@ -113,15 +121,14 @@ class RayWorkerGroup(WorkerGroup):
         transport = RayTransport(actors, facts, limits, names, master_port)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
-    @classmethod
+    @staticmethod
     def from_detached(
-        cls,
         worker_names: Sequence[str],
         ray_cls_with_init: ClassWithInitArgs,
         *,
         name_prefix: str | None = None,
         deadlines: Deadlines | None = None,
-    ) -> RayWorkerGroup:
+    ) -> _RunningWorkers:
         """The group of workers that run already, by the `worker_names` of theirs.
 
         `ray_cls_with_init` says which methods they have; nothing is constructed. `name_prefix` is
@@ -144,17 +151,9 @@ class RayWorkerGroup(WorkerGroup):
                 f"{', '.join(roles)}: give the classes, and the name_prefix if any, that the "
                 "workers were started with."
             )
-        group = cls.__new__(cls)
-        limits = deadlines or Deadlines()
-        transport = RayTransport(actors, facts, limits, worker_names)
+        transport = RayTransport(actors, facts, deadlines or Deadlines(), worker_names)
         classes = {role: made.cls for role, made in roles.items()}
-        WorkerGroup.__init__(group, transport, classes, prefixed=ray_cls_with_init.prefixed)
-        return group
-
-    @property
-    def worker_names(self) -> list[str]:
-        """The names of the actors, in rank order."""
-        return self.transport.names
+        return _RunningWorkers(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 
 def _start_actors(

@@ -19,7 +19,7 @@ import ray
 import xxhash
 
 from verl_like.backends.ray.packing import Packed, pack_batch
-from verl_like.calls.pack import SHARED_BYTES
+from verl_like.calls.wire import SHARED_BYTES
 
 
 class Stored:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
 from typing import Any
@@ -29,10 +28,10 @@ from verl_like.backends.ray.host import Location
 from verl_like.backends.ray.packing import pack
 from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.backends.ray.stored import small_or_stored
-from verl_like.backends.rpc import ProcessTransport, connect
+from verl_like.backends.rpc import Part, ProcessTransport, connect
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import answers_of_all, wait_for_start
-from verl_like.calls.messages import Call, Pending
+from verl_like.calls.wire import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 
@@ -106,7 +105,7 @@ class RayTransport(ProcessTransport):
         if call.args or call.kwargs:
             what = *what, call.args, call.kwargs
         # a worker cannot wait for what comes over a connection of the driver's
-        here = [part.result() if isinstance(part, Future) else part for part in parts]
+        here = [part.value() if isinstance(part, Part) else part for part in parts]
         made = self._task(rank, call).remote(pack(what) or what, *here)
         payload, header = made if call.returns_batch and call.counts else (made, made)
         return Pending(rank, payload, header, call.role)
@@ -125,11 +124,10 @@ class RayTransport(ProcessTransport):
         if not ray.is_initialized():
             return []
         until = time.monotonic() + seconds
-        here: list[Any] = []
-        futures = [reference for reference in references if isinstance(reference, Future)]
-        if futures:
-            here.extend(wait_futures(futures, seconds).done)
-        tasks = [reference for reference in references if not isinstance(reference, Future)]
+        coming = [reference for reference in references if isinstance(reference, Part)]
+        done = wait_futures({part.answer for part in coming}, seconds if coming else 0.0).done
+        here: list[Any] = [part for part in coming if part.answer in done]
+        tasks = [reference for reference in references if not isinstance(reference, Part)]
         if tasks:
             left = max(until - time.monotonic(), 0.0)
             here += ray.wait(tasks, num_returns=len(tasks), timeout=left, fetch_local=False)[0]
@@ -137,8 +135,8 @@ class RayTransport(ProcessTransport):
 
     def fetch(self, reference: Any) -> Any:
         """Bring it to this process."""
-        if isinstance(reference, Future):
-            return reference.result()
+        if isinstance(reference, Part):
+            return reference.value()
         try:
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
@@ -161,7 +159,7 @@ class RayTransport(ProcessTransport):
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """One request for everything; a failure among them is for `fetch` to explain."""
-        if any(isinstance(reference, Future) for reference in references):
+        if any(isinstance(reference, Part) for reference in references):
             return super().fetch_together(references, seconds)
         try:
             return list(ray.get(list(references), timeout=seconds))

@@ -1,1 +1,0 @@
-"""The backend without a cluster: the caller's own thread, or child processes."""

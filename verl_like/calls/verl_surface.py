@@ -1,0 +1,204 @@
+"""Methods that only drivers and workers written for verl call.
+
+`VerlGroup` has verl's ways to call a method by its name, `VerlWorker` has what verl's workers ask
+of themselves, and `scatter_lists` has verl's guess about lists.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from verl_like.calls.dispatch import (
+    ATTRIBUTE,
+    MODES,
+    CallTarget,
+    Dispatch,
+    Execute,
+    Mode,
+    Registration,
+    collect_list,
+    dispatch_all_to_all,
+    dispatch_dp_compute,
+    register,
+)
+from verl_like.errors import DispatchError, nearest
+
+if TYPE_CHECKING:
+    from verl_like.calls.future import WorkerFuture
+    from verl_like.calls.group import BoundMethod, WorkerGroup
+
+
+def scatter_lists() -> None:
+    """From now on `ALL_TO_ALL` scatters lists as verl does, in groups that are made later.
+
+    Where every argument is a list with one element per worker, each worker gets its elements;
+    `execute_all_sync` and the like do so, too. It is a guess: a list that has that length by chance
+    is scattered as well, so drivers written for this project say `Scatter`.
+    """
+    MODES[Dispatch.ALL_TO_ALL.name] = Mode(_dispatch_lists, collect_list, "list")
+
+
+def _dispatch_lists(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
+    values = [*args, *kwargs.values()]
+    if values and all(isinstance(v, list) and len(v) == target.world_size for v in values):
+        return dispatch_dp_compute(target, *args, **kwargs)
+    return dispatch_all_to_all(target, *args, **kwargs)
+
+
+class VerlGroup:
+    """A worker group's methods for verl's drivers."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str: ...  # noqa: D102
+
+    roles: dict[str, type]
+    prefixed: frozenset[str]
+    spawn: Callable[[Iterable[str]], dict[str, WorkerGroup]]
+    bind: Callable[[str, str, Callable[..., Any], Registration], BoundMethod]
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method by its name on every worker: a list of what they return, in rank order.
+
+        Registered or not, it gets the arguments as they are; of a `Scatter`, each worker gets its
+        element.
+        """
+        return self.execute_all_async(method_name, *args, **kwargs).get()
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Run a method by its name on every worker: a future of what they return, in rank order."""
+        return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method by its name on rank 0 only: what it returns."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Run a method by its name on rank 0 only: a future of what it returns."""
+        return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
+
+    def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:
+        """A method of the workers, whether it is registered or not."""
+        methods = {}
+        for role, cls in self.roles.items():
+            for method in dir(cls):
+                if not method.startswith("__") and callable(getattr(cls, method)):
+                    key = f"{role}_{method}" if role in self.prefixed else method
+                    methods[key] = role, method, getattr(cls, method)
+        if name not in methods:
+            raise DispatchError(
+                f"the workers of {self.name} have no method '{name}'.{nearest(name, methods)}"
+            )
+        role, method, function = methods[name]
+        mark = getattr(function, ATTRIBUTE, Registration(Dispatch.ALL_TO_ALL, execute_mode))
+        mark = replace(mark, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=execute_mode)
+        return self.bind(role, method, function, mark)
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Make every role's group an attribute of this one."""
+        for role, group in self.spawn(prefix_set).items():
+            if hasattr(self, role):
+                raise DispatchError(
+                    f"role '{role}' would shadow an attribute of group {self.name}. Rename the "
+                    "role."
+                )
+            setattr(self, role, group)
+
+
+class VerlWorker:
+    """A worker's methods for the code of verl's workers."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def role(self) -> str: ...  # noqa: D102
+
+        @property
+        def rank(self) -> int: ...  # noqa: D102
+
+    _facts: Any
+    _siblings: dict[str, Any]
+    _mesh_facts: dict[str, tuple[int, bool]]
+    _register_dispatch_collect_info: Callable[[str, int, bool], None]
+
+    @property
+    def fused_worker_dict(self) -> dict[str, Any]:
+        """Every role of this process by name."""
+        return self._siblings
+
+    def get_available_master_addr_port(self) -> tuple[str, int]:
+        """This node's address and a port that is free right now.
+
+        Another process may take it: prefer a bound TCPStore.
+        """
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        if self._facts.master is None:
+            return "127.0.0.1", port
+        with socket.socket(type=socket.SOCK_DGRAM) as towards:
+            towards.connect(self._facts.master)  # sends nothing: it only chooses the interface
+            return str(towards.getsockname()[0]), port
+
+    def get_cuda_visible_devices(self) -> str:
+        """The devices this process may see, as CUDA names them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+        """This rank's place on every mesh it has registered, for `set_dispatch_collect`."""
+        places = self._mesh_facts.items()
+        return {
+            "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places},
+            "collect_dp_rank": {mesh: is_collect for mesh, (_, is_collect) in places},
+        }
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
+    ) -> None:
+        """Register a mesh whose places are those of another worker's, inside this one.
+
+        The arguments are what that one's `get_dispatch_collect` gives.
+        """
+        if mesh_name in self._mesh_facts:
+            raise DispatchError(
+                f"{self.role} rank {self.rank} has registered mesh '{mesh_name}' already. "
+                f"Registered: {', '.join(self._mesh_facts)}. Take another name."
+            )
+        places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
+        if len(places) != 1:
+            raise DispatchError(
+                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one place, and the "
+                f"other worker's meshes give {len(places)}: {dispatch_dp_rank}, {collect_dp_rank}. "
+                "Call _register_dispatch_collect_info with the one that is meant."
+            )
+        self._register_dispatch_collect_info(mesh_name, *places.pop())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_dispatch_info(self, mesh_name: str) -> int:
+        return self._place_on(mesh_name)[0]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this rank's result is the one to collect on a mesh."""
+        return self._place_on(mesh_name)[1]
+
+    def _place_on(self, mesh_name: str) -> tuple[int, bool]:
+        if mesh_name not in self._mesh_facts:
+            raise DispatchError(
+                f"{self.role} rank {self.rank} has not registered mesh '{mesh_name}'."
+                f"{nearest(mesh_name, self._mesh_facts)} Registered: "
+                f"{', '.join(self._mesh_facts) or 'none'}."
+            )
+        return self._mesh_facts[mesh_name]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(
+        self, func: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run `func(worker, *slices)` on every rank."""
+        return func(self, *args, **kwargs)

@@ -1,0 +1,296 @@
+"""What travels between the driver and a worker process.
+
+A `Call` goes there; a payload and its `Header` come back. The header is small and tells the driver
+what came back without the data. Small arguments travel inside the call. Large ones, and the results
+of other calls, travel beside it as parts, and slots stand for them in the call: `Packer` makes
+these in the driver, and `unpack` fills them in the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from verl_like.batch.protocol import DataProto, Shard
+from verl_like.batch.split import place_chunk
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.errors import DispatchError, WorkerError
+
+SHARED_BYTES = 100_000
+"""Values from this size on travel as parts of their own.
+
+A value that goes to several ranks is shared: a backend with an object store puts it there once.
+"""
+BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
+"""The forms of what a data-parallel method returns (`verl_like.calls.result`)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the value of part number `part`."""
+
+    part: int
+
+
+@dataclass(frozen=True)
+class ChunkSlot:
+    """Stands for one chunk of another group's result.
+
+    `payload` is the number of its part, `headers` those of the headers of all chunks.
+    """
+
+    payload: int
+    headers: tuple[int, ...]
+    index: int
+
+
+@dataclass(frozen=True)
+class FutureChunk:
+    """A chunk of a result that is still being made: it travels as references."""
+
+    payload: Any
+    headers: Sequence[Any]
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call on one worker.
+
+    `returns_batch`: the result may be passed on to other workers, so the payload travels apart
+    from its header. `counts` is False for a rank whose result another one, which shares its model,
+    gives as well: only its header comes back. A call that goes `past_queue` runs at once, in a
+    thread of its own beside whatever is running; it has no slots.
+    """
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    returns_batch: bool = False
+    counts: bool = True
+    past_queue: bool = False
+
+
+class RemoteError(NamedTuple):
+    """An exception as it left a worker: pickled, if it can be, and its traceback as text."""
+
+    pickled: bytes | None
+    type_name: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> RemoteError:
+        """Pickle an exception that the driver can raise and show.
+
+        Anything but an `Exception`, such as an exit, would pass the driver's own handlers.
+        """
+        text = "".join(traceback.format_exception(error))
+        pickled: bytes | None = None
+        with contextlib.suppress(Exception):  # user exceptions may fail in any way
+            pickled = cloudpickle.dumps(error)
+            if not _can_be_shown(pickle.loads(pickled)):
+                pickled = None
+        return cls(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)
+
+    def rebuild(self, where: str) -> BaseException:
+        """The exception to raise on the driver, of its own type.
+
+        The worker's place and traceback are in a note.
+        """
+        error: BaseException | None = None
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # its class may be importable in the worker only
+                unpickled = pickle.loads(self.pickled)
+                error = unpickled if _can_be_shown(unpickled) else None
+        if error is None:
+            error = WorkerError(
+                f"{where} raised {self.type_name}, an exception that cannot be sent to the driver."
+            )
+        error.add_note(f"raised in {where}\n{self.traceback.rstrip()}")
+        return error
+
+
+def _can_be_shown(error: object) -> bool:
+    """Whether it is an exception with a text, as all that report it expect."""
+    return isinstance(error, Exception) and isinstance(str(error), str)
+
+
+class Header(NamedTuple):
+    """What the driver learns of a finished call at once: who ran it, when, what came, or why not.
+
+    `rows` counts the real rows of the payload; rows after them are padding. `metrics` are what the
+    method returned beside its batch, or instead of one. `only_padding`: the rank had no real row.
+    `returned` is the form of what a data-parallel method returned.
+    """
+
+    role: str
+    method: str
+    rank: int
+    pid: int
+    start: float
+    end: float
+    cpu_s: float
+    rows: int | None = None
+    keys: tuple[str, ...] = ()
+    error: RemoteError | None = None
+    mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
+    metrics: dict[str, Any] | None = None
+    only_padding: bool = False
+    returned: str = ""
+
+    def packed(self) -> bytes:
+        """The values alone, in the quickest way there is: a header comes with every call."""
+        error: Any = None if self.error is None else tuple(self.error)
+        return marshal.dumps(tuple(self._replace(error=error)))
+
+    @staticmethod
+    def read(value: Any) -> Header:
+        """A header as it arrived: packed, packed with its payload, or as it is."""
+        if isinstance(value, Header):
+            return value
+        header = Header._make(marshal.loads(value if isinstance(value, bytes) else value[0]))
+        if header.error is None:
+            return header
+        return header._replace(error=RemoteError._make(header.error))
+
+
+Answer = bytes | tuple[bytes, Any]
+"""A packed header and its payload as one value; a payload of None takes no room."""
+
+
+def answer_of(payload: Any, header: Header) -> Answer:
+    """Header and payload as one value."""
+    return header.packed() if payload is None else (header.packed(), payload)
+
+
+def payload_of(answer: Any) -> Any:
+    """The payload of an answer."""
+    return answer[1] if type(answer) is tuple else None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The references that a submitted call gives at once.
+
+    Where header and payload travel as one `Answer`, both are the same reference.
+    """
+
+    rank: int
+    payload: Any
+    header: Any
+    role: str
+
+    @property
+    def is_one_answer(self) -> bool:
+        """Whether header and payload travel as one value."""
+        return self.payload is self.header
+
+
+# ------------------------------------------------------------------------------------ in the driver
+
+
+class Packer:
+    """Packs the arguments of one call for several ranks: a value that they share is shared once."""
+
+    def __init__(self, share: Callable[[Any], tuple[Any, Any]]) -> None:
+        """`share` is the transport's."""
+        self._share = share
+        self._shared: dict[int, tuple[Any, Any]] = {}
+        """By identity: a large value (held, so that it keeps its identity), and its part."""
+        self.keeps: list[Any] = []
+        """What must be held until the call has ended, because other calls may share it."""
+
+    def pack(self, value: Any, parts: list[Any]) -> Any:
+        """The value as it travels in a call, with what it needs added to the call's `parts`."""
+        if isinstance(value, FutureChunk):
+            first = len(parts)
+            parts += [value.payload, *value.headers]
+            return ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index)
+        if id(value) not in self._shared:
+            if num_bytes(value) < SHARED_BYTES:
+                return value
+            part, keeper = self._share(value)
+            self._shared[id(value)] = value, part
+            self.keeps.append(keeper)
+        parts.append(self._shared[id(value)][1])
+        return Slot(len(parts) - 1)
+
+
+def num_bytes(value: Any) -> int:
+    """The bytes of a tensor, an array or a batch; anything else is taken to be small: 0."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(value.nbytes)
+    if isinstance(value, DataProto):
+        return sum(value.num_bytes())
+    return int(value.bytes()) if isinstance(value, TensorDict) else 0
+
+
+# ------------------------------------------------------------------------------------ in the worker
+
+
+class UpstreamError(Exception):
+    """An argument could not be had because the call that makes it failed."""
+
+    def __init__(self, error: RemoteError):
+        self.error = error
+
+
+def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
+    """An argument with its slots filled.
+
+    A batch is a private copy unless the method promised not to write.
+    """
+    if isinstance(value, ChunkSlot):
+        headers = _headers_of(value, parts)
+        header = headers[value.index]
+        if header.returned not in (BATCH, BOTH):
+            raise DispatchError(
+                f"{header.role}.{header.method} returned {header.returned} on rank {header.rank}; "
+                "its future was passed on as a batch, so it must return a DataProto."
+            )
+        value = place_chunk(parts[value.payload], value.index, [h.rows or 0 for h in headers])
+    elif isinstance(value, Slot):
+        value = parts[value.part]
+
+    if readonly:
+        return value
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        return value.copy()
+    return value.writable_copy() if isinstance(value, DataProto) else value
+
+
+def _headers_of(slot: ChunkSlot, parts: Sequence[Any]) -> list[Header]:
+    """The headers of all chunks of a result; the error of a call that failed is raised."""
+    values = [parts[number] for number in slot.headers]
+    if len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    headers = [Header.read(value) for value in values]
+    for header in headers:
+        if header.error is not None:
+            raise UpstreamError(header.error)
+    return headers
+
+
+class Chunk(NamedTuple):
+    """Rows of a split batch that a method got, padding included, and whose they are."""
+
+    num_rows: int
+    shard: Shard
+
+
+def chunk_of(arguments: Iterable[Any]) -> Chunk | None:
+    """The chunk that the results of a call are measured by: the first among its arguments."""
+    for value in arguments:
+        if isinstance(value, DataProto) and value.shard is not None:
+            return Chunk(len(value), value.shard)
+    return None
