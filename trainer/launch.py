@@ -163,7 +163,7 @@ class Attempts:
     def _has_lost_its_cluster(self) -> bool:
         if self.config.trainer.backend != "ray":
             return False
-        from verl_like.backends.ray.ending import leave_if_broken
+        from verl_like.backends.ray.cluster import leave_if_broken
 
         return leave_if_broken()
 

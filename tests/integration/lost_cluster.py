@@ -19,7 +19,7 @@ from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.verl_like.broken_cluster import daemon, wait_less
 from trainer import load_config, restarts, run
-from verl_like.backends.ray.ending import DAEMONS
+from verl_like.backends.ray.cluster import DAEMONS
 
 STEPS, LOST_IN = 4, 3
 SETTINGS = ("trainer.logger=[]", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1")

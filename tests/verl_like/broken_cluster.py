@@ -19,7 +19,7 @@ from tests.programs import tell
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Faulty
 from tests.waiting import wait_until_ended
-from verl_like.backends.ray import connect, ending, probes
+from verl_like.backends.ray import cluster, connect
 from verl_like.errors import WorkerDiedError
 
 
@@ -49,7 +49,7 @@ def lose_the_head() -> dict[str, Any]:
         except WorkerDiedError as error:
             found = {"said": str(error), "said_s": time.monotonic() - began}
         began = time.monotonic()
-        left = ending.leave_if_broken()
+        left = cluster.leave_if_broken()
     return found | {"left": left, "left_s": time.monotonic() - began}
 
 
@@ -61,7 +61,7 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
         frozen = daemon("raylet")
         os.kill(frozen, signal.SIGSTOP)
         began = time.monotonic()
-    ending._leave()
+    cluster._leave()
     ended_s = time.monotonic() - began
     wait_until_ended(frozen)
     return {"ended_s": ended_s, "session": session}
@@ -72,9 +72,9 @@ def wait_less(patch: pytest.MonkeyPatch) -> None:
     ask_for_forks(patch)
     # Ray's client would end this process so soon after its head; a minute, unless it is told
     patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
-    patch.setattr(probes, "EVERY_S", 0.3)
-    patch.setattr(ending, "RELEASE_S", 1.0)
-    patch.setattr(ending, "SHUTDOWN_S", 2.0)
+    patch.setattr(cluster, "EVERY_S", 0.3)
+    patch.setattr(cluster, "RELEASE_S", 1.0)
+    patch.setattr(cluster, "SHUTDOWN_S", 2.0)
 
 
 if __name__ == "__main__":

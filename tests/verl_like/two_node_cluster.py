@@ -28,7 +28,7 @@ from verl_like import (
     gather,
 )
 from verl_like.backends.ray import cluster_nodes, connect
-from verl_like.backends.ray.probes import why_gone
+from verl_like.backends.ray.cluster import why_gone
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WorkerDiedError
 

@@ -56,8 +56,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
 
 def living_nodes(config: RunConfig) -> list[Node]:
     """The nodes of the Ray cluster that answer: Ray itself may take half a minute to miss one."""
-    from verl_like.backends.ray.cluster import cluster_nodes
-    from verl_like.backends.ray.probes import why_gone
+    from verl_like.backends.ray.cluster import cluster_nodes, why_gone
 
     has_gpus = _device_of_nodes(config) != "cpu"
     nodes = cluster_nodes(config.trainer.n_gpus_per_node, use_gpu=has_gpus)
@@ -71,7 +70,7 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
     """
     if config.trainer.backend != "ray":
         return placement
-    from verl_like.backends.ray.probes import why_gone
+    from verl_like.backends.ray.cluster import why_gone
 
     if not any(why_gone(node.key) for node in placement.pools[pool].nodes):
         return placement

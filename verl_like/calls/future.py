@@ -185,27 +185,15 @@ class DataProtoFuture(WorkerFuture):
     """
 
 
-def answers_of_all(
-    transport: Transport, what: str, references: Sequence[Any], limit: tuple[float, str]
-) -> list[tuple[Header, Any]]:
-    """Wait for what every rank answers while its roles start: headers and payloads."""
-    name = transport.facts[0].name
-    pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
-    future = WorkerFuture(
-        f"{what} of {name}",
-        transport,
-        pending,
-        lambda headers, payloads: list(zip(headers, payloads, strict=True)),
-        limit=limit,
-    )
-    answers: list[tuple[Header, Any]] = future.get()
-    return answers
-
-
 def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Header]:
     """Wait until every rank's roles are constructed: their headers in rank order."""
+    name = transport.facts[0].name
+    pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
     limit = transport.deadlines.start_s, "raise watch.start_s"
-    return [header for header, _ in answers_of_all(transport, "start", references, limit)]
+    what = f"start of {name}"
+    future = WorkerFuture(what, transport, pending, lambda headers, _: headers, limit=limit)
+    headers: list[Header] = future.get()
+    return headers
 
 
 # ------------------------------------------------------------------------------------ the one wait

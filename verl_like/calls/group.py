@@ -128,28 +128,28 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it and return a future at once."""
-        if self.first_rank_only:
-            return self.remote_on(0, *args, **kwargs)
-        return self._launch(self._all_ranks(), args, kwargs)
+        return self._launch(self._target(0 if self.first_rank_only else None), args, kwargs)
 
     def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it on one rank only, which gets all rows: a future of the result of that rank."""
-        return self._launch(self._target([rank], lambda mesh: [(0, True)]), args, kwargs)
+        return self._launch(self._target(rank), args, kwargs)
 
     def collecting_ranks(self) -> list[int]:
         """The ranks whose results count: one of those that share a model.
 
         There are as many as a batch has chunks.
         """
-        return self._collecting_ranks(self._all_ranks())
+        return self._collecting_ranks(self._target())
 
-    def _all_ranks(self) -> CallTarget:
+    def _target(self, rank: int | None = None) -> CallTarget:
+        """All ranks of the group, or one."""
         group = self.group
-        find_mesh = functools.partial(group.state.mesh, role=self.role, where=self.name)
-        return self._target(range(group.world_size), find_mesh)
-
-    def _target(self, ranks: Sequence[int], find_mesh: Callable[[str], MeshFacts]) -> CallTarget:
-        group = self.group
+        ranks: Sequence[int] = range(group.world_size)
+        find_mesh: Callable[[str], MeshFacts] = functools.partial(
+            group.state.mesh, role=self.role, where=self.name
+        )
+        if rank is not None:
+            ranks, find_mesh = [rank], _mesh_of_one
         return CallTarget(group.name, self.name, self.function, group.transport, ranks, find_mesh)
 
     def _launch(
@@ -160,7 +160,12 @@ class BoundMethod:
         self.group.state.refuse_after_shutdown(self.name)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
-            self._check_split(name, values, target.world_size)
+            if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
+                raise DispatchError(
+                    f"{self.name}: the dispatch function must give a list with one element per "
+                    f"worker ({target.world_size}) for every argument; for argument {name!r} it "
+                    f"gave {type(values).__name__}."
+                )
 
         collecting = self._collecting_ranks(target)
         packer, pending = Packer(transport.share), []
@@ -195,15 +200,6 @@ class BoundMethod:
             keeps=packer.keeps,
         )
 
-    def _check_split(self, name: Any, values: Any, size: int) -> None:
-        """Reject what a dispatch function gave unless it is one element per worker."""
-        if not isinstance(values, (list, tuple)) or len(values) != size:
-            raise DispatchError(
-                f"{self.name}: the dispatch function must give a list with one element per "
-                f"worker ({size}) for every argument; for argument {name!r} it gave "
-                f"{type(values).__name__}."
-            )
-
     def _collecting_ranks(self, target: CallTarget) -> list[int]:
         """The ranks whose results count, in the order of their rows."""
         if self.mode.collecting_ranks is not None:
@@ -227,6 +223,11 @@ class BoundMethod:
             return collect_metrics(collecting)
         batch = value_of(self.mode.collect_fn(target, outputs))
         return Result(batch, collect_metrics(collecting)) if form == BOTH else batch
+
+
+def _mesh_of_one(mesh_name: str) -> MeshFacts:
+    """Any mesh, for a call on one rank."""
+    return [(0, True)]
 
 
 def _here(value: Any) -> Any:

@@ -137,10 +137,9 @@ def _plain_metrics(metrics: dict[Any, Any], where: str) -> Metrics:
                 f"{where} returned metrics with the key {name!r}, a {type(name).__name__}: names "
                 "are strings."
             )
-        if isinstance(value, list):
-            plain[name] = [_plain_value(entry, name, where) for entry in value]
-        else:
-            plain[name] = _plain_value(value, name, where)
+        is_list = isinstance(value, list)
+        values = [_plain_value(entry, name, where) for entry in (value if is_list else [value])]
+        plain[name] = values if is_list else values[0]
     return plain
 
 

@@ -1,33 +1,64 @@
-"""Joining or starting a Ray cluster, and what its nodes have."""
+"""A Ray cluster: joining or starting one, what its nodes have, and leaving it in bounded time.
+
+A cluster that is started here is the user's alone: its session folder, which Ray opens to everyone,
+is in a folder that nobody else can enter, and goes with the process. The token that Ray asks for is
+in a file of the user's. Ports of metrics, which no token guards, stay shut.
+"""
 
 from __future__ import annotations
 
 import atexit
-import ctypes
+import contextlib
 import logging
 import os
+import secrets
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from verl_like.backends.ray.ending import end_in_time_at_exit
-from verl_like.backends.ray.private_session import private_session
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
 from verl_like.process.environment import ONE_THREAD, environment
+from verl_like.process.private_folder import private_folder
 
+logger = logging.getLogger(__name__)
+RELEASE_S = 5.0
+"""Time for giving places back: a cluster that does not answer has nothing to give them to."""
+SHUTDOWN_S = 10.0
+"""Time for Ray's own end; if it takes longer, its daemons are killed."""
+DAEMONS = ("gcs_server", "raylet")
+"""The processes of a head and of a node without which nothing is computed."""
+TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+LONGEST_PATH = 22
+"""For the session folders' parent: a Unix socket's path holds 107 characters, 85 of them Ray's."""
 OUTLIVES_A_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
 """Or Ray's client ends this process a minute after its head is gone, whatever it is doing, and
-though it has another by then.
-"""
+though it has another by then."""
+WITHOUT_METRICS = {
+    "RAY_enable_metrics_collection": "0",
+    # what every call did, for the dashboard's page of tasks: each process sends it every second
+    "RAY_task_events_report_interval_ms": "0",
+    # Ray has no switch for these two; a port that cannot be opened it only notes in its own log
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+EVERY_S = 1.0
+"""An address is tried at most once in this time."""
+NUM_TRIES = 3
+"""Whoever has not answered this often in a row is gone."""
 _connecting = threading.Lock()
 
 
@@ -41,40 +72,54 @@ def connect(
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
     A process that is connected already stays so; a thread that is connecting it is waited for.
-    Workers get one thread each, unless the user's
-    environment or `runtime_env` says otherwise. A cluster that is started is the user's alone
-    (`private_session`).
+    Workers get one thread each, unless the user's environment or `runtime_env` says otherwise.
     """
     with _connecting:
         if ray.is_initialized():
             return
         env = dict(runtime_env or {})
+        variables = dict(OUTLIVES_A_HEAD)
         address = address or os.environ.get("RAY_ADDRESS")
         if address is not None:
             env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
         else:
-            options = {"include_dashboard": False, **options}
+            with_dashboard = bool(options.setdefault("include_dashboard", False))
+            defaults = ONE_THREAD | ({} if with_dashboard else WITHOUT_METRICS)
+            variables |= {name: v for name, v in defaults.items() if name not in os.environ}
+            _guard_token()
+            options = {"_temp_dir": str(_session_folder()), **options}
         options |= {"address": address or "local", "namespace": namespace}
         options |= {"runtime_env": env or None, "log_to_driver": True, "configure_logging": False}
-        limit_s = (deadlines or Deadlines()).connect_s
-        if address is not None:
-            _init(options, address, limit_s)
-            return
-        unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
-        with environment(unset), private_session(bool(options["include_dashboard"])) as private:
-            _init(private | options, address, limit_s)
+        with environment(variables):
+            _init(options, address, (deadlines or Deadlines()).connect_s)
+        atexit.unregister(_leave_at_exit)
+        # ahead of Ray's own exit handler, and of the folder's removal
+        atexit.register(_leave_at_exit, os.getpid())
 
 
 def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     """`ray.init` with a deadline.
 
     It has a thread of its own, because nothing can end it from outside when the cluster's head is
-    silent.
+    silent. The thread stays: the cluster's processes end with the thread that made them.
     """
     done: Future[None] = Future()
-    logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
-    work = options, done
-    threading.Thread(target=_init_and_stay, args=work, name="ray.init", daemon=True).start()
+
+    def init() -> None:
+        try:
+            ray.init(**options)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            done.set_exception(error)
+            return
+        done.set_result(None)
+        threading.Event().wait()
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    logging.getLogger("ray._private.worker").addFilter(
+        lambda record: "SIGTERM handler is not set" not in str(record.msg)
+    )
+    threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         if not wait_futures([done], limit_s).done:
             raise WaitTimeoutError(_no_answer(address, limit_s))
@@ -82,70 +127,73 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
         atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
         raise
     done.result()
-    end_in_time_at_exit()
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # as `ray.init` does in the main thread
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-
-
-def _init_and_stay(options: dict[str, Any], done: Future[None]) -> None:
-    """Connect, then wait for ever: the cluster's processes end with the thread that made them."""
-    try:
-        with _handler_kept(signal.SIGTERM), environment(OUTLIVES_A_HEAD):
-            ray.init(**options)
-    except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-        done.set_exception(error)
-        return
-    done.set_result(None)
-    threading.Event().wait()
-
-
-@contextmanager
-def _handler_kept(number: int) -> Iterator[None]:
-    """Whatever handles the signal before the block handles it afterwards.
-
-    Ray puts a handler of C++ there, which prints a stack, and aborts the process 3 s after the
-    signal, whatever it is doing to end well. Python's `signal` has no say outside the main thread.
-    """
-    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(256)
-    libc.sigaction(number, None, before)
-    try:
-        yield
-    finally:
-        libc.sigaction(number, before, None)
+    if in_main_thread:  # Ray's handler is C++ that aborts the process 3 s after the signal
+        if handler is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        else:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _no_answer(address: str | None, limit_s: float) -> str:
-    what, look = (
-        "a Ray cluster of this machine's own",
-        ("Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"),
-    )
+    what = "a Ray cluster of this machine's own"
+    look = "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
     if address:
         what = f"the Ray cluster at {address}"
         look = "Check the address and, with `ray status`, the head"
     return (
         f"the driver waited {limit_s:g} s (watch.connect_s) for {what}, and its head did not "
-        f"answer. {look}; if it is only slow, raise watch.connect_s. Start this program anew to "
+        f"answer. {look}; if it is only slow, raise watch.connect_s. Start this program again to "
         "try again."
     )
 
 
-def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
-    """Drops Ray's warning that it could not set the handler which `_init` sets."""
-    return "SIGTERM handler is not set" not in str(record.msg)
+def _guard_token() -> None:
+    """Make the file with Ray's token, which Ray would let everyone read, unless it is elsewhere."""
+    if any(name in os.environ for name in TOKEN_PLACES):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # a home that cannot be written: Ray says so
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.exists():
+            path.chmod(0o600)
+            return
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+
+
+def _session_folder() -> Path:
+    """A new folder, removed when this process ends; those that killed runs left are removed now."""
+    parent = private_folder(os.environ.get("RAY_TMPDIR"))
+    if len(str(parent)) > LONGEST_PATH:
+        parent = private_folder("/tmp")
+    for left in parent.glob("ray-*-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a process that was forked from it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------- its nodes
 
 
 def has_one_node() -> bool:
     """Whether the whole cluster is one machine: its processes then talk over loopback.
 
-    A node that was lost counts: its like may come, and has to reach what is started until then.
+    A node that was lost counts: another may come, and has to reach what is started until then.
     """
     return len(ray.nodes()) == 1
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """What Ray says of each of its living nodes, by address."""
+    """Ray's record of each of its living nodes, by address."""
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     return sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
 
@@ -155,38 +203,157 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
 
     With their GPUs, or (where there are none) with that many CPU slots, or one slot per CPU.
     """
+    prefixes = ("CPU", "GPU", "memory", "object_store_memory", "node:", "accelerator_type:")
     nodes = []
     for node in living_nodes():
         have = node["Resources"]
         gpus, cpus = int(have.get("GPU", 0)) if use_gpu else 0, float(have.get("CPU", 0.0))
-        devices = gpus or (int(cpus) if slots_per_node is None else slots_per_node)
         nodes.append(
             Node(
                 node["NodeManagerAddress"],
-                devices,
+                gpus or (int(cpus) if slots_per_node is None else slots_per_node),
                 cpus,
                 "GPU" if gpus else "CPU slot",
                 node["NodeID"],
-                {name: n for name, n in have.items() if not _is_built_in(name)},
+                {name: n for name, n in have.items() if not name.startswith(prefixes)},
             )
         )
     return nodes
 
 
-def _is_built_in(resource: str) -> bool:
-    """Whether it is one that Ray gives every node, not one of the user's own."""
-    prefixes = ("CPU", "GPU", "memory", "object_store_memory", "node:", "accelerator_type:")
-    return resource.startswith(prefixes)
-
-
 def free_resources() -> str:
     """What the cluster could give right now, in words."""
-    free = ray.available_resources()
-    return amounts(
-        {name: free.get(name, 0) for name in ("CPU", "GPU") if name in ray.cluster_resources()}
-    )
+    free, kinds = ray.available_resources(), ray.cluster_resources()
+    return amounts({name: free.get(name, 0) for name in ("CPU", "GPU") if name in kinds})
 
 
 def amounts(resources: dict[str, float]) -> str:
     """Resources in words: `2 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+class ClusterProbe:
+    """Whether the head and the nodes of a cluster still listen.
+
+    Ray waits for a minute without its head (the GCS), and takes half a minute to declare a node
+    dead.
+    """
+
+    def __init__(self) -> None:
+        """The addresses can be asked only while the head lives."""
+        self._nodes: dict[str, dict[str, Any]] = {node["NodeID"]: node for node in ray.nodes()}
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head = host, int(port)
+        self._tried: dict[tuple[str, int], float] = {}
+        self._silent: dict[tuple[str, int], int] = {}
+        self._trying = threading.Lock()
+
+    def address(self, node_id: str) -> str:
+        """The network address of a node."""
+        return str(self._nodes[node_id]["NodeManagerAddress"])
+
+    def why_node_gone(self, node_id: str) -> str | None:
+        """Why nothing on that node can ever answer; None while it lives."""
+        address, port = self.address(node_id), self._nodes[node_id]["NodeManagerPort"]
+        return _silent_node(node_id, address, port) if self._is_gone(address, port) else None
+
+    def why_head_gone(self) -> str | None:
+        """Why no worker of the cluster will be heard of again; None while it lives."""
+        host, port = self._head
+        if not self._is_gone(host, port):
+            return None
+        return (
+            f"the head of the Ray cluster is gone: no GCS listens at {host}:{port}. Start the "
+            "cluster again; the same command then goes on from the last checkpoint."
+        )
+
+    def _is_gone(self, address: str, port: int) -> bool:
+        place = address, port
+        with self._trying:  # threads that wait for the same silence count it once
+            if time.monotonic() - self._tried.get(place, -EVERY_S) >= EVERY_S:
+                self._tried[place] = time.monotonic()
+                self._silent[place] = 0 if _answers(place) else self._silent.get(place, 0) + 1
+            return self._silent[place] >= NUM_TRIES
+
+
+def why_gone(node_id: str) -> str | None:
+    """Why no worker can be started on that node; None while it lives."""
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        where = node["NodeManagerAddress"] if node else "of this pool"
+        return f"its node {where} ({node_id[:8]}) is gone: Ray has declared it dead."
+    address, port = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
+    is_gone = not any(_answers((address, port)) for _ in range(NUM_TRIES))
+    return _silent_node(node_id, address, port) if is_gone else None
+
+
+def _silent_node(node_id: str, address: str, port: int) -> str:
+    at = f"{address}:{port}"
+    return f"its node {address} ({node_id[:8]}) is gone: no Ray daemon answers at {at}."
+
+
+def _answers(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------ its end
+
+
+def within(seconds: float, work: Callable[[], None], what: str) -> bool:
+    """Whether it has ended in time; it goes on beside us otherwise, and what fails is logged."""
+
+    def attempt() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - at a run's end, which has its own error to tell
+            logger.warning("%s failed: %s", what, error)
+
+    thread = threading.Thread(target=attempt, name=what, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning("%s did not end within %.0f s, and is left alone", what, seconds)
+    return not thread.is_alive()
+
+
+def leave_if_broken() -> bool:
+    """Leave a cluster whose head or nodes do not answer: the next connection finds another.
+
+    Returns whether there is none to go on in.
+    """
+    nodes: list[dict[str, Any]] = []
+    if ray.is_initialized():
+        own = [processes[0].process for kind, processes in _own_processes() if kind in DAEMONS]
+        has_lost_own = any(daemon.poll() is not None for daemon in own)
+        ask = partial(within, RELEASE_S, lambda: nodes.extend(ray.nodes()))
+        if has_lost_own or not ask("asking Ray's nodes") or not any(n["Alive"] for n in nodes):
+            _leave()
+    return not ray.is_initialized()
+
+
+def _leave_at_exit(owner: int) -> None:
+    if os.getpid() == owner:  # not a process that was forked from it
+        _leave()
+
+
+def _leave() -> None:
+    """Leave Ray; a cluster that this process has started ends with it."""
+    if not ray.is_initialized():
+        return
+    atexit.unregister(ray.shutdown)
+    own = [process.process.pid for _, processes in _own_processes() for process in processes]
+    shut_down = partial(ray.shutdown, _exiting_interpreter=True)  # prints what is left of logs
+    if not within(SHUTDOWN_S, shut_down, "leaving Ray"):
+        for pid in own:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _own_processes() -> list[tuple[str, Any]]:
+    """The processes of a cluster that this process has started, by kind."""
+    node = ray._private.worker._global_node
+    return list(node.all_processes.items()) if node is not None and node.is_head() else []

@@ -15,8 +15,14 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl_like.backends.ray.cluster import amounts, connect, free_resources, living_nodes
-from verl_like.backends.ray.ending import RELEASE_S, within
+from verl_like.backends.ray.cluster import (
+    RELEASE_S,
+    amounts,
+    connect,
+    free_resources,
+    living_nodes,
+    within,
+)
 from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.placement.plan import ROUNDING

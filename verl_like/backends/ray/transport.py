@@ -2,17 +2,26 @@
 
 Payloads stay in the object store and go from worker to worker as references. Requests for stacks,
 and calls that go past the queue, take a connection of their own (`verl_like.backends.rpc`).
+
+Calls and batches are pickled before Ray sees them, because its own pickler takes several times as
+long (`pack`). Equal batches are put into the store once (`put_once`): several roles read the same
+columns of a step.
 """
 
 from __future__ import annotations
 
+import pickle
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import wait as wait_futures
 from functools import partial
 from typing import Any
 
 import ray
+import xxhash
+from ray import cloudpickle
 from ray.exceptions import (
     ObjectLostError,
     OutOfMemoryError,
@@ -22,21 +31,22 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from verl_like.backends.ray.death_cause import cause_of_death
-from verl_like.backends.ray.ending import RELEASE_S, within
+from verl_like.backends.ray.cluster import RELEASE_S, ClusterProbe, within
 from verl_like.backends.ray.host import Location
-from verl_like.backends.ray.packing import pack
-from verl_like.backends.ray.probes import ClusterProbe
-from verl_like.backends.ray.stored import small_or_stored
 from verl_like.backends.rpc import Part, ProcessTransport, connect
+from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.future import answers_of_all, wait_for_start
-from verl_like.calls.wire import Call, Pending
+from verl_like.calls.future import wait_for_start
+from verl_like.calls.wire import SHARED_BYTES, Call, Pending, payload_of
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 
 MOST_APART = 64
 """References to headers that a task gets one by one."""
+ONLY_FOR_RAY = (b"__main__", b"\x03ray", b"ray.")
+"""A pickle that holds one of these is left to Ray: other processes cannot import the first module,
+and Ray has to count its own objects. (`\\x03` is the length of the name that follows.)
+"""
 
 
 @ray.remote(num_cpus=0)
@@ -57,7 +67,7 @@ class RayTransport(ProcessTransport):
         names: Sequence[str],
         master_port: int | None = None,
     ):
-        """Waits until every actor says that its roles are there.
+        """Wait until every actor says that its roles are there.
 
         With a port, which 0 leaves to rank 0, they construct them; another driver had them do so
         where there is none.
@@ -70,10 +80,8 @@ class RayTransport(ProcessTransport):
         try:
             located = [actor.location.remote() for actor in self.actors]
             starting = self._start(master_port)
-            limit = deadlines.start_s, "raise watch.start_s"
-            there = answers_of_all(self, "start", located, limit)
-            self.started = [header for header, _ in there]
-            locations: list[Location] = [location for _, location in there]
+            self.started = wait_for_start(self, located)
+            locations: list[Location] = [payload_of(answer) for answer in ray.get(located)]
             self._cluster = ClusterProbe()
             self._nodes = [location.node for location in locations]
             self.requests = [
@@ -140,7 +148,7 @@ class RayTransport(ProcessTransport):
         try:
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
-            raise WorkerDiedError(f"the worker process is gone: {cause_of_death(error)}") from None
+            raise WorkerDiedError(f"the worker process is gone: {_cause_of_death(error)}") from None
         except ObjectLostError as error:
             gone = f"the machine that held the answer is gone ({type(error).__name__})"
             raise WorkerDiedError(gone) from None
@@ -208,3 +216,103 @@ class RayTransport(ProcessTransport):
     def share(self, value: Any) -> tuple[Any, Any]:
         """Into the object store, once for all ranks, unless it is small without its padding."""
         return small_or_stored(value)
+
+
+def _cause_of_death(error: Exception) -> str:
+    """Why a process ended, as far as Ray knows."""
+    text = " ".join(str(error).split())
+    if "low on memory" in text:
+        return (
+            f"Ray killed it because its node ran low on memory: {text[:600]}. Give the role fewer "
+            "rows at a time, put fewer processes on the node, or raise "
+            "RAY_memory_usage_threshold where the node's Ray is started."
+        )
+    if "connection error code" in text:
+        return (
+            "it broke off without a word: killed by SIGKILL (by hand, or by the kernel when "
+            "memory ran out), or crashed in native code, of which its log then has the stack."
+        )
+    return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
+
+
+# ------------------------------------------------------------------------------- values on the way
+
+
+class Packed:
+    """A pickle whose buffers are apart: whoever unpickles this gets the value itself."""
+
+    def __init__(self, head: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
+        """As `pack` made them."""
+        self.head, self.buffers = head, list(buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pickle and its buffers together."""
+        return len(self.head) + sum(buffer.raw().nbytes for buffer in self.buffers)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The buffers travel as buffers again, without a copy."""
+        return _value_of, (self.head, self.buffers)
+
+
+def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
+    return pickle.loads(head, buffers=buffers)
+
+
+def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
+    """The value pickled, its buffers put into that list if there is one; None: only Ray can."""
+    if cloudpickle.list_registry_pickle_by_value():
+        return None
+    try:
+        head = pickle.dumps(value, 5, buffer_callback=None if buffers is None else buffers.append)
+    except Exception:  # noqa: BLE001 - objects of the user's may refuse in any way
+        return None
+    return None if any(word in head for word in ONLY_FOR_RAY) else head
+
+
+def pack_batch(value: Any) -> Packed | None:
+    """A batch pickled with its buffers; None for other values and for what only Ray can pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pack(value, buffers) if type(value) is DataProto else None
+    return None if head is None else Packed(head, buffers)
+
+
+class Stored:
+    """A value in the store, as long as this is held."""
+
+    def __init__(self, reference: Any) -> None:
+        """`reference` is a Ray `ObjectRef`."""
+        self.reference = reference
+
+
+_held: weakref.WeakValueDictionary[tuple[str, bytes], Stored] = weakref.WeakValueDictionary()
+"""By connection to a cluster, and content."""
+_putting = threading.Lock()
+
+
+def small_or_stored(value: Any) -> tuple[Any, Stored | None]:
+    """A value as a call gets it beside it, and what must be held for that.
+
+    A batch that is small without its padding goes with the call: to put it, and to pass a
+    reference, would cost the driver several times as much.
+    """
+    packed = pack_batch(value)
+    if packed is not None and packed.num_bytes < SHARED_BYTES:
+        return packed, None
+    stored = put_once(value if packed is None else packed)
+    return stored.reference, stored
+
+
+def put_once(value: Any) -> Stored:
+    """The value in the store; an equal batch that somebody holds is not put again."""
+    packed = value if isinstance(value, Packed) else pack_batch(value)
+    if packed is None:
+        return Stored(ray.put(value))
+    digest = xxhash.xxh3_128(packed.head)
+    for buffer in packed.buffers:
+        digest.update(buffer.raw())
+    key = ray.get_runtime_context().get_worker_id(), digest.digest()
+    with _putting:
+        stored = _held.get(key) or Stored(ray.put(packed))
+        _held[key] = stored
+        return stored

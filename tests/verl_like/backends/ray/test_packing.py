@@ -13,7 +13,7 @@ import torch
 from ray import cloudpickle
 
 from verl_like import DataProto
-from verl_like.backends.ray.packing import Packed, pack
+from verl_like.backends.ray.transport import Packed, pack
 
 
 def test_a_packed_batch_is_the_batch_and_its_columns_are_not_copied() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
-from verl_like.backends.ray.stored import put_once, small_or_stored
+from verl_like.backends.ray.transport import put_once, small_or_stored
 from verl_like.batch.ragged import Ragged
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]

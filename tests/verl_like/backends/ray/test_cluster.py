@@ -1,0 +1,152 @@
+"""A Ray cluster of this machine is its user's alone, and a lost head or node is known soon."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from verl_like.backends.ray import cluster
+from verl_like.errors import WorkerError
+from verl_like.process.private_folder import private_folder
+
+DEATHS_S = 5.0
+"""A death may take this long to be known."""
+SLICE_S = 1.1
+"""A driver that waits asks about once a second."""
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What the process would do at its end; homes and temporary files are in `tmp_path`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(cluster, "LONGEST_PATH", 1000)
+    for name in cluster.TOKEN_PLACES:
+        monkeypatch.delenv(name, raising=False)
+    calls: list[Callable[[], None]] = []
+    monkeypatch.setattr(cluster.atexit, "register", calls.append)
+    return calls
+
+
+def test_the_session_is_in_a_private_folder_and_goes_with_the_process(
+    at_exit: list[Callable[[], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cluster._session_folder()
+    assert folder.parent == private_folder(str(tmp_path))
+    assert mode(folder.parent) == 0o700
+    (remove,) = at_exit
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    remove()
+    assert folder.exists(), "of another process"
+    monkeypatch.setattr(os, "getpid", lambda: own)
+    remove()
+    assert not folder.exists()
+
+
+def test_with_the_longest_path_and_number_of_a_process_a_socket_has_a_path() -> None:
+    of_ray = "session_2026-11-24_14-54-19_381012_4194304/sockets/plasma_store"
+    assert len(f"{'x' * cluster.LONGEST_PATH}/ray-4194304-qabpbtls/{of_ray}") <= 107
+
+
+@pytest.mark.usefixtures("at_exit")
+def test_what_killed_runs_left_goes_and_what_living_ones_use_stays(tmp_path: Path) -> None:
+    private = private_folder(str(tmp_path))
+    left, used = private / "ray-4194999-abc", private / f"ray-{os.getpid()}-abc"
+    left.mkdir()
+    used.mkdir()
+    cluster._session_folder()
+    assert not left.exists()
+    assert used.exists()
+
+
+@pytest.mark.usefixtures("at_exit")
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_token_is_for_its_user_alone(tmp_path: Path, is_there: bool) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    if is_there:
+        token.parent.mkdir()
+        token.write_text("as it was")
+        token.chmod(0o644)
+    cluster._guard_token()
+    assert mode(token) == 0o600
+    assert (token.read_text() == "as it was") == is_there
+    assert len(token.read_text()) == (9 if is_there else 64)
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    private_folder(str(tmp_path)).chmod(0o755)
+    with pytest.raises(WorkerError, match="not a folder of this user alone"):
+        private_folder(str(tmp_path))
+
+
+def test_a_cluster_of_this_machine_has_no_metrics_unless_there_is_a_dashboard(
+    at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    seen: list[object] = []
+
+    def init(**options: object) -> None:
+        seen.append((options["include_dashboard"], os.environ.get("RAY_enable_metrics_collection")))
+
+    monkeypatch.setattr(ray, "init", init)
+    cluster.connect()
+    cluster.connect(include_dashboard=True)
+    assert seen == [(False, "0"), (True, None)]
+    assert "RAY_enable_metrics_collection" not in os.environ
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its clock, and whether anybody listens in it."""
+    now = SimpleNamespace(seconds=1000.0, listens=False)
+    context = SimpleNamespace(gcs_address="192.0.2.1:6379")
+    node = {"NodeID": "n" * 56, "NodeManagerAddress": "192.0.2.2", "NodeManagerPort": 7000}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(cluster, "_answers", lambda place: now.listens)
+    return now
+
+
+def of_the_head() -> Callable[[], str | None]:
+    return cluster.ClusterProbe().why_head_gone
+
+
+def of_a_node() -> Callable[[], str | None]:
+    probe = cluster.ClusterProbe()
+    return lambda: probe.why_node_gone("n" * 56)
+
+
+@pytest.mark.parametrize("probed", [of_the_head, of_a_node])
+def test_who_does_not_listen_is_gone_before_a_death_is_late(
+    network: SimpleNamespace, probed: Callable[[], Callable[[], str | None]]
+) -> None:
+    why_gone, began = probed(), network.seconds
+    while (why := why_gone()) is None:
+        network.seconds += SLICE_S
+        assert network.seconds - began <= DEATHS_S - SLICE_S, "it may have died after a look"
+    assert "is gone" in why
+
+
+@pytest.mark.parametrize("probed", [of_the_head, of_a_node])
+def test_who_listens_again_is_not_gone(
+    network: SimpleNamespace, probed: Callable[[], Callable[[], str | None]]
+) -> None:
+    why_gone = probed()
+    for listens in (False, False, True, False, False):
+        network.listens = listens
+        assert why_gone() is None
+        network.seconds += SLICE_S
