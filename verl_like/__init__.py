@@ -18,18 +18,18 @@ if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this mo
     from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
     from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
     from verl_like.backends.ray import split_resource_pool as split_resource_pool
-    from verl_like.batch.dynamic import prepare_dynamic_batch as prepare_dynamic_batch
-    from verl_like.batch.dynamic import rearrange_micro_batches as rearrange_micro_batches
-    from verl_like.batch.dynamic import restore_dynamic_batch as restore_dynamic_batch
-    from verl_like.batch.functions import collate_fn as collate_fn
-    from verl_like.batch.functions import fold_batch_dim as fold_batch_dim
-    from verl_like.batch.functions import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from verl_like.batch.functions import unfold_batch_dim as unfold_batch_dim
-    from verl_like.batch.functions import unpad_dataproto as unpad_dataproto
     from verl_like.batch.merge import union_numpy_dict as union_numpy_dict
     from verl_like.batch.merge import union_tensor_dict as union_tensor_dict
     from verl_like.batch.protocol import DataProto as DataProto
     from verl_like.batch.protocol import DataProtoItem as DataProtoItem
+    from verl_like.batch.verl_compat import collate_fn as collate_fn
+    from verl_like.batch.verl_compat import fold_batch_dim as fold_batch_dim
+    from verl_like.batch.verl_compat import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from verl_like.batch.verl_compat import prepare_dynamic_batch as prepare_dynamic_batch
+    from verl_like.batch.verl_compat import rearrange_micro_batches as rearrange_micro_batches
+    from verl_like.batch.verl_compat import restore_dynamic_batch as restore_dynamic_batch
+    from verl_like.batch.verl_compat import unfold_batch_dim as unfold_batch_dim
+    from verl_like.batch.verl_compat import unpad_dataproto as unpad_dataproto
     from verl_like.calls.dispatch import Dispatch as Dispatch
     from verl_like.calls.dispatch import Execute as Execute
     from verl_like.calls.dispatch import Scatter as Scatter
@@ -77,25 +77,25 @@ _MODULE_OF = {
     "Scatter": "calls.dispatch",
     "Worker": "process.worker",
     "WorkerGroup": "calls.group",
-    "collate_fn": "batch.functions",
+    "collate_fn": "batch.verl_compat",
     "create_colocated_worker_cls": "calls.group",
     "create_colocated_worker_raw_cls": "process.worker",
-    "fold_batch_dim": "batch.functions",
+    "fold_batch_dim": "batch.verl_compat",
     "gather": "calls.future",
     "make_nd_compute_dataproto_dispatch_fn": "calls.dispatch",
     "merge_resource_pool": "backends.ray",
-    "pad_dataproto_to_divisor": "batch.functions",
-    "prepare_dynamic_batch": "batch.dynamic",
-    "rearrange_micro_batches": "batch.dynamic",
+    "pad_dataproto_to_divisor": "batch.verl_compat",
+    "prepare_dynamic_batch": "batch.verl_compat",
+    "rearrange_micro_batches": "batch.verl_compat",
     "register": "calls.dispatch",
     "register_dispatch_mode": "calls.dispatch",
-    "restore_dynamic_batch": "batch.dynamic",
+    "restore_dynamic_batch": "batch.verl_compat",
     "scatter_lists": "calls.verl_surface",
     "split_resource_pool": "backends.ray",
-    "unfold_batch_dim": "batch.functions",
+    "unfold_batch_dim": "batch.verl_compat",
     "union_numpy_dict": "batch.merge",
     "union_tensor_dict": "batch.merge",
-    "unpad_dataproto": "batch.functions",
+    "unpad_dataproto": "batch.verl_compat",
     "update_dispatch_mode": "calls.dispatch",
 }
 __all__ = [*_MODULE_OF]

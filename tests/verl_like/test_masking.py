@@ -14,7 +14,7 @@ from trainer.ppo.config import PPOConfig
 from verl_like import masking
 from verl_like.masking import MASK, is_secret_name, mask_text, masked
 from verl_like.process.facts import ProcessFacts
-from verl_like.process.role_state import RoleState
+from verl_like.process.host import RoleState
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 import pytest
 
 from tests.verl_like.batches import assert_same, make, uids
-from verl_like.batch.functions import (
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.verl_compat import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
     unpad_dataproto,
 )
-from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
 

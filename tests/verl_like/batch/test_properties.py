@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.verl_like.batches import assert_same
-from verl_like.batch.functions import (
+from verl_like.batch.merge import same_value
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.batch.verl_compat import (
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
     unpad_dataproto,
 )
-from verl_like.batch.merge import same_value
-from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
 
 JSON_LIKE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

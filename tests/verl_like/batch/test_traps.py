@@ -7,8 +7,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_like.batch.functions import pad_dataproto_to_divisor
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.verl_compat import pad_dataproto_to_divisor
 from verl_like.errors import BatchError, MissingColumnError
 
 

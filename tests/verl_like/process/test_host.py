@@ -18,8 +18,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.wire import Call, Header, RemoteError
 from verl_like.errors import WorkerError
 from verl_like.process.facts import ProcessFacts
-from verl_like.process.host import WorkerHost
-from verl_like.process.role_state import RotatingLog
+from verl_like.process.host import RotatingLog, WorkerHost
 from verl_like.process.worker import Worker
 
 
