@@ -341,8 +341,9 @@ class ProcessTransport(Transport):
         wait_futures(asked, seconds)
         shown = {}
         for rank, facts in enumerate(self.facts):
-            if rank < len(asked) and asked[rank].done() and asked[rank].exception() is None:
-                shown[rank] = asked[rank].result()
+            if rank < len(asked) and asked[rank].done():
+                if asked[rank].exception() is None:  # or its process has ended
+                    shown[rank] = asked[rank].result()
                 continue
             path, pid = facts.log_path(), self.pid_here(rank)
             if path is not None and pid is not None and (text := stack_by_signal(pid, path)):

@@ -385,16 +385,17 @@ class HangWatch:
     def __init__(self, transport: Pool) -> None:
         self._transport = transport
         self._next_look = time.monotonic() + LOOK_EVERY_S
+        self._looking: threading.Thread | None = None
         self._stacks: dict[int, str] | None = None
         self._explained: dict[int, str] | None = None
 
     def look_if_due(self, late: Mapping[str, Sequence[int]]) -> None:
         """Look if it is time to; `late` has the ranks that each call waits for, by its name."""
-        now = time.monotonic()
-        if late and now >= self._next_look:
-            self._next_look = now + LOOK_EVERY_S
-            work = threading.Thread(target=self._look, args=(dict(late),), name="look", daemon=True)
-            work.start()
+        now, is_looking = time.monotonic(), self._looking is not None and self._looking.is_alive()
+        if late and now >= self._next_look and not is_looking:
+            self._next_look, arguments = now + LOOK_EVERY_S, (dict(late),)
+            self._looking = threading.Thread(target=self._look, args=arguments, daemon=True)
+            self._looking.start()
 
     def _look(self, late: Mapping[str, Sequence[int]]) -> None:
         before, self._stacks = self._stacks, self._transport.stacks(STACKS_S)
