@@ -28,7 +28,7 @@ SESSION = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
-"""As `verl_like.backends.ray.private_session` starts a cluster."""
+"""As `verl_like.backends.ray.cluster` starts one."""
 
 
 class Idle:
