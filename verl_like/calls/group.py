@@ -157,7 +157,7 @@ class BoundMethod:
     ) -> WorkerFuture:
         """Split the arguments, submit a call to each rank, and make the future of the result."""
         transport = target.transport
-        self.group.state.refuse_after_shutdown(self.name)
+        self.group.state.refuse_after_shutdown(self.name, self.group.name)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
             if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
@@ -262,11 +262,11 @@ class GroupState:
         self._layouts: dict[tuple[str, str], MeshFacts] = {}
         """By mesh and role: what was found and checked since anything changed."""
 
-    def refuse_after_shutdown(self, what: str) -> None:
-        """Reject a call that nobody can answer any more."""
+    def refuse_after_shutdown(self, call: str, group: str) -> None:
+        """Raise if `group` cannot answer `call` any more."""
         if self.ended.is_set():
             raise WorkerDiedError(
-                f"{what}: the group {self.name} was shut down, and its processes are gone; call it "
+                f"{call}: the group {group} was shut down, and its processes are gone; call it "
                 "before shutdown(), or inside the group's `with` block."
             )
 

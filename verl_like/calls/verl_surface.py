@@ -29,7 +29,6 @@ from verl_like.errors import DispatchError, nearest
 
 if TYPE_CHECKING:
     from verl_like.calls.future import WorkerFuture
-    from verl_like.calls.group import BoundMethod, WorkerGroup
 
 
 def scatter_lists() -> None:
@@ -59,8 +58,8 @@ class VerlGroup:
 
     roles: dict[str, type]
     prefixed: frozenset[str]
-    spawn: Callable[[Iterable[str]], dict[str, WorkerGroup]]
-    bind: Callable[[str, str, Callable[..., Any], Registration], BoundMethod]
+    spawn: Callable[[Iterable[str]], dict[str, Any]]
+    bind: Callable[[str, str, Callable[..., Any], Registration], Any]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name on every worker: a list of what they return, in rank order.
@@ -72,7 +71,8 @@ class VerlGroup:
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run a method by its name on every worker: a future of what they return, in rank order."""
-        return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
+        future: WorkerFuture = self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
+        return future
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name on rank 0 only: what it returns."""
@@ -80,9 +80,11 @@ class VerlGroup:
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run a method by its name on rank 0 only: a future of what it returns."""
-        return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
+        method = self._by_name(method_name, Execute.RANK_ZERO)
+        future: WorkerFuture = method.remote(*args, **kwargs)
+        return future
 
-    def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:
+    def _by_name(self, name: str, execute_mode: Execute) -> Any:
         """A method of the workers, whether it is registered or not."""
         methods = {}
         for role, cls in self.roles.items():

@@ -16,7 +16,7 @@ from verl_like import (
     rearrange_micro_batches,
     restore_dynamic_batch,
 )
-from verl_like.batch import dynamic
+from verl_like.batch import verl_compat
 from verl_like.errors import BatchError, MissingColumnError
 
 LENGTHS = [9, 3, 8, 2, 7, 7, 1, 6, 5, 4]
@@ -96,7 +96,7 @@ def test_ranks_of_a_group_agree_on_the_number(monkeypatch: pytest.MonkeyPatch) -
     """Another rank wants three, then is content with what is agreed on."""
     others: Iterator[int] = iter([3, 3])
     monkeypatch.setattr(
-        dynamic, "_maximum", lambda own, group: max(own, next(others)) if group else own
+        verl_compat, "_maximum", lambda own, group: max(own, next(others)) if group else own
     )
     group = dist.ProcessGroup.__new__(dist.ProcessGroup)
     assert len(rearrange_micro_batches(padded(), 26, dp_group=group)[1]) == 3

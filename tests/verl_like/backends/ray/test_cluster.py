@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,9 @@ def at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[]
     for name in cluster.TOKEN_PLACES:
         monkeypatch.delenv(name, raising=False)
     calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(cluster.atexit, "register", calls.append)
+    monkeypatch.setattr(
+        cluster.atexit, "register", lambda call, *args: calls.append(partial(call, *args))
+    )
     return calls
 
 
