@@ -11,6 +11,7 @@ columns of a step.
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -218,14 +219,21 @@ class RayTransport(ProcessTransport):
         return small_or_stored(value)
 
 
+_LOW_MEMORY = re.compile(
+    r"Memory on the node \(IP: (?P<node>[^,)]+).*? was (?P<used>\S+) used / (?P<size>\S+) limit"
+    r".*? exceeded threshold of \S+ \((?P<threshold>[\d.]+%)"
+)
+_MEMORY_USER = re.compile(r"(\d+) (\d+\.\d+) (\S+)")
+
+
 def _cause_of_death(error: Exception) -> str:
-    """Why a process ended, as far as Ray knows."""
+    """Return why a process ended, as far as Ray knows."""
     text = " ".join(str(error).split())
     if "low on memory" in text:
         return (
-            f"Ray killed it because its node ran low on memory: {text[:600]}. Give the role fewer "
-            "rows at a time, put fewer processes on the node, or raise "
-            "RAY_memory_usage_threshold where the node's Ray is started."
+            f"Ray killed it because {_memory_in_words(text)}. Give the role fewer rows at a time, "
+            "put fewer processes on the node, or raise RAY_memory_usage_threshold where the node's "
+            "Ray is started."
         )
     if "connection error code" in text:
         return (
@@ -233,6 +241,20 @@ def _cause_of_death(error: Exception) -> str:
             "memory ran out), or crashed in native code, of which its log then has the stack."
         )
     return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
+
+
+def _memory_in_words(text: str) -> str:
+    """Return how much memory the node had, and who held most of it, from Ray's report."""
+    report = _LOW_MEMORY.search(text)
+    if report is None:
+        return f"its node ran low on memory ({text[:300]})"
+    words = (
+        f"node {report['node']} ran low on memory: {report['used']} of {report['size']} were used, "
+        f"and from {report['threshold']} on Ray kills workers"
+    )
+    users = _MEMORY_USER.findall(text.partition("PID MEM(GB) COMMAND ")[2])[:3]
+    largest = ", ".join(f"{size} GB by pid {pid} ({command})" for pid, size, command in users)
+    return f"{words}; most of it {largest}" if users else words
 
 
 # ------------------------------------------------------------------------------- values on the way
