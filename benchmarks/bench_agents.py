@@ -136,7 +136,7 @@ class Trajectories:
 
     def play(self, round_: int) -> list[Any]:
         """One round."""
-        from workers.agents.loop import Start
+        from workers.agents.trajectory import Start
 
         starts = []
         for row in range(self.rows):

@@ -17,8 +17,9 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.agents.loop import TurnLoop
 from workers.agents.recorded import RECORDED, RecordedHost
+from workers.agents.trajectory import Start, Trajectory
 from workers.columns import require
 from workers.rewards.decoding import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams

@@ -51,21 +51,10 @@ def ids_to_read(
     request that does not begin with what was read and drawn is read as a whole: a new segment.
     """
     if request["extends"] and as_drawn:
-        return chat.between(last_stop(sample), messages), False
-    before, ids = segment_of(sample), request["ids"]
+        return chat.between(sample.stop_token, messages), False
+    before, ids = sample.visible_ids, request["ids"]
     if ids is None:
         return chat.after(before, request["chat"])
     if ids[: len(before)] == before:
         return ids[len(before) :], False
     return ids, True
-
-
-def segment_of(sample: Sample) -> list[int]:
-    """All that was read and drawn since a segment began."""
-    tokens: list[int] = sample.tokens.tolist()
-    return tokens[sample.segments[-1] :] if sample.segments else [*sample.prompt, *tokens]
-
-
-def last_stop(sample: Sample) -> int | None:
-    """The token that ended the last turn; None if it was cut."""
-    return int(sample.tokens[-1]) if sample.finish_reason == "stop" else None

@@ -29,8 +29,8 @@ from verl_like.config_key import changed
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.agents.faults import Faults
-from workers.agents.loop import Trajectory
 from workers.agents.players import Players, trajectory_columns, with_prompts
+from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
 from workers.config import plays, replays_routing
 from workers.models.folder import generation_eos
@@ -50,8 +50,7 @@ from workers.rollout.build import (
     tokenizer_of,
 )
 from workers.rollout.draws import draw_hashes
-from workers.rollout.sample import Sample
-from workers.rollout.sampling import noise_key
+from workers.rollout.sample import Sample, noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport

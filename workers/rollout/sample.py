@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 
 CUT_BY_LENGTH = "length"
 """The `finish_reason` of a sample that reached the limit before an end of sequence."""
+OBSERVED = -1
+"""The version of a token that was observed, not sampled."""
 LONG_OBSERVATION = 128
 """Observed tokens in one turn that are read one by one at most."""
 
@@ -107,6 +110,88 @@ class Sample:
             routed_experts=routed_experts,
         )
 
+    @property
+    def is_drawn(self) -> Tensor:
+        """[tokens]: whether the policy sampled each token, which is the loss mask."""
+        return self.versions >= 0
+
+    @property
+    def visible_ids(self) -> list[int]:
+        """All ids that the policy reads for its next token."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens[self.segments[-1] :] if self.segments else [*self.prompt, *tokens]
+
+    @property
+    def stop_token(self) -> int | None:
+        """The token that ended the response; None if it was cut."""
+        return int(self.tokens[-1]) if self.finish_reason == "stop" else None
+
+    def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:
+        """The sample with these observed tokens at its end, to be continued up to `end_at`."""
+        gaps = torch.full((len(ids),), torch.nan)
+        observed = Sample(
+            [],
+            tokens=torch.tensor(ids, dtype=torch.long),
+            log_probs=gaps,
+            versions=torch.full((len(ids),), OBSERVED, dtype=torch.int32),
+            truncated_log_probs=gaps,
+        )
+        segments = (*self.segments, len(self.tokens)) if begins_segment else self.segments
+        whole = self._followed_by(observed)
+        return replace(whole, finish_reason="abort", end_at=end_at, segments=segments)
+
+    def last_segment(self, max_tokens: int) -> Sample:
+        """The part that an engine continues: the last segment as a sample of its own."""
+        if not self.segments:
+            return self
+        begin, routed = self.segments[-1], self.routed_experts
+        return replace(
+            self._between(begin + 1, None),
+            prompt=self.tokens[begin : begin + 1].tolist(),
+            key=noise_key(self.key, "segment", len(self.segments)),  # places count from 0 again
+            routed_experts=None if routed is None else routed[len(self.prompt) + begin :],
+            end_at=self.longest(max_tokens) - begin - 1,
+            segments=(),
+        )
+
+    def with_last_segment(self, segment: Sample) -> Sample:
+        """The sample with what an engine has made of its `last_segment`."""
+        if not self.segments:
+            return segment
+        whole = self._between(0, self.segments[-1] + 1)._followed_by(segment)
+        before, after = self.routed_experts, segment.routed_experts
+        routed = None
+        if before is not None and after is not None:
+            begin = len(self.prompt) + self.segments[-1]
+            # nobody has read the last tokens of the segments before: they have zeros
+            unread = before.new_zeros(max(begin - len(before), 0), *before.shape[1:])
+            routed = torch.cat([before[:begin], unread, after])
+        reason, kept = segment.finish_reason, segment.kept
+        return replace(whole, routed_experts=routed, finish_reason=reason, kept=kept)
+
+    def _between(self, begin: int, end: int | None) -> Sample:
+        """The sample with these tokens of its response only."""
+        part, truncated = slice(begin, end), self.truncated_log_probs
+        return replace(
+            self,
+            tokens=self.tokens[part],
+            log_probs=self.log_probs[part],
+            versions=self.versions[part],
+            truncated_log_probs=None if truncated is None else truncated[part],
+        )
+
+    def _followed_by(self, rest: Sample) -> Sample:
+        """The sample with the tokens of `rest` after its own."""
+        first, second = self.truncated_log_probs, rest.truncated_log_probs
+        both = None if first is None or second is None else torch.cat([first, second])
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, rest.tokens]),
+            log_probs=torch.cat([self.log_probs, rest.log_probs]),
+            versions=torch.cat([self.versions, rest.versions]),
+            truncated_log_probs=both,
+        )
+
     def longest(self, max_tokens: int) -> int:
         """Tokens that the response may have, of those that the sampling allows."""
         return max_tokens if self.end_at is None else min(self.end_at, max_tokens)
@@ -115,6 +200,17 @@ class Sample:
         """[tokens, kinds]: the policy's, then the truncated ones."""
         kinds = [self.log_probs, self.truncated_log_probs][:num_kinds]
         return torch.stack([kind for kind in kinds if kind is not None], dim=1)
+
+
+def noise_key(
+    seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
+) -> int:
+    """The 64-bit key of a sample's noise.
+
+    `attempt` counts refills of the sample; `stream` separates validation from training.
+    """
+    name = repr((int(seed), str(uid), int(sample_index), int(attempt), stream))
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:

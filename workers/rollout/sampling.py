@@ -7,29 +7,17 @@ is the inverse of the cumulative distribution, in float64, at that number (`choo
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.rollout.base import SamplingParams
+from workers.rollout.sample import noise_key as noise_key  # the documented place of the name
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def noise_key(
-    seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
-) -> int:
-    """The 64-bit key of a sample's noise.
-
-    `attempt` counts refills of the sample, `stream` keeps validation apart.
-    """
-    name = repr((int(seed), str(uid), int(sample_index), int(attempt), stream))
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from trainer.report.page import write_report
 from trainer.report.tokens import tokens_of
 from trainer.rollouts.turns import ENVIRONMENTS
 from verl_like.errors import CallbackError
-from workers.agents.loop import GIVEN_UP
+from workers.agents.trajectory import GIVEN_UP
 
 GAMES = "tests.workers.agents.games"
 FEW = ("data.train_batch_size=4",)

@@ -23,7 +23,7 @@ from trainer.roadside.sample_log import (
 )
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import LedgerError
-from workers.agents.loop import GIVEN_UP
+from workers.agents.trajectory import GIVEN_UP
 from workers.rewards.weighted import SKIPPED
 
 ROWS = 8

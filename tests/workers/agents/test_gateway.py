@@ -23,8 +23,9 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.gateway import Refused, Session, endpoint
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.agents.loop import TurnLoop
 from workers.agents.requests import check_sampling, ids_to_read
+from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.rollout.base import SamplingParams
 from workers.rollout.sample import Sample

@@ -19,7 +19,8 @@ from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.agents.loop import TurnLoop
+from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native.engine import NativeEngine

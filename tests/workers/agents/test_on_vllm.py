@@ -15,7 +15,8 @@ from trainer.cli.make_tiny import make_model
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Start, TurnLoop
+from workers.agents.loop import TurnLoop
+from workers.agents.trajectory import Start
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample

@@ -19,7 +19,8 @@ from trainer.cli.make_tiny import make_tokenizer
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Trajectory, TurnLoop
+from workers.agents.loop import TurnLoop
+from workers.agents.trajectory import Trajectory
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits
 

@@ -23,8 +23,9 @@ from verl_like.errors import BatchError, ConfigError
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Start, Trajectory, TurnLoop, _asked
+from workers.agents.loop import TurnLoop
 from workers.agents.players import trajectory_columns, with_prompts
+from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
@@ -232,7 +233,7 @@ def test_segments_draw_with_noise_of_their_own() -> None:
     sample = Sample([1], key=5, tokens=torch.arange(9), finish_reason="abort")
     versions = torch.full((9,), -1, dtype=torch.int32)
     sample = replace(sample, log_probs=torch.zeros(9), versions=versions)
-    asked = [_asked(replace(sample, segments=places), 20) for places in ((), (4,), (4, 7))]
+    asked = [replace(sample, segments=places).last_segment(20) for places in ((), (4,), (4, 7))]
     assert len({one.key for one in asked}) == 3
     assert [list(one.prompt) for one in asked] == [[1], [4], [7]]
     assert [len(one.prompt) + len(one.tokens) for one in asked] == [10, 5, 2]

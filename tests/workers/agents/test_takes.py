@@ -17,7 +17,8 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import Faults
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import Start, Trajectory, TurnLoop
+from workers.agents.loop import TurnLoop
+from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.rollout.base import SamplingParams
 from workers.rollout.native.engine import NativeEngine

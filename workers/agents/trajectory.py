@@ -1,0 +1,369 @@
+"""One trajectory: a state machine between its environment and the engine.
+
+    QUEUED -open-> ENVIRONMENT -on_answer-> OBSERVED -read-> READY -submitted-> ENGINE
+                        ^                                                         |
+                        +------------------------on_sample------------------------+
+
+`end` leads from every state to ENDED. An agent's request skips OBSERVED: it is tokenized when it
+arrives. `workers.agents.loop` moves many trajectories along next to one engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_like.errors import ConfigError
+from workers.agents.chat import Message, TurnRenderer, with_observation
+from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
+from workers.agents.gateway import Refused
+from workers.agents.host import BROKEN, EnvironmentHost
+from workers.agents.recorded import RecordedHost
+from workers.agents.requests import TOO_LONG, check_sampling, ids_to_read
+from workers.rollout.base import RolloutEngine, SamplingParams
+from workers.rollout.sample import CUT_BY_LENGTH, KeptStates, Sample
+
+if TYPE_CHECKING:
+    from workers.config import EnvironmentConfig
+
+TERMINATED, MAX_TURNS = "terminated", "max_turns"
+GIVEN_UP = "in an environment that failed"
+"""Why tokens of a trajectory that started over are not trained on."""
+
+
+class State(Enum):
+    """What a trajectory waits for."""
+
+    QUEUED = "a place among the open trajectories"
+    ENVIRONMENT = "the answer of its environment"
+    OBSERVED = "its observation to be tokenized"
+    READY = "its sample to be submitted to the engine"
+    ENGINE = "the sample of the engine"
+    ENDED = "nothing"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a trajectory begins with."""
+
+    prompt: Any
+    """The row's prompt: a text, or a chat."""
+    row: Mapping[str, Any]
+    """The row's columns, for `reset`."""
+    seeds: tuple[int, int]
+    key: int
+    """The key of the sample's noise."""
+    name: str
+    faults: Faults = NO_FAULTS
+    """The faults that are injected into its environment."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the trajectories of a loop share."""
+
+    host: EnvironmentHost | RecordedHost
+    chat: TurnRenderer
+    config: EnvironmentConfig
+    decode: Callable[[list[int]], str]
+    """Turns sampled ids into the text that an environment gets."""
+    sampling: SamplingParams
+    engine: RolloutEngine
+
+
+@dataclass
+class Times:
+    """Seconds of a turn from its first token on; the first of a trajectory are those of `reset`.
+
+    The part of an answer's time in which the environment's process did not work is waiting.
+    """
+
+    waiting: float = 0.0
+    engine: float = 0.0
+    environment: float = 0.0
+    asked: float = 0.0
+    """When the message to the environment was sent, by the wall clock."""
+    heard: float = 0.0
+    """When its answer was received."""
+
+
+@dataclass
+class Trajectory:
+    """A trajectory so far: its sample, the number of the turn of each token, and its rewards."""
+
+    start: Start
+    sample: Sample = field(default_factory=lambda: Sample([]))
+    turns: list[int] = field(default_factory=list)
+    number: int = 0
+    state: State = State.QUEUED
+    request_id: int = -1
+    """The engine's number of its sample, while the engine generates."""
+    observation: tuple[str, bool] = "", False
+    """A text to be read next, and whether it replaces all that was read before."""
+    num_drawn_in_take: int = 0
+    """Tokens that were sampled since the loop's `take` was called."""
+    chat: list[Message] = field(default_factory=list)
+    """What the template wrote, as messages, where the history is as the template writes it."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(place of a turn's last sampled token, reward)."""
+    ended: str = ""
+    problem: str = ""
+    """Why it failed, if it did."""
+    is_left_out: bool = False
+    """Left out of the update and the baseline: it failed, and failures have no reward."""
+    request: Mapping[str, Any] | None = None
+    """The last request of an agent."""
+    cut: str = ""
+    """Why an agent gets no more tokens; it may still end with a reward."""
+    attempts: int = 1
+    was_late: bool = False
+    """An environment of some attempt missed its deadline."""
+    num_turns: int = 0
+    num_calls: int = 0
+    num_call_errors: int = 0
+    given_up: Counter[str] = field(default_factory=Counter)
+    """Reason -> tokens of earlier attempts."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Number of injected faults by their key."""
+    answers: list[Mapping[str, Any]] = field(default_factory=list)
+    """The environment's answers in order; the first is that of `reset`."""
+    times: list[Times] = field(default_factory=lambda: [Times()])
+    since: float = 0.0
+    began: float = 0.0
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.monotonic()
+        since, self.since = self.since, now
+        return now - since
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds of all turns in the engine."""
+        return sum(times.engine for times in self.times)
+
+    @property
+    def environment_s(self) -> float:
+        """Seconds in which its environment worked."""
+        return sum(times.environment for times in self.times)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which neither worked."""
+        return sum(times.waiting for times in self.times)
+
+    def restarted(self) -> Trajectory:
+        """The next attempt, from the prompt on; the tokens so far are counted as given up."""
+        tokens = Counter({GIVEN_UP: int(self.sample.is_drawn.sum())})
+        return Trajectory(
+            self.start,
+            number=self.number,
+            attempts=self.attempts + 1,
+            was_late=self.was_late,
+            given_up=+(self.given_up + tokens),
+            faults=self.faults,
+        )
+
+    def open(self, setting: Setting) -> None:
+        """Open the environment; its first answer is that of `reset`."""
+        self.state = State.ENVIRONMENT
+        self.since = self.began = time.monotonic()
+        self.times[-1].asked = time.time()
+        setting.host.open(self.number, self.start.seeds, self.start.row)
+
+    def on_answer(self, answer: Mapping[str, Any], setting: Setting) -> None:
+        """The environment has answered: a first observation, the next one, or the end."""
+        self.num_calls += answer.get("calls", 0)
+        self.num_call_errors += answer.get("errors", 0)
+        if "request" in answer:
+            self._on_request(answer, setting)
+            return
+        self.answers.append(answer | {"cut": self.cut} if "end" in answer and self.cut else answer)
+        if "text" in answer:
+            text = answer["text"]
+            self.chat = with_observation(
+                self.start.prompt, None if text is None else setting.chat.escaped(text)
+            )
+            self._observe(setting.chat.written(self.chat), replaces=True)
+            return
+        self.rewards.append((len(self.sample.tokens) - 1, answer["reward"]))
+        if answer.get("end"):
+            self.rewards += [
+                (self._last_place(turn), reward) for turn, reward in answer.get("rewards", ())
+            ]
+            by_environment = MAX_TURNS if answer.get("truncated") else TERMINATED
+            self.end(self.cut or answer.get("cut") or by_environment, setting)
+        elif self.num_turns == setting.config.max_turns:
+            self.end(MAX_TURNS, setting)
+        else:
+            try:
+                self._observe(*self._next_text(answer["messages"], setting))
+            except ConfigError as error:  # the template rejects a sampled or observed message
+                self.end(BROKEN, setting, str(error))
+
+    def note_time(self, busy_s: float) -> None:
+        """An answer has come for which the environment's process worked so long."""
+        seconds, times = self.lap(), self.times[-1]
+        busy_s = min(busy_s, seconds)
+        times.environment += busy_s
+        times.waiting += seconds - busy_s
+        times.heard = time.time()
+
+    def read(self, ids: list[int], setting: Setting) -> None:
+        """Continue after the observation, whose ids these are; end if there is no room."""
+        width = setting.engine.limits.prompt_width
+        if self.num_turns:
+            length = len(self.sample.tokens) + len(ids)
+            if length >= setting.sampling.max_tokens:
+                self.end(CUT_BY_LENGTH, setting)
+            else:
+                self._continue(ids, self.observation[1], self._end_of_turn(length, setting))
+        elif len(ids) > width:
+            words = f"it begins with {len(ids)} tokens of prompt and first observation"
+            problem = f"{words}, and data.max_prompt_length is {width}: raise it"
+            self.end(BROKEN, setting, problem)
+        else:
+            self._begin(ids, self._end_of_turn(0, setting))
+
+    def submitted(self, request_id: int) -> None:
+        """The engine has the sample."""
+        self.state, self.request_id = State.ENGINE, request_id
+
+    def on_sample(self, sample: Sample, setting: Setting) -> None:
+        """The engine has finished a turn; tell the environment."""
+        self.times[-1].engine += self.lap()
+        self.sample = self.sample.with_last_segment(sample)
+        drawn = self.sample.tokens[len(self.turns) :].tolist()
+        self.turns += [self.num_turns] * len(drawn)
+        self.num_turns += 1
+        self.num_drawn_in_take += len(drawn)
+        is_full = len(self.sample.tokens) == setting.sampling.max_tokens
+        if sample.finish_reason == CUT_BY_LENGTH and is_full:
+            self.cut = CUT_BY_LENGTH
+            if self.request is None:
+                self.end(CUT_BY_LENGTH, setting)
+                return
+        self._tell(drawn, setting)
+
+    def end(self, ended: str, setting: Setting, problem: str = "") -> None:
+        """End for this reason, with the reward of a failure if there is a problem."""
+        self.state, self.ended, self.problem = State.ENDED, ended, problem
+        if problem and self.num_turns and setting.config.failed_reward is not None:
+            place = self._last_place(self.num_turns - 1)
+            self.rewards.append((place, setting.config.failed_reward))
+        else:
+            self.is_left_out = bool(problem)
+        reason = CUT_BY_LENGTH if ended in (CUT_BY_LENGTH, MAX_TURNS) else "stop"
+        self.sample = replace(self.sample, finish_reason=reason, kept=None)
+        if not self.sample.prompt:  # it failed before its first observation
+            prompt = setting.chat.prompt(with_observation(self.start.prompt, None))
+            self.sample = replace(self.sample, prompt=prompt)
+        setting.host.end(self.number)
+
+    def _observe(self, text: str, replaces: bool) -> None:
+        self.state, self.observation = State.OBSERVED, (text, replaces)
+
+    def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
+        """The text that the next turn reads, and whether it is the whole chat."""
+        chat, stop = setting.chat, self.sample.stop_token
+        if setting.config.history == "as_template":
+            drawn = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
+            turn = chat.turn(drawn, stop, messages)
+            rewritten = chat.rewritten(self.chat, turn, stop)
+            self.chat += turn
+            if rewritten is not None:
+                return rewritten, True
+        return chat.text_between(stop, messages), False
+
+    def _begin(self, prompt: list[int], end_at: int | None) -> None:
+        key, name = self.start.key, self.start.name
+        self.sample = Sample(prompt, key, name, end_at=end_at, kept=KeptStates())
+        self.state = State.READY
+
+    def _continue(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> None:
+        self.sample = self.sample.with_observed(ids, begins_segment, end_at)
+        self.turns += [self.num_turns - 1] * len(ids)
+        self.state = State.READY
+
+    def _on_request(self, answer: Mapping[str, Any], setting: Setting) -> None:
+        """An agent's request: a turn, or an error; the agent may then end or send another one."""
+        request = self.request = answer["request"]
+        as_drawn = setting.config.history == "as_drawn"
+        width, max_tokens = setting.engine.limits.prompt_width, setting.sampling.max_tokens
+        try:
+            check_sampling(request["sampling"], setting.sampling)
+            chat = setting.chat.with_tools(request["tools"])
+            ids, is_whole = ids_to_read(self.sample, request, answer["messages"], chat, as_drawn)
+            if ids and not 0 <= min(ids) <= max(ids) < setting.engine.vocab_size:
+                raise Refused(f"not all ids are below {setting.engine.vocab_size}", "token_ids")
+            if not self.sample.prompt:
+                if len(ids) > width:
+                    words = f"{len(ids)} tokens, and data.max_prompt_length is {width}"
+                    raise Refused(f"the first request has {words}", "messages", TOO_LONG)
+                self._begin(ids, self._end_of_turn(0, setting))
+            elif self.num_turns == setting.config.max_turns:
+                self.cut = MAX_TURNS
+                raise Refused(f"all environment.max_turns={self.num_turns} requests are used up")
+            else:
+                length = len(self.sample.tokens) + len(ids)
+                if length >= max_tokens:
+                    self.cut = CUT_BY_LENGTH
+                    words = "tokens after the first request's, and data.max_response_length is"
+                    raise Refused(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
+                self._continue(ids, is_whole, self._end_of_turn(length, setting))
+        except (ConfigError, Refused) as error:
+            problem = error if isinstance(error, Refused) else Refused(str(error))
+            setting.host.say(self.number, "", refused=problem.facts, is_cut=bool(self.cut))
+            return
+        if request["extends"] and as_drawn:
+            request = {**request, "chat": []}  # a replay reads its messages only
+        self.answers.append({**answer, "request": request})
+
+    def _end_of_turn(self, length: int, setting: Setting) -> int | None:
+        """Tokens of the response at which a turn ends that begins after `length` of them."""
+        of_agent = None if self.request is None else self.request["max_tokens"]
+        bounds = [n for n in (setting.config.max_tokens_per_turn, of_agent) if n is not None]
+        return length + min(bounds) if bounds else None
+
+    def _tell(self, drawn: list[int], setting: Setting) -> None:
+        """Send a turn to the environment, which injected faults may hit in the first attempt."""
+        self.state, delay_s = State.ENVIRONMENT, 0.0
+        self.times[-1].asked = time.time()
+        if self.attempts == 1:
+            faults, key = self.start.faults, self.start.key
+            struck = [kind for kind in KINDS if faults.strike(kind, key, self.num_turns)]
+            self.faults.update(struck)
+            if KILL in struck:
+                setting.host.kill(self.number)
+                return
+            delay_s = faults.delay_s if DELAY in struck else 0.0
+        ids = drawn[:-1] if drawn[-1] in setting.sampling.stop_token_ids else drawn
+        if self.request is None:
+            setting.host.say(self.number, setting.decode(ids), delay_s)
+            return
+        text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
+        setting.host.say(self.number, text, delay_s, **self._facts(len(drawn)))
+
+    def _facts(self, num_drawn: int) -> dict[str, Any]:
+        """What an agent's answer has besides the text of a turn."""
+        sample = self.sample
+        facts = {
+            "finish_reason": sample.finish_reason,
+            "num_read": len(sample.visible_ids) - num_drawn,
+            "num_drawn": num_drawn,
+        }
+        if self.request is None or self.request["ids"] is None:
+            return facts
+        drawn = {"ids": sample.tokens[-num_drawn:], "log_probs": sample.log_probs[-num_drawn:]}
+        return facts | {name: values.tolist() for name, values in drawn.items()}
+
+    def _last_place(self, turn: int) -> int:
+        """The place of the last sampled token of a turn."""
+        of_turn = self.sample.is_drawn & (torch.tensor(self.turns) == turn)
+        return int(of_turn.nonzero()[-1])
