@@ -33,6 +33,7 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.linear import MIN_ROWS, goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
+from workers.rollout.native.slot_table import SlotTable
 from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once
 from workers.rollout.sampling import choose_tokens, uniforms
 
@@ -43,12 +44,6 @@ oneDNN builds kernels for every number of rows, so there should be few different
 """
 PREFILL_PROMPTS = 64
 """Most distinct prompts of one prefill pass, to bound its memory."""
-
-TABLES = (
-    *("numbers", "samples", "keys", "tokens", "log_probs", "versions"),
-    *("prompt_lengths", "lengths", "forced", "longest_of", "num_drawn", "routed"),
-)
-"""Arrays of a scheduler with a row for each slot of the cache."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class _Waiting:
 class Scheduler:
     """The running samples: those that wait, and those in the slots of the cache.
 
-    Samples in flight fill slots 0..num_active-1, each with a row in the tables; the last ones move
+    Samples in flight fill slots 0..num_active-1, each with a row in the table; the last ones move
     into freed slots, so a pass runs over a prefix. A sample that begins with tokens already made
     (`forced`) reads those of older weights in one pass with its prompt, and is fed the others one
     by one instead of drawing. So its keys and values, and with them its bits, are those of an
@@ -99,20 +94,10 @@ class Scheduler:
         self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
         self.is_stop[stops] = True
 
-        width = sampling.max_tokens
-        self.samples = np.zeros(0, dtype=object)
-        self.keys = np.zeros(0, dtype=np.uint64)
-        self.tokens = np.zeros((0, width), dtype=np.int64)
-        self.log_probs = np.zeros((0, width, sampling.num_log_probs), dtype=np.float32)
-        self.versions = np.zeros((0, width), dtype=np.int32)
-        self.numbers, self.prompt_lengths, self.lengths = (np.zeros(0, np.int64) for _ in range(3))
-        self.forced, self.longest_of, self.num_drawn = (np.zeros(0, np.int64) for _ in range(3))
-        """Of every slot; `num_drawn` counts what the present `run` drew."""
+        self.table = SlotTable.empty(0, sampling)
+        """A row for each slot; the rows of slots 0..num_active-1 are in use."""
         self.routers = engine.routers if sampling.routed_experts else None
         self.noted: Noted | None = None
-        self.routed = np.zeros(0, dtype=object)
-        """Of every slot a list of what routers chose, pass by pass, where they are asked."""
-
         self.waiting: deque[_Waiting] = deque()
         self.num_active = self.longest = self.max_active = 0
         self.cache: SlotCache | None = None
@@ -150,7 +135,7 @@ class Scheduler:
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
         """Let go of these; as far as they are."""
-        slots = np.flatnonzero(np.isin(self.numbers[: self.num_active], list(numbers)))
+        slots = np.flatnonzero(np.isin(self.table.numbers[: self.num_active], list(numbers)))
         removed = self._take_out(slots, ["abort"] * len(slots))
         for one in self.waiting:
             if one.number in numbers:
@@ -170,7 +155,7 @@ class Scheduler:
         """
         self._take_newer_weights()
         self._fit_cache()
-        self.num_drawn[:] = 0
+        self.table.num_drawn[:] = 0
         with nullcontext() if self.routers is None else self.routers.noting() as self.noted:
             while not self.is_empty:
                 self._let_in_kept()
@@ -187,7 +172,7 @@ class Scheduler:
     def _has_drawn(self, max_tokens: int | None) -> bool:
         if max_tokens is None:
             return False
-        return int(self.num_drawn[: self.num_active].max()) >= max_tokens
+        return int(self.table.num_drawn[: self.num_active].max()) >= max_tokens
 
     def _fit_cache(self) -> None:
         """Slots for as many samples as run, wide enough for each."""
@@ -195,7 +180,7 @@ class Scheduler:
         self.max_active = max(self.max_active, min(self.most_active, num_running))
         num_slots = max(self.least_rows, self.max_active)
         longest = max((len(one.sample.prompt) for one in self.waiting), default=0)
-        longest = max(longest, *self.prompt_lengths[: self.num_active].tolist(), 0)
+        longest = max(longest, *self.table.prompt_lengths[: self.num_active].tolist(), 0)
         widest = slot_width(self.config, longest, self.sampling.max_tokens)
         if self.cache is None:
             least = least_window(self.config)
@@ -204,11 +189,8 @@ class Scheduler:
         elif num_slots > self.cache.slots.num_slots or widest > len(self.cache.slots.columns):
             self.cache.grow(num_slots, widest, self.num_active)
             self.forward = None
-        if num_slots > len(self.numbers):
-            for name in TABLES:
-                table = getattr(self, name)
-                new = np.zeros((num_slots - len(table), *table.shape[1:]), dtype=table.dtype)
-                setattr(self, name, np.concatenate([table, new]))
+        if num_slots > len(self.table.numbers):
+            self.table = self.table.grown(num_slots, self.sampling)
         if self.forward is None:
             self.forward = self.forward_class(self.engine.module, self.cache)
 
@@ -250,10 +232,10 @@ class Scheduler:
             count = max(len(kept.read) for _, kept in those)
             self.cache.put_kept(self.num_active, states, rows, count)
             for slot, (one, kept) in enumerate(those, start=self.num_active):
-                self._put_in(slot, one)
-                self.lengths[slot] = len(kept.read) - len(one.sample.prompt) + 1
+                num_read = len(kept.read) - len(one.sample.prompt)
+                self.table.put(slot, one.number, one.sample, num_read + 1, self.sampling)
                 if one.sample.routed_experts is not None:
-                    self.routed[slot] = [one.sample.routed_experts[: len(kept.read)]]
+                    self.table.routed[slot] = [one.sample.routed_experts[: len(kept.read)]]
                 kept.states = None
             self.num_active += len(those)
 
@@ -298,25 +280,13 @@ class Scheduler:
 
         slots = np.arange(self.num_active, self.num_active + len(group))
         for slot, one in zip(slots.tolist(), group, strict=True):
-            self._put_in(slot, one)
+            self.table.put(slot, one.number, one.sample, one.read_at_once, self.sampling)
         if self.noted is not None:
             routed = self.noted.take().unflatten(0, (rows, width))
             for slot, text in zip(slots.tolist(), texts, strict=True):
-                self.routed[slot] = [routed[row_of[text], width - len(text) :]]
+                self.table.routed[slot] = [routed[row_of[text], width - len(text) :]]
         self.num_active += len(group)
         self._append(slots, logits[sources])
-
-    def _put_in(self, slot: int, one: _Waiting) -> None:
-        sample, made = one.sample, len(one.sample.tokens)
-        if sample.kept is not None:
-            sample = replace(sample, kept=KeptStates())  # in the slot it goes out of date
-        self.numbers[slot], self.samples[slot], self.keys[slot] = one.number, sample, sample.key
-        self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), one.read_at_once
-        self.forced[slot], self.num_drawn[slot] = made, 0
-        self.longest_of[slot] = sample.longest(self.sampling.max_tokens)
-        self.tokens[slot, :made] = sample.tokens
-        self.log_probs[slot, :made] = sample.stacked_log_probs(self.sampling.num_log_probs)
-        self.versions[slot, :made] = sample.versions
 
     def _decode(self) -> None:
         """One more token for slots 0..num_active-1.
@@ -325,12 +295,13 @@ class Scheduler:
         """
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
-        rows = np.arange(min(rows_of_pass(self.num_active, self.least_rows), len(self.numbers)))
-        steps = np.maximum(self.lengths[rows] - 1, 0)
-        positions = self.prompt_lengths[rows] + steps
+        table = self.table
+        rows = np.arange(min(rows_of_pass(self.num_active, self.least_rows), len(table.numbers)))
+        steps = np.maximum(table.lengths[rows] - 1, 0)
+        positions = table.prompt_lengths[rows] + steps
         self.longest = int(positions[: self.num_active].max())
         positions = np.minimum(positions, self.longest)
-        ids = self.tokens[rows, steps]
+        ids = table.tokens[rows, steps]
 
         self.cache.fit(self.longest + 2, self.num_active)
         logits = self.forward.decode(
@@ -339,34 +310,36 @@ class Scheduler:
         if self.noted is not None:
             routed = self.noted.take().split(1)
             for slot in range(self.num_active):
-                self.routed[slot].append(routed[slot])
+                table.routed[slot].append(routed[slot])
         self._append(np.arange(self.num_active), logits[: self.num_active])
 
     def _append(self, slots: NDArray[np.int64], logits: Tensor) -> None:
         """Draw the next token of each of these slots, and empty those that are finished."""
-        steps = self.lengths[slots]
-        noise = torch.from_numpy(uniforms(self.keys[slots], steps)).to(self.device)
+        table = self.table
+        steps = table.lengths[slots]
+        noise = torch.from_numpy(uniforms(table.keys[slots], steps)).to(self.device)
         drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
 
         # A sample that is fed tokens made before keeps them, with their log-probs and versions.
-        new = steps >= self.forced[slots]
+        new = steps >= table.forced[slots]
         if not new.all():
-            tokens = np.where(new, tokens, self.tokens[slots, steps])
-            log_probs = np.where(new[:, None], log_probs, self.log_probs[slots, steps])
-        self.tokens[slots, steps] = tokens
-        self.log_probs[slots, steps] = log_probs
-        self.versions[slots[new], steps[new]] = int(self.engine.version or 0)
-        self.lengths[slots] = steps + 1
-        self.num_drawn[slots] += new
+            tokens = np.where(new, tokens, table.tokens[slots, steps])
+            log_probs = np.where(new[:, None], log_probs, table.log_probs[slots, steps])
+        self.all_finite &= bool(np.isfinite(log_probs[new]).all())
+        table.tokens[slots, steps] = tokens
+        table.log_probs[slots, steps] = log_probs
+        table.versions[slots[new], steps[new]] = int(self.engine.version or 0)
+        table.lengths[slots] = steps + 1
+        table.num_drawn[slots] += new
 
         stopped = self.is_stop[tokens] & new
         if self.sampling.stop_strings:
             pairs = zip(slots.tolist(), steps.tolist(), strict=True)
-            texts = [self.tokens[slot, : step + 1].tolist() for slot, step in pairs]
+            texts = [table.tokens[slot, : step + 1].tolist() for slot, step in pairs]
             ends = [self.engine.ends_with_stop_string(text, self.sampling) for text in texts]
             stopped |= np.asarray(ends) & new
-        is_finished = stopped | (steps + 1 == self.longest_of[slots])
+        is_finished = stopped | (steps + 1 == table.longest[slots])
         if is_finished.any():
             reasons = np.where(stopped, "stop", "length")[is_finished]
             self._finished |= self._take_out(slots[is_finished], reasons.tolist())
@@ -376,9 +349,9 @@ class Scheduler:
 
         Active ones from the end move into the gaps.
         """
-        kept = self._kept(emptied[np.asarray(reasons) != "abort"])
+        table, kept = self.table, self._kept(emptied[np.asarray(reasons) != "abort"])
         taken = {
-            int(self.numbers[slot]): self._sample(slot, reason, kept.get(slot))
+            int(table.numbers[slot]): table.sample(slot, reason, kept.get(slot))
             for slot, reason in zip(emptied.tolist(), reasons, strict=True)
         }
         left = self.num_active - len(emptied)
@@ -389,43 +362,29 @@ class Scheduler:
         if len(gaps):
             assert self.cache is not None, "slots were filled"
             self.cache.move(*(torch.from_numpy(slots).to(self.device) for slots in (movers, gaps)))
-            for name in TABLES:
-                table = getattr(self, name)
-                table[gaps] = table[movers]
+            table.move(movers, gaps)
         self.num_active = left
         return taken
-
-    def _sample(self, slot: int, finish_reason: str, kept: KeptStates | None) -> Sample:
-        """The sample of a slot, with what it has so far."""
-        length = max(int(self.lengths[slot]), int(self.forced[slot]))
-        drawn = self.versions[slot, :length] >= 0  # what was observed has no log-prob
-        self.all_finite &= bool(np.isfinite(self.log_probs[slot, :length][drawn]).all())
-        made = (table[slot, :length] for table in (self.tokens, self.log_probs, self.versions))
-        sample: Sample = self.samples[slot]
-        if kept is not None:
-            sample = replace(sample, kept=kept)
-        routed = None if self.routers is None else torch.cat(self.routed[slot])
-        with torch.inference_mode(False):  # autograd refuses tensors that are made within it
-            return sample.with_response(*map(torch.from_numpy, made), finish_reason, routed)
 
     def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
         """Copies of the keys and values of slots that ask for it, as far as there is room.
 
         The newest token of each is not read yet.
         """
-        asking = slots[[sample.kept is not None for sample in self.samples[slots]]]
+        table = self.table
+        asking = slots[[sample.kept is not None for sample in table.samples[slots]]]
         if not len(asking):
             return {}
         assert self.cache is not None, "slots were filled"
-        counts = self.prompt_lengths[asking] + self.lengths[asking] - 1
+        counts = table.prompt_lengths[asking] + table.lengths[asking] - 1
         longest = int(counts.max())
         fitting = asking[: self.kept_memory.num_fitting(self.cache.num_bytes(longest))]
         states = self.cache.copies_of(places_of(fitting.tolist(), self.device), longest)
         self.kept_memory.add(states)
         found = {}
         for row, (slot, count) in enumerate(zip(fitting.tolist(), counts.tolist(), strict=False)):
-            prompt = self.samples[slot].prompt
-            read = [*prompt, *self.tokens[slot, : count - len(prompt)].tolist()]
+            prompt = table.samples[slot].prompt
+            read = [*prompt, *table.tokens[slot, : count - len(prompt)].tolist()]
             found[slot] = KeptStates(states, row, read, self.engine.version)
         return found
 

@@ -1,0 +1,100 @@
+"""The samples in the slots of the KV cache, as arrays with a row for each slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workers.rollout.base import SamplingParams
+from workers.rollout.sample import KeptStates, Sample
+
+
+@dataclass
+class SlotTable:
+    """A row for each slot; rows of empty slots hold anything."""
+
+    numbers: NDArray[np.int64]
+    """The numbers of the requests."""
+    samples: NDArray[Any]
+    """The samples as they were submitted."""
+    keys: NDArray[np.uint64]
+    prompt_lengths: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Tokens of the response that are in the cache, and the next token, which is to be read."""
+    forced: NDArray[np.int64]
+    """Tokens of the response that the sample had when it was submitted."""
+    longest: NDArray[np.int64]
+    """Tokens of the response at which the sample ends."""
+    num_drawn: NDArray[np.int64]
+    """Tokens that were sampled in the present `run` of the scheduler."""
+    tokens: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    routed: NDArray[Any]
+    """Lists of what routers chose, pass by pass, if the sampling asks for it."""
+
+    @classmethod
+    def empty(cls, num_slots: int, sampling: SamplingParams) -> SlotTable:
+        """A table without samples."""
+        shape = num_slots, sampling.max_tokens
+        return cls(
+            numbers=np.zeros(num_slots, dtype=np.int64),
+            samples=np.zeros(num_slots, dtype=object),
+            keys=np.zeros(num_slots, dtype=np.uint64),
+            prompt_lengths=np.zeros(num_slots, dtype=np.int64),
+            lengths=np.zeros(num_slots, dtype=np.int64),
+            forced=np.zeros(num_slots, dtype=np.int64),
+            longest=np.zeros(num_slots, dtype=np.int64),
+            num_drawn=np.zeros(num_slots, dtype=np.int64),
+            tokens=np.zeros(shape, dtype=np.int64),
+            log_probs=np.zeros((*shape, sampling.num_log_probs), dtype=np.float32),
+            versions=np.zeros(shape, dtype=np.int32),
+            routed=np.zeros(num_slots, dtype=object),
+        )
+
+    def grown(self, num_slots: int, sampling: SamplingParams) -> SlotTable:
+        """A table of more slots with the same samples."""
+        larger = SlotTable.empty(num_slots, sampling)
+        for new, old in zip(vars(larger).values(), vars(self).values(), strict=True):
+            new[: len(old)] = old
+        return larger
+
+    def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Copy the samples of some slots to others."""
+        for array in vars(self).values():
+            array[targets] = array[sources]
+
+    def put(
+        self, slot: int, number: int, sample: Sample, length: int, sampling: SamplingParams
+    ) -> None:
+        """Fill a slot with a sample, of whose response `length` tokens are fed already."""
+        if sample.kept is not None:
+            sample = replace(sample, kept=KeptStates())  # out of date once a token is drawn
+        count = len(sample.tokens)
+        self.numbers[slot], self.samples[slot], self.keys[slot] = number, sample, sample.key
+        self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length
+        self.forced[slot], self.num_drawn[slot] = count, 0
+        self.longest[slot] = sample.longest(sampling.max_tokens)
+        self.tokens[slot, :count] = sample.tokens
+        self.log_probs[slot, :count] = sample.stacked_log_probs(sampling.num_log_probs)
+        self.versions[slot, :count] = sample.versions
+
+    def sample(self, slot: int, finish_reason: str, kept: KeptStates | None) -> Sample:
+        """The sample of a slot with its tokens so far."""
+        length = max(int(self.lengths[slot]), int(self.forced[slot]))
+        sample: Sample = self.samples[slot]
+        if kept is not None:
+            sample = replace(sample, kept=kept)
+        routed = torch.cat(self.routed[slot]) if self.routed[slot] else None
+        with torch.inference_mode(False):  # autograd rejects tensors that are made within it
+            return sample.with_response(
+                torch.from_numpy(self.tokens[slot, :length]),
+                torch.from_numpy(self.log_probs[slot, :length]),
+                torch.from_numpy(self.versions[slot, :length]),
+                finish_reason,
+                routed,
+            )
