@@ -45,7 +45,7 @@ class Sizes:
         step = trainer.global_step
         if step % (self.steps // 4):
             return
-        buffer, maker = trainer.source.buffer, trainer.groups["rollout"].transport.pid_here(0)
+        buffer, maker = trainer.buffer, trainer.groups["rollout"].transport.pid_here(0)
         self.rows.append(
             {
                 "step": step,

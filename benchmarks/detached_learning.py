@@ -48,7 +48,7 @@ class AsOldAsMayBe(DetachedTrainer):
             return
         ahead = min(self.config.detached.max_staleness, self.total_steps - self.global_step + 1)
         wanted, end = ahead * NUM_PROMPTS * NUM_SAMPLES, time.monotonic() + LONGEST_WAIT_S
-        while self.source.buffer.depth < wanted and time.monotonic() < end:
+        while self.buffer.depth < wanted and time.monotonic() < end:
             time.sleep(0.005)
 
 

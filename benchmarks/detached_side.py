@@ -79,7 +79,7 @@ class MakersAlone(DetachedTrainer):
 
     def step(self) -> Metrics:
         """Bring a batch here; there is no update, so no version either."""
-        self.source.begin(self.global_step, self.total_steps)
+        self.start_makers()
         _, metrics = self.stage("gen", self.sample)
         return metrics
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trainer.detached.activity import Activity
@@ -198,6 +199,7 @@ class ExperienceBuffer:
         self._has_turn = threading.Condition(lock)
         """Makers wait on it: a finished piece gives no maker room, so it wakes none."""
         self._ready: list[Experience] = []
+        self._queued_at_save: list[Experience] = []
         self._in_flight: dict[int, Experience] = {}
         """Number -> piece that a maker is generating."""
         self._to_validate: list[Experience] = []
@@ -338,18 +340,40 @@ class ExperienceBuffer:
             with self._change():
                 self.is_paused = False
 
-    def state_dict(self) -> tuple[dict[str, Any], list[Experience]]:
-        """The place in the prompts with the log; and the queued pieces, as a second value."""
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the prompts, the log, and what is queued, without its samples."""
         with self._changed:
-            state = {
+            self._queued_at_save = list(self._ready)
+            return {
                 "stream": self.stream.state_dict(self._in_flight.values()),
                 "ledger": self.log.state_dict(),
                 "num_taken": self._num_taken,
+                "queued": [
+                    {"piece": one.place(), "maker": one.maker, "version": one.version}
+                    | {"uids": one.uids}
+                    for one in self._ready
+                ],
             }
-            return state, list(self._ready)
 
-    def load_state_dict(self, state: dict[str, Any], queued: Sequence[Experience]) -> None:
-        """Go on from there. Queued pieces without samples are generated again."""
+    def write_samples(self, folder: Path) -> None:
+        """Write the samples that were queued at the last `state_dict`, one file per piece."""
+        folder.mkdir()
+        for one in self._queued_at_save:
+            assert one.samples is not None, "what is queued is made"
+            one.samples.save_to_disk(folder / f"{one.number}.safetensors")
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
+        """Go on from there. Queued pieces whose samples are not in `folder` are generated again."""
+        queued = []
+        for facts in state["queued"]:
+            place = facts["piece"]
+            path = None if folder is None else folder / f"{place['number']}.safetensors"
+            one = Experience(
+                **place, maker=facts["maker"], version=facts["version"], uids=facts["uids"]
+            )
+            if path is not None and path.is_file():
+                one.samples = DataProto.load_from_disk(path)
+            queued.append(one)
         with self._change():
             self.stream.load_state_dict(state["stream"])
             self.stream.hand_back(one for one in queued if one.samples is None)

@@ -1,147 +1,164 @@
-"""PPO's stages on samples that makers generate meanwhile.
+"""Asynchronous PPO: the same stages, with a queue of samples in front.
 
-The stages are those of `trainer.ppo.stages.PPOTrainer`. Two of them have another other side here:
-`draw` takes samples from a bounded queue that makers fill (`trainer.detached.source`), and the
-weights are published, for each maker to take when it can (`trainer.detached.weights`).
+    makers ─> bounded queue ─> score ─> advantages ─> { critic ‖ actor } ─> weights ─> makers
+
+Makers generate in threads of their own (`maker`), and the trainer takes batches from the queue
+(`buffer`). New weights are published, and each maker takes them when it can (`weights`). Read
+`DetachedTrainer.step` first.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.buffer import Demand, ExperienceBuffer
 from trainer.detached.checks import check_start
 from trainer.detached.config import MAKER_SETTINGS, DetachedConfig
-from trainer.detached.maker import MADE_BY_MAKERS, REWARD_METHOD, Maker, MakerLosses, ScoresHere
+from trainer.detached.maker import Maker
+from trainer.detached.maker_losses import MakerLosses
+from trainer.detached.maker_scores import MADE_BY_MAKERS
+from trainer.detached.origins import Origins
 from trainer.detached.plan import plan_lines
-from trainer.detached.source import DetachedSource, Rounds
+from trainer.detached.rounds import Rounds
 from trainer.detached.topology import ANY_RANK, maker_role, role_on
 from trainer.detached.weights import WeightFeed
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.sample import number_rows
+from trainer.ppo.sample import number_rows, over_draws
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Call, Metrics, Run
 from trainer.report.detached import log_in_words
 from trainer.roadside.sample_log import SampleKey, SampleLog
 from trainer.rollouts.preflight import check_rollout
 from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, few
 from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
-from workers.columns import has_column, read_columns, rm_column
+from workers.columns import count_ones
 from workers.config import plays
 from workers.rewards.weighted import Rewards
 
 SAMPLES = "queued_samples"
-"""The folder of a checkpoint that holds what was queued."""
+"""The folder of a checkpoint that holds the queued samples."""
 PAUSE_S = 600.0
-"""How long a validation waits for what the makers are making."""
+"""How long a validation waits for makers to finish what they are generating."""
+END_S = 10.0
+"""How long the end of a run waits for makers; a failed run reports soon."""
+
+
+@dataclass
+class Draws:
+    """What a step has taken from the queue."""
+
+    uids: list[str] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+    """Metrics of the makers' scores."""
+    num_tokens: int = 0
 
 
 class DetachedTrainer(PPOTrainer):
-    """The stages of PPO in a run whose makers generate beside the training."""
+    """PPO's stages on samples that makers generate meanwhile."""
 
     config: DetachedConfig
 
     def __init__(self, run: Run, *inputs: Any) -> None:
-        """Makers' threads start with the first step or validation."""
+        """The makers' threads start with the first step or validation."""
         super().__init__(run, *inputs)
         config, detached = self.config, self.config.detached
         self.topology, self.activity = config.topology, Activity()
         self.maker_roles = frozenset(config.maker_roles)
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
+        self.origins = Origins(self.topology.trainers)
         self.feed = WeightFeed(config, self.groups, self.topology)
         self.buffer = ExperienceBuffer(config, self.loader, self.activity, self.check_trainers)
         self.losses = MakerLosses(
             config, self.groups, self.init_arguments, self.is_ending, lambda: self.buffer.version
         )
-        makers = [Maker(number, self) for number in range(self.topology.makers)]
-        self.source = DetachedSource(self.buffer, makers, self.rounds)
-        self._trained_by = 0
-        """The version of the weights that the last update began with."""
-        self._makers_rest_since = 0.0
-        """When the last validation began, as `time.time` has it."""
+        self.makers = [Maker(number, self) for number in range(self.topology.makers)]
+        self._have_started = False
+        self._round: list[DataProto] = []
+        """The scored batches of this round, which later epochs train on again."""
+        self._draws = Draws()
+        self._validation_began = 0.0
+        """When makers last came to rest for a validation, by `time.time`."""
 
     def make_rollouts(self, tokenizer: Any, rewards: Rewards) -> Rollouts:
-        """Makers generate a validation's samples; those of a step are drawn from the queue."""
+        """Makers generate the samples of a validation."""
         return Rollouts(self, tokenizer, rewards, ask=self.validation_samples)
 
-    @property
-    def makers_log(self) -> SampleLog:
-        """The log in which makers begin their samples."""
-        return self.buffer.log
-
-    # ---------------------------------------------------------------------------- the stages
+    # --------------------------------------------------------------------------- the step
 
     def step(self) -> Metrics:
-        """PPO's step, on the samples that come next."""
-        filters = self.config.algorithm.filter_groups.enable
-        self.source.begin(self.global_step, None if filters else self.total_steps)
-        try:
-            with self.activity.of("trainer").busy("train"):
-                return super().step()
-        except Exception as error:
-            error.add_note(self.source.in_words())
-            raise
+        """One step: a batch of the queue, or one that returns in a later epoch of its round."""
+        self.start_makers()
+        is_fresh = self.rounds.is_fresh(self.global_step)
+        with self.activity.of("trainer").busy("train"), self._naming_samples():
+            batch, sampled = self.stage("gen", self.sample if is_fresh else self.batch_again)
+            self.origins.trained_by = self.weight_version
+            batch, scored = self.stage("score", self.score, batch)
+            if is_fresh and self.rounds.train_epochs > 1:
+                self._round.append(batch.select())
+            batch, estimated = self.stage("adv", self.estimate, batch)
+            updated = self.stage("update", self.update, batch)
+            synced = self.stage("update_weights", self.sync)
+        return sampled | scored | estimated | updated | synced | self.speed(batch)
 
     def sample(self) -> tuple[DataProto, Metrics]:
-        """A batch from the queue or, in later epochs of a round, one that comes again."""
-        again = self.source.batch_again()
-        if again is not None:
-            return again, self.source.metrics()
+        """A batch of the queue."""
+        self._draws = Draws()
+        if self.rounds.batch_of(self.global_step) == 0:
+            self._round = []
+            self.origins.begin_round()
         batch, metrics = super().sample()
-        return batch, metrics | self.source.metrics()
+        metrics["detached/queue_depth"] = float(self.buffer.depth)
+        return batch, metrics | over_draws(self._draws.metrics) | self._draw_metrics()
 
     def draw(self, attempt: int = 0) -> DataProto:
-        """Samples that makers have made."""
-        batch = self.source.draw(attempt)
+        """Take samples from the queue, and wait for makers where it has too few."""
+        experiences = self.buffer.take(self._demand(attempt))
+        experiences.sort(key=lambda one: (one.rank, one.number))
+        batch = concat_rows([one.samples for one in experiences if one.samples is not None])
+
+        self.origins.add(experiences)
+        self._draws.uids += [uid for one in experiences for uid in one.uids]
+        self._draws.metrics += [one.metrics for one in experiences]
+        self._draws.num_tokens += int(count_ones(batch, "response_mask").sum())
         if plays(self.config):
-            makers = [self.source.makers_of[str(uid)] for uid in batch.non_tensor_batch["uid"]]
-            for maker in sorted(set(makers)):
-                rows = [row for row, its in enumerate(makers) if its == maker]
+            for maker, rows in self.origins.rows_by_maker(batch).items():
                 self.rollouts.note_environments(batch[rows], maker_role(maker), "gen")
         self.call_hook("on_samples", batch)
         return batch
 
+    def batch_again(self) -> tuple[DataProto, Metrics]:
+        """A batch of this round that returns, with its scores."""
+        self._draws = Draws()
+        batch = self._round[self.rounds.batch_of(self.global_step)]
+        return batch.select(), self._draw_metrics()
+
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
+        """Balance the ranks, unless `detached.edges` says which rows a rank gets."""
         if self.topology.routed_ranks == [ANY_RANK]:
             return super().balance(batch)
         return number_rows(batch, self.config), {}
 
-    def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """PPO's readings; a batch that comes again has them already."""
-        self._trained_by = self.weight_version
-        batch, metrics = super().score(batch)
-        self.source.keep(batch)
-        return batch, metrics
-
-    def call(
-        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
-    ) -> Any:
-        """A reward model is not asked again about samples that a maker has had it score."""
-        if method == REWARD_METHOD and has_column(batch, rm_column(role)):
-            return ScoresHere(batch, role)
-        if role in self.config.score_roles:
-            role = role_on(role, self.validators[0])
-        return super().call(role, method, batch, *more, **settings)
-
     def policy_is_current(self, batch: DataProto) -> bool:
-        """Not within a round: the policy has moved since its weights were published."""
+        """Within a round the policy moves away from the weights that it has published."""
         return self.rounds.length == 1 and super().policy_is_current(batch)
 
     def next_weights(self) -> Metrics:
-        """Publish the weights, which makers take: as a new version, if a round has ended.
+        """Publish the weights for the makers, as a new version where a round has ended.
 
-        A validation's averaged weights, and those after it, are other ones of the same version.
+        The averaged weights of a validation, and the policy's own weights after it, keep the
+        number of their version.
         """
         version = self.weight_version
         if not self.buffer.is_paused:
@@ -154,136 +171,166 @@ class DetachedTrainer(PPOTrainer):
         self.buffer.publish(version)
         return metrics
 
-    # ---------------------------------------------------------------------------- validation
+    def _demand(self, attempt: int) -> Demand:
+        """The samples of one draw, and those that later steps will need."""
+        step, rounds = self.global_step, self.rounds
+        batch, place = rounds.num_fresh(step) - 1, rounds.place(step)[2]
+        last_of_version = batch + rounds.update_steps - place
+        sizes = self.buffer.stream.num_samples
+        rest_of_run = None
+        if not self.config.algorithm.filter_groups.enable:  # else nobody knows how many are needed
+            total = rounds.num_fresh(self.total_steps)
+            last_of_version = min(last_of_version, total)
+            # makers may run ahead no further than this: the bound of staleness is lower there
+            ahead = (self.config.detached.max_staleness + 1) * rounds.update_steps
+            rest_of_run = sum(map(sizes, range(batch + 1, min(total, batch + 1 + ahead))))
+        rest_of_version = sum(map(sizes, range(batch + 1, last_of_version)))
+        return Demand(sizes(batch), attempt, rest_of_version, rest_of_run)
+
+    def _draw_metrics(self) -> Metrics:
+        metrics = {"detached/drawn_tokens": float(self._draws.num_tokens)}
+        if self.rounds.train_epochs > 1:
+            metrics["detached/reused"] = float(self.rounds.place(self.global_step)[1])
+            metrics["detached/batch_of_round"] = float(self.rounds.batch_of(self.global_step))
+        return metrics
+
+    @contextmanager
+    def _naming_samples(self) -> Iterator[None]:
+        """Within, an error gets a note with the uids of the step's samples."""
+        try:
+            yield
+        except Exception as error:
+            uids, step = self._draws.uids, self.global_step
+            known = f"is on the samples of uid {few(uids)}" if uids else "has no samples yet"
+            error.add_note(f"step {step} {known}")
+            raise
+
+    # ------------------------------------------------------------------------- the makers
+
+    def start_makers(self) -> None:
+        """Start the makers' threads, the first time."""
+        if not self._have_started:
+            self._have_started = True
+            for maker in self.makers:
+                maker.start()
+
+    def call(
+        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+    ) -> Any:
+        """With `detached.score_on=maker` the reward models of a validating maker answer."""
+        if role in self.config.score_roles:
+            role = role_on(role, self.validators[0])
+        return super().call(role, method, batch, *more, **settings)
+
+    def check_trainers(self) -> None:
+        """Ping every process that trains: a loss would stay unnoticed while makers are awaited."""
+        pools = expand_roles(self.config.role_mapping)
+        roles = {pools[role]: role for role in self.groups if role not in self.maker_roles}
+        gather(*(self.groups[role].ping.remote() for role in roles.values()))
+
+    def is_ending(self) -> bool:
+        """Whether the run ends, so that a lost maker is not waited for."""
+        return bool(self.run.stop.received) or self.buffer.is_closed
+
+    # ------------------------------------------------------------------------- validation
 
     @property
     def validators(self) -> list[int]:
-        """The makers that validate: those with the settings of the first one that lives.
+        """The makers that validate: those with the settings of the first maker that lives.
 
-        That one scores, where makers do.
+        With `detached.score_on=maker` that first maker also scores.
         """
         makers = self.buffer.makers or [0]
         first = self.config.rollout_of(makers[0])
         return [maker for maker in makers if self.config.rollout_of(maker) == first]
 
-    def validation_samples(self, asked: DataProto) -> DataProto:
-        """Each maker that validates makes a part of a validation's samples."""
-        return self.buffer.validate(asked, self.validators)
+    def validation_samples(self, prompts: DataProto) -> DataProto:
+        """The samples of these rows; each validating maker generates an equal number."""
+        return self.buffer.validate(prompts, self.validators)
 
     def validation_metrics(self) -> Metrics:
-        """Makers make a validation's samples, and no others meanwhile."""
-        self.source.start()
+        """Validate while makers generate nothing else."""
+        self.start_makers()
         with self.buffer.paused(PAUSE_S):
-            self._makers_rest_since = time.time()
+            self._validation_began = time.time()
             return super().validation_metrics()
 
-    # ------------------------------------------------------------------------ what observers ask
+    # ----------------------------------------------------------------- what observers ask
+
+    @property
+    def makers_log(self) -> SampleLog:
+        """The log in which makers begin their samples."""
+        return self.buffer.log
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """Makers make samples whatever trainers do; while they rest, it is for a validation."""
+        """Calls of makers belong to `gen`, whatever the trainer does, except for a validation."""
         if call["method"] not in MADE_BY_MAKERS or call["role"] not in self.maker_roles:
             return ended_in
-        is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
+        is_validation = ended_in == "testing" and call["start"] >= self._validation_began
         return ended_in if is_validation else "gen"
 
     def facts_of_samples(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
-        """The trainer rank that learns from each sample, and the age of its weights."""
-        versions = read_columns(batch, "policy_version")["policy_version"].tolist()
-        names = zip(
-            batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist(), strict=True
-        )
-        size = -(-len(batch) // self.groups["actor"].world_size)
-        return {
-            (str(uid), index): {
-                "trainers": row // size,
-                "versions": version,
-                "staleness": self._trained_by - version,
-            }
-            for row, ((uid, index), version) in enumerate(zip(names, versions, strict=True))
-        }
+        """For the sample log: who trains on each sample, and how old it is."""
+        return self.origins.facts(batch)
 
     def sample_fields(self, batch: DataProto) -> dict[str, list[Any]]:
-        """Who made each sample, the trainer rank that learns from it, and its weights' version."""
-        size = -(-len(batch) // self.groups["actor"].world_size)
-        uids = map(str, batch.non_tensor_batch["uid"])
-        return {
-            "maker": [self.source.makers_of.get(uid) for uid in uids],
-            "trainer": [row // size for row in range(len(batch))],
-            "trained_by_version": [self._trained_by] * len(batch),
-        }
+        """Further fields of `rollouts/N.jsonl`: maker, trainer rank, version."""
+        return self.origins.fields(batch)
 
     def speed(self, batch: DataProto) -> Metrics:
-        """PPO's, how old the samples were, and what makers and trainers did since the last step."""
-        versions = read_columns(batch, "policy_version")["policy_version"]
-        ages = self._trained_by - versions
-        metrics = super().speed(batch) | self.activity.metrics()
-        for age, count in Counter(ages.tolist()).items():
-            metrics[f"detached/staleness/{age}"] = float(count)
-        if has_column(batch, "value_version"):  # of makers' copies of the critic
-            of_values = self._trained_by - read_columns(batch, "value_version")["value_version"]
-            metrics["detached/value_staleness/max"] = float(of_values.max())
-        return metrics | {
-            "detached/staleness/mean": float(ages.float().mean()),
-            "detached/staleness/max": float(ages.max()),
-        }
+        """PPO's, the age of the samples, and the seconds of makers and trainers by state."""
+        return super().speed(batch) | self.activity.metrics() | self.origins.metrics(batch)
 
     def on_step_end(self, metrics: Metrics) -> None:
-        """The log has every sample where it is in fact."""
+        """Check that the log and the queue agree about every sample."""
         self.buffer.check()
 
-    # -------------------------------------------------------------------- what the loop asks for
+    # ------------------------------------------------------------- what the loop asks for
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, those on batches that come again included."""
-        times = self.config.detached.train_epochs
+        """Steps of the whole run, including those on batches that return."""
+        epochs = self.config.detached.train_epochs
         if self.config.data.total_prompts is not None:
-            return self.loader.total_steps * times
-        return self.config.trainer.num_steps(lambda epochs: epochs * len(self.loader) * times)
+            return self.loader.total_steps * epochs
+        return self.config.trainer.num_steps(lambda n: n * len(self.loader) * epochs)
 
     @property
     def can_save(self) -> bool:
-        """Not within a round, whose batches no checkpoint holds."""
+        """Whether the step ends a round: no checkpoint holds the batches of a round."""
         return self.rounds.ends_with(self.global_step)
 
-    def is_ending(self) -> bool:
-        """Whether a maker that was lost is not waited for."""
-        return bool(self.run.stop.received) or self.buffer.is_closed
-
-    def check_trainers(self) -> None:
-        """Ask every process that trains for an answer: nobody would miss it meanwhile."""
-        pools = expand_roles(self.config.role_mapping)
-        of_pool = {pools[role]: role for role in self.groups if role not in self.maker_roles}
-        gather(*(self.groups[role].ping.remote() for role in of_pool.values()))
-
     def replaceable_roles(self) -> frozenset[str]:
-        """None: makers are looked after by `detached.on_maker_loss`, beside the steps."""
+        """None: `detached.on_maker_loss` says what happens when a maker is lost."""
         return frozenset()
 
     def saved_groups(self) -> dict[str, Any]:
-        """Not makers': they may come and go meanwhile; a sample is the same from any of them."""
+        """All groups but the makers', which may come and go during a run."""
         return {role: self.groups[role] for role in self.groups if role not in self.maker_roles}
 
     def state_dict(self) -> dict[str, Any]:
-        """PPO's, the log, and the place in the prompts."""
-        return super().state_dict() | {"detached": self.source.state_dict()}
+        """PPO's state, the sample log, and the place in the prompts."""
+        return super().state_dict() | {"detached": self.buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with them; what was open is made again."""
+        """Go on from there; samples that were being generated are generated again."""
         super().load_state_dict(state)
         start = self.run.checkpoints.start
         restores = self.config.detached.on_resume == "restore"
         folder = start / SAMPLES if restores and start is not None else None
-        self.source.load_state_dict(state["detached"], folder)
+        self.buffer.load_state_dict(state["detached"], folder)
 
     def write_more(self, folder: Path) -> None:
-        """The samples that are queued, if a resume shall find them."""
+        """Write the queued samples, if `detached.on_resume=restore`."""
         if self.config.detached.on_resume == "restore":
-            self.source.write_samples(folder / SAMPLES)
+            self.buffer.write_samples(folder / SAMPLES)
 
     def close(self) -> None:
-        """End the makers, and check and print the log."""
-        self.source.close()
+        """Stop the makers; check, print and write the log."""
+        self.buffer.close()
+        until = time.monotonic() + END_S
+        for maker in self.makers:
+            maker.wait_for_end(max(until - time.monotonic(), 0.0))
         self.buffer.check()
         log = self.makers_log.state_dict()
         print(log_in_words(log), flush=True)
@@ -292,15 +339,15 @@ class DetachedTrainer(PPOTrainer):
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """As PPO does; the start, and every maker's engine on its pool, are looked at first."""
+        """Check the start and every maker's engine, then do what PPO does."""
         assert isinstance(config, DetachedConfig), "this trainer's configuration"
         check_start(config)
         for maker, role in enumerate(config.topology.roles()):
-            own = config.of_role(role)
+            config_of_maker = config.of_role(role)
             try:
-                check_rollout(own, role)
+                check_rollout(config_of_maker, role)
             except ConfigError as error:
-                if own is config:
+                if config_of_maker is config:
                     raise
                 raise ConfigError(f"{MAKER_SETTINGS}.{maker}: {error}") from error
         return super().prepare(config, at_end)

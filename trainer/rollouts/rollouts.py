@@ -7,7 +7,6 @@ batch, metrics = rollouts.score(batch)            # token_level_scores, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from trainer.groups.worker_groups import WorkerGroups
@@ -20,7 +19,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result
 from verl_like.errors import LostSamplesError
 from workers.agents.players import ROW_COLUMNS
-from workers.columns import select_reads
+from workers.columns import has_column, read_columns, rm_column, select_reads
 from workers.config import model_rewards, plays
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
@@ -100,14 +99,17 @@ class Rollouts:
 
     def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
         """The future of `token_level_scores`: all rewards at the same time, added up by weight."""
-        calls = {
-            reward.name: partial(self.trainer.call, role, "compute_rm_score")
-            for role, reward in model_rewards(self.config).items()
-        }
+        roles = {reward.name: role for role, reward in model_rewards(self.config).items()}
         check = self.run.groups.check_idle
         return self.rewards.launch(
-            batch, lambda reward: calls[reward.name](batch), normalize, check
+            batch, lambda reward: self._ask_model(roles[reward.name], batch), normalize, check
         )
+
+    def _ask_model(self, role: str, batch: DataProto) -> Any:
+        """The future of a reward model's scores, which a generator may have asked for already."""
+        if has_column(batch, rm_column(role)):
+            return ScoresInBatch(batch, role)
+        return self.trainer.call(role, "compute_rm_score", batch)
 
     def write(
         self, name: str, batch: DataProto, fields: dict[str, list[Any]] | None = None
@@ -122,6 +124,25 @@ class Rollouts:
             thin_samples(folder / f"{step - num_whole}.jsonl")
         else:
             thin_old_samples(folder, step - num_whole)
+
+
+class ScoresInBatch:
+    """The future of a reward model's scores that are in the batch already."""
+
+    def __init__(self, batch: DataProto, role: str) -> None:
+        self._role, column = role, rm_column(role)
+        self._scores = read_columns(batch, column)[column]
+
+    def __str__(self) -> str:
+        """Name the role, for messages about a failure."""
+        return f"scores of {self._role}"
+
+    def done(self) -> bool:
+        return True
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        """The scores in a batch, as `compute_rm_score` returns them."""
+        return DataProto.from_dict({"rm_scores": self._scores})
 
 
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:

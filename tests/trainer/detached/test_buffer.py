@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -335,20 +336,20 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
 
 
 def test_a_resumed_buffer_makes_again_what_was_open() -> None:
-    state, queued = buffer_of_three_pieces().state_dict()
+    state = buffer_of_three_pieces().state_dict()
     resumed = make_buffer(max_staleness=4)
-    for one in queued:
-        one.samples = None
-    resumed.load_state_dict(state, queued)
+    resumed.load_state_dict(state, None)
     assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
     assert resumed.log.accounts[0].dropped == {"made again after a resume": 6}
     resumed.log.check()
 
 
-def test_a_resumed_buffer_may_keep_what_was_queued() -> None:
-    state, queued = buffer_of_three_pieces().state_dict()
+def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
+    saved = buffer_of_three_pieces()
+    state = saved.state_dict()
+    saved.write_samples(tmp_path / "samples")
     resumed = make_buffer(max_staleness=4)
-    resumed.load_state_dict(state, queued)
+    resumed.load_state_dict(state, tmp_path / "samples")
     assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
     assert resumed.depth == 4
     assert resumed.log.accounts[0].dropped == {"made again after a resume": 2}

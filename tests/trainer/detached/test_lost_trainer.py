@@ -16,7 +16,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overr
 from tests.trainer.detached import rigged_workers
 from tests.waiting import wait_until
 from trainer import load_config, restarts, run
-from trainer.detached import buffer, source
+from trainer.detached import buffer, step
 from trainer.detached.recipe import DETACHED
 from verl_like.errors import WorkerDiedError
 
@@ -35,7 +35,7 @@ class KillTrainer:
             threading.Thread(target=self.kill_meanwhile, args=(trainer,), daemon=True).start()
 
     def kill_meanwhile(self, trainer: Any) -> None:
-        wait_until(trainer.source.buffer.in_flight)
+        wait_until(trainer.buffer.in_flight)
         self.kill(trainer)
 
     def kill(self, trainer: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    monkeypatch.setattr(source, "END_S", 0.1)
+    monkeypatch.setattr(step, "END_S", 0.1)
     settings = (*SETTINGS, "detached.max_staleness=0", f"role_workers.rollout={RIGGED}.LongRollout")
     killer = KillTrainer()
     with pytest.raises(WorkerDiedError, match=r"ping, .* rank 1 of 2 .*killed by SIGKILL"):

@@ -11,7 +11,7 @@ from tests.integration.runs import calls, overrides
 from tests.trainer.detached.test_lost_trainer import KillTrainer
 from tests.trainer.detached.test_topologies import curves
 from trainer import load_config, run
-from trainer.detached import buffer, source
+from trainer.detached import buffer, step
 from trainer.detached.recipe import DETACHED
 from verl_like.errors import WorkerDiedError
 
@@ -65,7 +65,7 @@ def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    monkeypatch.setattr(source, "END_S", 0.1)
+    monkeypatch.setattr(step, "END_S", 0.1)
     rollout = "role_workers.rollout=tests.trainer.detached.rigged_workers.LongRollout"
     settings = (*ON_RAY, "detached.topology=1m2t", "detached.max_staleness=0", rollout)
     config = load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED)

@@ -23,7 +23,7 @@ class EndsWithFullQueue:
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
         # all that the makers may make, so that what a checkpoint holds does not depend on the clock
-        wait_until(lambda: trainer.source.buffer.depth == 2 * len(batch))
+        wait_until(lambda: trainer.buffer.depth == 2 * len(batch))
 
     def on_step_begin(self, trainer: Any) -> None:
         if trainer.global_step == 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.detached.source import Rounds
+from trainer.detached.rounds import Rounds
 
 
 def test_every_batch_of_a_round_is_trained_on_as_often_as_there_are_epochs() -> None:

@@ -32,7 +32,7 @@ class Watches:
         self.ends: list[float] = []
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
-        buffer = trainer.source.buffer
+        buffer = trainer.buffer
         if trainer.global_step == 1:
             wait_until(lambda: buffer.depth >= LIMIT)
             time.sleep(0.1)  # what a maker that does not stop would begin the next piece in

@@ -31,7 +31,7 @@ class FullQueue:
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
         num_left = BATCH * min(2, STEPS - trainer.global_step)
-        wait_until(lambda: trainer.source.buffer.depth == num_left)
+        wait_until(lambda: trainer.buffer.depth == num_left)
 
 
 def ages(folder: Path) -> list[float]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from trainer.detached.maker import ScoresHere, score_samples
+from trainer.detached.maker_scores import score_samples
+from trainer.rollouts.rollouts import ScoresInBatch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result
 
@@ -41,6 +42,6 @@ def test_scores_of_two_models_stay_apart_and_numbers_come_along() -> None:
     assert groups["reward_model_b_1"].asked == ["compute_rm_score"]
     assert rows.batch["ref_log_prob"].flatten().tolist() == [0.5, 0.25]
     for role, scores in (("reward_model", [1.0, 2.0]), ("reward_model_b", [3.0, 4.0])):
-        found = ScoresHere(rows, role)
+        found = ScoresInBatch(rows, role)
         assert found.done()
         assert found.get().batch["rm_scores"].flatten().tolist() == scores

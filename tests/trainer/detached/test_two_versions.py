@@ -87,17 +87,17 @@ def test_weights_that_come_at_once_draw_the_rest_with_the_cache_of_the_old_ones_
 def test_a_response_over_several_calls_goes_on_with_newer_weights(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_next = Maker._next
+    take = Maker._take
 
     def wait_for_newer(maker: Maker) -> None:
-        take_next(maker)
+        take(maker)
         buffer = maker._buffer
         going_on = [piece.batch for piece in buffer.in_flight()]
         if buffer.version == 1 and going_on and min(going_on) > 0:
             # the first batch is made, and responses of the second are not finished
             wait_until(lambda: buffer.version > 1)
 
-    monkeypatch.setattr(Maker, "_next", wait_for_newer)
+    monkeypatch.setattr(Maker, "_take", wait_for_newer)
     per_call = "actor_rollout_ref.rollout.max_new_tokens_per_call=2"
     tokens = tokens_of(tiny_dir, tmp_path, per_call, "detached.prompts_per_piece=2")
     assert tokens.versions(1) == [{1}] * 16

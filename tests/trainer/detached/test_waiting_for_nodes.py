@@ -12,9 +12,9 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config, restarts
-from trainer.detached import maker as maker_losses
+from trainer.detached import maker_losses
 from trainer.detached.config import DetachedConfig
-from trainer.detached.maker import MakerLosses
+from trainer.detached.maker_losses import MakerLosses
 from trainer.detached.recipe import DETACHED
 from trainer.loop import Loop, ToldToStop
 from trainer.run_folder.signals import RunStopped
@@ -92,7 +92,7 @@ def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
 ) -> None:
     config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
     assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
-    words = r"start of rollout It was started anew 3 times with version 7\."
+    words = r"start of rollout It was restarted 3 times with version 7\."
     with pytest.raises(RolloutError, match=words):
         losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
 
