@@ -1,7 +1,7 @@
-"""`trainer.dry_run=true`: all that a run looks at before its first process, and no process.
+"""`trainer.dry_run=true` checks everything that a run checks before its first process, and stops.
 
-Its lines are printed under the plan. What is refused here is refused in the same words by a run. Of
-large data the first rows are read, so that it takes seconds.
+It prints its lines under the plan. A run raises the same errors in the same words. Only the first
+rows of large files are read (`trainer.data.files.row_limit`), so that it takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.config.schema import RunConfig
-from trainer.data.files import first_rows
 from trainer.groups.nodes import devices_in_words
 from trainer.groups.worker_groups import worker_class
 from trainer.loop import Trainer
@@ -20,13 +19,11 @@ from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError
 from verl_like.files import what_blocks
 
-MOST_ROWS = 10_000
-"""Rows that are read of each list of files, beside those of a step."""
 ALL_FOUND = "Nothing is wrong that shows before a process starts."
 
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
-    """Lines about what was found; what cannot work is refused."""
+    """Return lines about the job; raise an error for what cannot work."""
     _check_machines(config)
     lines = [devices_in_words(config)]
     for role in config.role_workers:
@@ -37,13 +34,9 @@ def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     _check_folder(config.trainer.default_local_dir)
     lines += _missing_trackers(config)
 
-    data = getattr(config, "data", None)
     with ExitStack() as at_end:
-        most = at_end.enter_context(first_rows(MOST_ROWS + getattr(data, "train_batch_size", 0)))
         inputs = trainer_cls.prepare(config, at_end)
         lines += trainer_cls.look_at(config, *inputs)
-    if most.were_more:
-        lines.append(f"of each list of files {most.number:,} rows were read; a run reads them all")
     return [*lines, ALL_FOUND]
 
 

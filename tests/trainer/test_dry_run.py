@@ -18,7 +18,7 @@ from tests.integration.runs import overrides
 from trainer import load_config, run
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
-from trainer.data.files import first_rows, rows_of_files
+from trainer.data import files
 from trainer.detached.recipe import DETACHED
 from trainer.dry_run import ALL_FOUND
 from trainer.evaluation.recipe import EVAL
@@ -227,12 +227,21 @@ def test_fewer_gpus_than_asked_for_are_refused(
         dry("eval", tiny_dir, tmp_path, "trainer.n_gpus_per_node=2")
 
 
-def test_of_large_data_the_first_rows_are_read(tiny_dir: Path) -> None:
-    files = [str(tiny_dir / "train.parquet")]
-    everything = [row for _, row in rows_of_files(files, "data.train_files")]
-    with first_rows(5) as most:
-        assert [row for _, row in rows_of_files(files, "data.train_files")] == everything[:5]
-    assert most.were_more
-    with first_rows(len(everything)) as most:
-        assert len(list(rows_of_files(files, "data.train_files"))) == len(everything)
-    assert not most.were_more
+@pytest.mark.parametrize("name", ["ppo", "sft", "reward-model", "dpo", "eval"])
+def test_of_large_files_the_first_rows_are_read(
+    name: str,
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(files, "DRY_RUN_ROWS", 5)
+    settings = settings_of(name, tiny_dir, tmp_path)
+    if name in ON_ROWS:
+        (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8, encoding="utf-8")
+        settings.append("data.train_batch_size=2")
+    config = load_config(settings, RECIPES[name])
+    limit = 5 + getattr(config.data, "train_batch_size", 0)
+    with caplog.at_level("INFO"):
+        run(config)
+    assert f"the first {limit} rows were read; a run reads them all" in caplog.text

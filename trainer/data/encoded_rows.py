@@ -1,8 +1,7 @@
-"""Rows of files as tokens; a bad one stops the run, or is left out.
+"""Rows of files as tokens; a bad row stops the run, or is left out.
 
-What a recipe learns from a row are its sides (one text, the two of a pair, labelled responses) and
-numbers beside them. Rows of large files are kept in the cache on disk; later runs have arrays that
-are views of it.
+A recipe learns from the sides of a row (one text, the two of a pair, labelled responses) and from
+its numbers. Rows of large files are cached on disk; later runs get views of the cache.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import Entry, cached_rows, what_tokens_depend_on
+from trainer.data.cache import Entry, cache_key, cached_rows
 from trainer.data.files import Row, good_rows, names_of, rows_of_files
 from workers.models.folder import generation_eos
 
 
 @dataclass(frozen=True)
 class LMRow:
-    """The tokens of a text, and which of them the loss is of."""
+    """The tokens of a text, and which of them are in the loss."""
 
     ids: NDArray[np.int64]
     in_loss: NDArray[np.bool_]
 
     def cut(self, max_length: int) -> LMRow:
-        """Without what is beyond so many tokens."""
+        """Return the first `max_length` tokens."""
         return LMRow(self.ids[:max_length], self.in_loss[:max_length])
 
 
 class EncodedRow(NamedTuple):
-    """What a recipe makes of a row of a file."""
+    """A recipe's tokens and numbers of one row of a file."""
 
     sides: Sequence[LMRow]
     numbers: Sequence[float] = ()
@@ -43,37 +42,38 @@ Encode = Callable[[Row, Any], EncodedRow]
 
 
 def encode_rows(
-    key: str, files: Any, what: str, encode: Encode, tokenizer: Any, on_bad_row: str | None
+    key: str,
+    files: Any,
+    kind: str,
+    encode: Encode,
+    tokenizer: Any,
+    on_bad_row: str | None,
+    limit: int | None = None,
 ) -> tuple[list[EncodedRow], int]:
-    """What `encode` makes of the rows in order, and how many were skipped.
+    """Return what `encode` makes of the rows in order, and how many were skipped.
 
-    `key` is the configuration's that names the files; large ones are read and tokenized once, and
-    `what` tells their entry from others of the same files. With `on_bad_row` skip a bad row is left
-    out, otherwise it stops the run. None is that of a recipe without the key `data.on_bad_row`.
+    The configuration's `key` names the files. Large ones are read and tokenized once; `kind` tells
+    their entry from others of the same files. With `on_bad_row` skip a bad row is left out,
+    otherwise it stops the run. A recipe without the key `data.on_bad_row` passes None.
     """
     names = names_of(files)
 
     def read() -> Iterator[EncodedRow | None]:
-        rows = rows_of_files(names, key)
+        rows = rows_of_files(names, key, limit=limit)
         return good_rows(rows, lambda where, row: encode(row, tokenizer), on_bad_row)
 
-    depends_on = what_tokens_depend_on(names, tokenizer)
-    if depends_on is not None:
-        depends_on |= {"rows": what, "on_bad_row": on_bad_row}
-        depends_on |= {"eos_token_id": tokenizer.eos_token_id}
-        entry = _cached(depends_on, read)
-        if entry is not None:
-            return list(_rows_of(entry)), entry.facts["num_bad"]
-
+    settings = {"rows": kind, "on_bad_row": on_bad_row, "eos_token_id": tokenizer.eos_token_id}
+    entry_key = cache_key(names, tokenizer, **settings) if limit is None else None
+    entry = None if entry_key is None else _cached(entry_key, read)
+    if entry is not None:
+        return list(_rows_of(entry)), entry.facts["num_bad"]
     encoded = list(read())
     rows = [row for row in encoded if row is not None]
     return rows, len(encoded) - len(rows)
 
 
-def _cached(
-    depends_on: dict[str, Any], read: Callable[[], Iterator[EncodedRow | None]]
-) -> Entry | None:
-    """Tokens and loss mask of every side, and the numbers."""
+def _cached(key: str, read: Callable[[], Iterator[EncodedRow | None]]) -> Entry | None:
+    """Return tokens and loss mask of every side, and the numbers."""
     import pyarrow as pa
 
     columns = {
@@ -90,7 +90,7 @@ def _cached(
                 "numbers": list(row.numbers),
             }
 
-    return cached_rows("rows", depends_on, columns, cells)
+    return cached_rows("rows", key, columns, cells)
 
 
 def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
@@ -110,19 +110,19 @@ def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
 
 
 def teaches(sides: Sequence[LMRow]) -> bool:
-    """Whether every side has a token in the loss, and no other is the same as the first."""
+    """Return whether every side has a token in the loss, and the others differ from the first."""
     first, *others = sides
     has_loss = all(side.in_loss[1:].any() for side in sides)
     return has_loss and not any(np.array_equal(first.ids, side.ids) for side in others)
 
 
 def stop_tokens(tokenizer: Any, path: str) -> list[int]:
-    """What ends a sample of the model of that folder."""
+    """Return the tokens that end a sample of the model in that folder."""
     return [id for id in (tokenizer.eos_token_id, *generation_eos(path)) if id is not None]
 
 
 def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
-    """The side up to its last stop token, if blanks alone follow."""
+    """Return the side up to its last stop token, if only blanks follow."""
     if side.ids[-1] in stops:
         return side
     is_reply = np.arange(len(side.ids)) >= side.in_loss.argmax()
@@ -135,9 +135,9 @@ def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
 def cut_rows(
     rows: Sequence[EncodedRow], max_length: int, story: str, lost: str
 ) -> tuple[list[EncodedRow], str]:
-    """The rows with sides of at most `max_length` tokens, and `story` with what became of them.
+    """Return rows with sides of at most `max_length` tokens, and `story` with the counts.
 
-    One that teaches nothing any more is dropped; `lost` says in words what it lacks.
+    A row that then teaches nothing is dropped; `lost` says in words what it lacks.
     """
     kept: list[EncodedRow] = []
     num_cut = 0
@@ -152,6 +152,6 @@ def cut_rows(
 
 
 def how_many(key: str, kind: str, num_rows: int, num_bad: int) -> str:
-    """How many rows there are, for a line of the log."""
+    """Return a sentence for the log about the number of rows."""
     skipped = f", {num_bad} bad ones skipped" if num_bad else ""
     return f"{key} holds {num_rows + num_bad} {kind}{skipped}"

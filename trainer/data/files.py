@@ -1,17 +1,13 @@
-"""Rows of parquet, CSV and JSONL files, or of the user's data set; a bad one is named by number.
+"""Rows of parquet, CSV and JSONL files, of the hub's data sets, or of the user's own class.
 
-`rows_of_prompts` gives rows of prompts, `rows_of_files` those of recipes that generate nothing, and
-`good_rows` what is made of either. Files may be data sets by name on the Hugging Face hub
-(`trainer.data.hub`).
+`rows_of_prompts` yields rows of prompts, and `rows_of_files` the rows of recipes that generate
+nothing. `good_rows` converts either, and names a bad row by its file and number.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Any, TypeVar
 
 from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, json_rows, parquet_rows
-from trainer.data.hub import hub_files, is_hub_name
+from trainer.data.hub import is_hub_name, load_hub_split
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.registry import load_from
@@ -30,34 +26,45 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 RULE_COLUMNS = ("data_source", "reward_model")
 PLAIN = (str, int, float, bool, type(None))
-"""Values that stay what they are as JSON."""
-WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
+"""Values that JSON keeps as they are."""
+WAY_OUT = " Fix it, or leave such rows out with data.on_bad_row=skip."
+DRY_RUN_ROWS = 10_000
+"""Rows that a dry run reads of each list of files, in addition to the rows of a step."""
 T = TypeVar("T")
+
+
+def row_limit(config: Any) -> int | None:
+    """Return how many rows of each list of files the run reads; None if it reads all."""
+    if not config.trainer.dry_run:
+        return None
+    return DRY_RUN_ROWS + getattr(config.data, "train_batch_size", 0)
 
 
 def read_rows(
     config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
 ) -> tuple[list[Row], int]:
-    """The rows of prompts that a run would read, and how many it would skip."""
-    rows = rows_of_prompts(config, setting, tokenizer, needs_rules)
-    found = list(
+    """Return the rows of prompts that a run would read, and how many it would skip."""
+    placed = rows_of_prompts(config, setting, tokenizer, needs_rules)
+    checked = list(
         good_rows(
-            rows, lambda _, row: prompt_row(row, config.prompt_key, needs_rules), config.on_bad_row
+            placed,
+            lambda _, row: prompt_row(row, config.prompt_key, needs_rules),
+            config.on_bad_row,
         )
     )
-    good = [row for row in found if row is not None]
-    return good, len(found) - len(good)
+    rows = [row for row in checked if row is not None]
+    return rows, len(checked) - len(rows)
 
 
 def good_rows(
     rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str | None
 ) -> Iterator[T | None]:
-    """What `make` makes of each row with its place, one by one; None for each that is skipped.
+    """Yield what `make` returns for each row and its place; None for each row that is skipped.
 
-    A ValueError of `make` says what is wrong with a row. It stops the run or, where `on_bad_row` is
-    skip, the row is left out; None is that of a recipe without the key.
+    A ValueError of `make` says what is wrong with a row. It stops the run unless `on_bad_row` is
+    skip. A recipe without the key `data.on_bad_row` passes None.
     """
-    was_one_skipped = False
+    has_warned = False
     for where, row in rows:
         try:
             if isinstance(row, ValueError):
@@ -65,25 +72,25 @@ def good_rows(
             if not isinstance(row, dict):
                 raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
             made: T | None = make(where, row)
-        except ConfigError:  # of all rows, not of this one
+        except ConfigError:  # it is about all rows, not about this one
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
                 raise ConfigError(
                     f"{where}: {problem}.{WAY_OUT if on_bad_row else ''}"
                 ) from problem
-            if not was_one_skipped:
+            if not has_warned:
                 story = "%s: %s; it and others like it are skipped (data.on_bad_row=skip)"
                 logger.warning(story, where, problem)
-            was_one_skipped, made = True, None
+            has_warned, made = True, None
         yield made
 
 
 def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
-    """A row that has a prompt; a ValueError says what it lacks.
+    """Return the row if it has a prompt; a ValueError says what it lacks.
 
-    Where rules by data_source score it (`needs_rules`), it has a data_source, and a reward_model
-    with its ground_truth; else these are filled in.
+    With `needs_rules`, rules by data_source score the row: it needs a data_source, and a
+    reward_model with a ground_truth. Otherwise these columns are filled in.
     """
     if not needs_rules:
         row = with_rule_columns(row)
@@ -105,90 +112,70 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
 
 
 def with_rule_columns(row: Row) -> Row:
-    """The row; where it has none, "unknown" for its data_source, and its column ground_truth."""
+    """Return the row with a data_source ("unknown") and a ground_truth (its column), if missing."""
     rule = row.get("reward_model")
     if rule is None or (isinstance(rule, dict) and "ground_truth" not in rule):
         row = row | {"reward_model": {**(rule or {}), "ground_truth": row.get("ground_truth")}}
     return row if row.get("data_source") else row | {"data_source": "unknown"}
 
 
-@dataclass
-class FirstRows:
-    """How many rows are read of each list of files, and whether one had more."""
-
-    number: int
-    were_more: bool = False
-
-
-_first_rows: ContextVar[FirstRows | None] = ContextVar("first_rows", default=None)
-
-
-@contextmanager
-def first_rows(number: int) -> Iterator[FirstRows]:
-    """Within, only so many rows of each list of files are read: for a dry run."""
-    most = FirstRows(number)
-    before = _first_rows.set(most)
-    try:
-        yield most
-    finally:
-        _first_rows.reset(before)
-
-
-def are_first_rows_enough() -> bool:
-    """Whether this is within `first_rows`."""
-    return _first_rows.get() is not None
-
-
-def _cut(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    most = _first_rows.get()
-    if most is None:
-        yield from rows
-        return
-    yield from islice(rows, most.number)
-    most.were_more |= next(rows, None) is not None
-
-
 def rows_of_prompts(
-    config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool
+    config: DataConfig,
+    setting: str,
+    tokenizer: Any,
+    needs_rules: bool,
+    limit: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of the files, or the user's data set, that the key `setting` names."""
-    files = names_of(getattr(config, setting))
+    """Yield (place, row) of the files, or of the user's class, that the key `setting` names."""
+    value, key = getattr(config, setting), f"data.{setting}"
     if config.custom_cls.path:
-        yield from _cut(_custom_rows(config, files, tokenizer))
-        return
-    if is_num_games(getattr(config, setting)):
-        yield from _cut(_games(config, setting))
-        return
+        return _first(_custom_rows(config, names_of(value), tokenizer), limit, key)
+    if is_num_games(value):
+        return _first(_games(config, setting), limit, key)
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
-    yield from rows_of_files(files, f"data.{setting}", columns)
+    return rows_of_files(names_of(value), key, columns, limit)
 
 
 def rows_of_files(
-    files: Sequence[str], key: str, columns: Sequence[str] = ()
+    files: Sequence[str], key: str, columns: Sequence[str] = (), limit: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) for every row of the files that the configuration's `key` names.
+    """Yield (place, row) for every row of the files that the configuration's `key` names.
 
-    A name of a data set of the hub stands for its files (`trainer.data.hub`). A table (parquet,
-    CSV) without one of the `columns` is refused at once, as is a file that is not there.
+    A file may be a data set of the hub. A missing file stops the run, as does a table (parquet,
+    CSV, hub) without one of the `columns`. `limit` ends the rows early (`row_limit`).
     """
-    yield from _cut(_all_rows(files, key, columns))
+    return _first(_all_rows(files, key, columns), limit, key)
+
+
+def _first(
+    rows: Iterator[tuple[str, Any]], limit: int | None, key: str
+) -> Iterator[tuple[str, Any]]:
+    yield from islice(rows, limit)
+    if limit is not None and next(rows, None) is not None:
+        logger.info("%s: the first %s rows were read; a run reads them all", key, f"{limit:,}")
 
 
 def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for name in files:
-        for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
-            _check_file(path, key)
-            check = partial(_check, path, columns)
-            if path.suffix == ".parquet":
-                yield from parquet_rows(path, check)
-            elif path.suffix == ".csv":
-                yield from csv_rows(path, check)
-            else:
-                yield from json_rows(path)
+        if is_hub_name(name):
+            split = load_hub_split(name, key)
+            _check(name, columns, split.column_names)
+            for number, row in enumerate(split):
+                yield f"{name}, row {number}", row
+            continue
+        path = Path(name)
+        _check_file(path, key)
+        check = partial(_check, path, columns)
+        if path.suffix == ".parquet":
+            yield from parquet_rows(path, check)
+        elif path.suffix == ".csv":
+            yield from csv_rows(path, check)
+        else:
+            yield from json_rows(path)
 
 
 def is_num_games(files: Any) -> bool:
-    """Whether it is a number of rows without a prompt, for environments that say all."""
+    """Return whether it is a number of rows without a prompt: the environment says everything."""
     return type(files) is int
 
 
@@ -200,7 +187,7 @@ def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
 
 
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:
-    """One name, several, or none; a number is the name of no file."""
+    """Return the names as a list; a number counts games and names no file."""
     if not files:
         return []
     if isinstance(files, int):
@@ -209,9 +196,9 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
 
 
 def check_files(config: DataConfig) -> None:
-    """Refuse names of files that are not there, before anything is read."""
+    """Raise an error for a file that is not there, before anything is read."""
     if config.custom_cls.path:
-        return  # what its names stand for is the class's own affair
+        return  # the class decides what its names mean
     for setting in ("train_files", "val_files"):
         if is_num_games(getattr(config, setting)):
             continue
@@ -252,7 +239,7 @@ def _custom_rows(
         yield f"{custom.path}:{custom.name}, row {index}", row
 
 
-def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> None:
     for column in there:
         if column and there.count(column) > 1:  # spreadsheets write columns without a name
             raise ConfigError(f"{path}: two of its columns have the name {column!r}; rename one.")
@@ -267,13 +254,13 @@ def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
 
 
 def filled_columns(row: Row) -> str:
-    """The names of a row's columns that have a value, for a message."""
+    """Return the names of a row's columns that have a value, for a message."""
     filled = sorted(name for name, value in row.items() if value is not None)
     return ", ".join(filled) or "nothing"
 
 
 def listing(folder: Path) -> str:
-    """What a folder holds, for messages."""
+    """Return what a folder holds, for messages."""
     if not folder.is_dir():
         return "nothing: the folder is not there"
     names = sorted(entry.name for entry in folder.iterdir())
@@ -281,7 +268,7 @@ def listing(folder: Path) -> str:
 
 
 def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
-    """Columns of plain values beside those of verl's schema; images and the like are none."""
+    """Return the columns of plain values (no images) that verl's schema does not have."""
     plain: dict[str, bool] = {}
     for row in rows:
         for name, value in row.items():
@@ -290,12 +277,12 @@ def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
 
 
 def own_columns(names: Iterable[str], prompt_key: str) -> list[str]:
-    """The columns that verl's schema does not have, sorted."""
+    """Return the columns that verl's schema does not have, sorted."""
     return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info"})
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON has a form for it."""
+    """Return whether JSON can represent the value."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):

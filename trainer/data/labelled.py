@@ -46,15 +46,20 @@ class LabelledRow:
 
 
 def read_labelled(
-    key: str, files: Any, tokenizer: Any, max_length: int, seed: int, on_bad_row: str = "error"
+    key: str,
+    files: Any,
+    tokenizer: Any,
+    max_length: int,
+    seed: int,
+    on_bad_row: str = "error",
+    limit: int | None = None,
 ) -> list[LabelledRow]:
-    """The rows of the files that the configuration's `key` names, in order.
+    """Return the rows of the files that the configuration's `key` names, in order.
 
-    A row that is none is an error, or skipped and counted.
-    Rows of more than `max_length` tokens are cut at their end; one whose response is cut away is
-    dropped. Both are counted in a line of the log.
+    A bad row is an error, or skipped and counted. Rows of more than `max_length` tokens are cut at
+    their end; a row without a response is then dropped. A line of the log counts both.
     """
-    rows, num_bad = encode_rows(key, files, "labelled", _encode, tokenizer, on_bad_row)
+    rows, num_bad = encode_rows(key, files, "labelled", _encode, tokenizer, on_bad_row, limit)
     responses = [
         EncodedRow([side], [label])
         for row in rows

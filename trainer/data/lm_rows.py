@@ -59,20 +59,22 @@ def read_lm_rows(
     *,
     loss_on_all: bool = False,
     on_bad_row: str | None = None,
+    limit: int | None = None,
 ) -> list[LMRow]:
-    """The rows of the files that the configuration's `key` names, in order.
+    """Return the rows of the files that the configuration's `key` names, in order.
 
-    With `loss_on_all` every token is in the loss, whatever the columns. A row that is none is an
-    error, or skipped and counted.
-    Rows of more than `max_length` tokens are cut at their end; one that has no token of the loss
-    left is dropped. Both are counted in a line of the log.
+    With `loss_on_all` every token is in the loss, whatever the columns. A bad row is an error, or
+    skipped and counted. Rows of more than `max_length` tokens are cut at their end; a row without a
+    token in the loss is then dropped. A line of the log counts both.
     """
-    found, num_bad = encode_rows(key, files, "language model", _encode, tokenizer, on_bad_row)
+    encoded, num_bad = encode_rows(
+        key, files, "language model", _encode, tokenizer, on_bad_row, limit
+    )
     if loss_on_all:
-        sides = [row.sides[0] for row in found]
-        found = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
-    story = how_many(key, "rows", len(found), num_bad)
-    rows, story = cut_rows(found, max_length, story, "their loss")
+        sides = [row.sides[0] for row in encoded]
+        encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
+    story = how_many(key, "rows", len(encoded), num_bad)
+    rows, story = cut_rows(encoded, max_length, story, "their loss")
     if not rows:
         raise ConfigError(f"{story}: no row is left to train on.")
     logger.info("%s", story)

@@ -1,12 +1,12 @@
-"""The order in which rows come, a digest of them, and endless rows as batches.
+"""The order of rows, a digest of them, and endless rows as batches.
 
-The order of an epoch's prompts is theirs, a shuffled one, or that of a function of the user's:
+An epoch takes its prompts in their order, shuffled, or in the order of a user's function:
 
     def hardest_first(num_prompts: int, epoch: int, seed: int) -> Sequence[int]: ...
 
-named by `data.sampler=my_module.hardest_first`, gives the positions of the prompts that the epoch
-takes, as many as there are; one may come twice and another not at all. A resumed run asks again, so
-the answer may depend on nothing else.
+`data.sampler=my_module.hardest_first` names it. It returns as many positions as there are prompts;
+a position may come twice or not at all. A resumed run calls it again, so the positions may depend
+on nothing but these arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -28,54 +28,46 @@ from verl_like.registry import load_object
 from verl_like.signatures import Call, check_call
 
 Positions = np.ndarray[Any, Any]
-_of_last_epoch = lru_cache(maxsize=1)
-"""Every batch asks for the whole order."""
 
 
 def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[int], Positions]:
-    """Epoch -> positions of its prompts; the one asked for last is kept."""
+    """Return a function from an epoch to the positions of its prompts; it caches the last epoch."""
     if config.sampler is None:
-        return _of_last_epoch(lambda epoch: _own_order(config.shuffle, seed, num_prompts, epoch))
+        return lru_cache(maxsize=1)(partial(_default_order, config.shuffle, seed, num_prompts))
 
+    name = f"data.sampler={config.sampler}"
     sampler = load_object(config.sampler, "data.sampler")
-    call = Call(by_name=("num_prompts", "epoch", "seed"))
-    check_call(sampler, f"data.sampler={config.sampler}", call)
+    check_call(sampler, name, Call(by_name=("num_prompts", "epoch", "seed")))
 
-    @_of_last_epoch
-    def ordered(epoch: int) -> Positions:
-        found = sampler(num_prompts=num_prompts, epoch=epoch, seed=seed)
-        return _checked(config.sampler, found, num_prompts)
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> Positions:
+        positions = np.asarray(sampler(num_prompts=num_prompts, epoch=epoch, seed=seed))
+        is_whole = positions.shape == (num_prompts,) and np.issubdtype(positions.dtype, np.integer)
+        if not is_whole or positions.min() < 0 or positions.max() >= num_prompts:
+            raise ConfigError(
+                f"{name} gave {positions.dtype} of shape {list(positions.shape)}; it must give "
+                f"{num_prompts} positions from 0 to {num_prompts - 1}."
+            )
+        return positions
 
-    return ordered
+    return order
 
 
-def _own_order(shuffles: bool, seed: int, num_prompts: int, epoch: int) -> Positions:
+def _default_order(shuffles: bool, seed: int, num_prompts: int, epoch: int) -> Positions:
     if not shuffles:
         return np.arange(num_prompts)
     return np.random.default_rng([seed, epoch]).permutation(num_prompts)
-
-
-def _checked(name: str | None, found: Any, num_prompts: int) -> Positions:
-    """The user's order, if it is one of that many positions."""
-    order = np.asarray(found)
-    is_whole = order.shape == (num_prompts,) and np.issubdtype(order.dtype, np.integer)
-    if not is_whole or order.min() < 0 or order.max() >= num_prompts:
-        raise ConfigError(
-            f"data.sampler={name} gave {order.dtype} of shape {list(order.shape)}; it must give "
-            f"{num_prompts} positions from 0 to {num_prompts - 1}."
-        )
-    return order
 
 
 OTHER_ROWS = (
     "Give the data as it was, or train on this data in another trainer.default_local_dir, from the "
     "weights that `verl-like export` takes out of the checkpoint."
 )
-"""What to do about rows that are not those of the run so far."""
+"""The way out if the rows differ from the rows of the run so far."""
 
 
 def refuse_other_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a saved place among rows that are others now: by their numbers, then by `rows`."""
+    """Raise an error if the saved position belongs to other rows, by their numbers or digest."""
     sizes = {name: size for name, size in now.items() if name not in ("num_taken", "rows")}
     differs = [
         f"{name}: saved {saved[name]}, now {size}"
@@ -92,7 +84,7 @@ def refuse_other_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """A hash of tokens, texts and numbers; other values of a row count by their type."""
+    """Hash tokens, texts and numbers; of other values only the type counts."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         _add(row, digest)
@@ -119,15 +111,15 @@ MakeBatch = Callable[[Sequence[R], Sequence[str]], DataProto]
 
 
 class RowLoader(Generic[R]):
-    """Endless rows, epoch after epoch in an order from the seed; a resumed one goes on in place."""
+    """Endless rows, epoch after epoch, in an order from the seed; it can be resumed."""
 
     def __init__(self, rows: Sequence[R], seed: int, make_batch: MakeBatch[R]) -> None:
-        """`make_batch` pads rows, with their uids, to one batch."""
+        """`make_batch` pads rows to a batch, with their uids."""
         self.rows, self._seed, self.make_batch = rows, seed, make_batch
         self._num_taken = 0
 
     def take(self, count: int) -> DataProto:
-        """The next rows as a batch, with uids of their epochs."""
+        """Return the next rows as a batch, with uids of their epochs."""
         places = [divmod(self._num_taken + number, len(self.rows)) for number in range(count)]
         orders = {epoch: self._order(epoch) for epoch, _ in places}
         chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
@@ -142,14 +134,14 @@ class RowLoader(Generic[R]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the row that was taken last, the first being 0."""
+        """The epoch of the last row taken; the first is 0."""
         return max(self._num_taken - 1, 0) // len(self.rows)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands; with the seed in the config, all that a resume needs."""
+        """Return the loader's position: with the config's seed, all that a resume needs."""
         return {
             "num_taken": self._num_taken,
             "num_rows": len(self.rows),
@@ -161,6 +153,6 @@ class RowLoader(Generic[R]):
         return digest_of_rows(self.rows)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken; other rows are refused."""
+        """Go to the position of `state`; other rows are an error."""
         refuse_other_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]

@@ -50,17 +50,22 @@ class PairRow:
 
 
 def read_pairs(
-    key: str, files: Any, tokenizer: Any, max_length: int, on_bad_row: str | None = None
+    key: str,
+    files: Any,
+    tokenizer: Any,
+    max_length: int,
+    on_bad_row: str | None = None,
+    limit: int | None = None,
 ) -> list[PairRow]:
-    """The pairs of the files that the configuration's `key` names, in order.
+    """Return the pairs of the files that the configuration's `key` names, in order.
 
-    A row that is none is an error, or skipped and counted.
-    Sides of more than `max_length` tokens are cut at their end; a pair whose response is cut away
-    on either side, or which then is equal, is dropped. Both are counted in a line of the log.
+    A bad row is an error, or skipped and counted. Sides of more than `max_length` tokens are cut at
+    their end; a pair is then dropped if a side has no response left, or if both sides are equal. A
+    line of the log counts both.
     """
-    found, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row)
-    story = how_many(key, "pairs", len(found), num_bad)
-    rows, story = cut_rows(found, max_length, story, "a response or of the difference")
+    encoded, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row, limit)
+    story = how_many(key, "pairs", len(encoded), num_bad)
+    rows, story = cut_rows(encoded, max_length, story, "a response or of the difference")
     if not rows:
         raise ConfigError(f"{story}: no pair is left to train on.")
     logger.info("%s", story)

@@ -1,7 +1,7 @@
-"""Tokenized prompts by row number: in memory, or those of large files in a cache on disk.
+"""Tokenized prompts by row number: in memory, or for large files in a cache on disk.
 
-Large files are read and tokenized once; later runs map the result into memory, which does not grow
-with the files.
+Large files are read and tokenized once. Later runs map the result, so memory does not grow with the
+files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import NotPlainError, cached_rows, what_tokens_depend_on
+from trainer.data.cache import NotPlainError, cache_key, cached_rows
 from trainer.data.config import DataConfig
 from trainer.data.files import (
     Row,
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 Encoded = tuple[Row, NDArray[np.int64]]
 """A row, and the tokens of its prompt."""
 Read = Callable[[], Iterator[Encoded | None]]
-"""Gives the rows of the files, None for a bad one."""
+"""Yields the rows of the files, None for a bad one."""
 CheckLength = Callable[[str, int], None]
-"""(where a prompt stands, its tokens): refuses one that is too long."""
+"""(place of a prompt, number of its tokens): raises an error if it is too long."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,25 @@ class PromptTable:
     tokens: Callable[[int], NDArray[np.int64]]
     """The tokens of its prompt."""
     lengths: NDArray[np.int32]
-    """How many tokens every prompt has, before any cut."""
+    """Number of tokens of every prompt, before any cut."""
     sources: Any
     """Every row's data_source, as an Arrow array."""
     num_bad: int
-    """Rows of the files that were left out, and have no number."""
+    """Rows of the files that were left out; they have no number."""
     columns: list[str]
-    """Columns of plain values beside those of verl's schema."""
+    """Columns of plain values that verl's schema does not have."""
     folder: Path | None = None
-    """The entry of the cache; None: all is in memory."""
+    """The entry of the cache; None if the rows are in memory."""
 
     def first_of_sources(self, kept: NDArray[np.int64]) -> dict[str, int]:
-        """Every data_source of these rows, and the first of its rows."""
+        """Return every data_source of these rows with the first of its rows."""
         encoded = self.sources.dictionary_encode()
         codes, places = np.unique(encoded.indices.to_numpy()[kept], return_index=True)
-        found = sorted(zip(kept[places].tolist(), codes.tolist(), strict=True))
-        return {encoded.dictionary[code].as_py(): number for number, code in found}
+        first_rows = sorted(zip(kept[places].tolist(), codes.tolist(), strict=True))
+        return {encoded.dictionary[code].as_py(): number for number, code in first_rows}
 
     def remembered(self, what: str, compute: Callable[[], str]) -> str:
-        """A text that follows from the rows, and from what its name says; kept with the entry."""
+        """Return `compute()`, a text that depends on the rows and `what`; the entry stores it."""
         if self.folder is None:
             return compute()
         path = self.folder / f"{hashlib.sha256(what.encode()).hexdigest()}.txt"
@@ -79,14 +79,19 @@ class PromptTable:
         try:
             write_whole(path, text)
         except OSError as error:
-            logger.warning("%s is not kept for later runs: %s", path, error)
+            logger.warning("%s is not stored for later runs: %s", path, error)
         return text
 
 
 def read_prompts(
-    config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool, check: CheckLength
+    config: DataConfig,
+    setting: str,
+    tokenizer: Any,
+    needs_rules: bool,
+    check: CheckLength,
+    limit: int | None = None,
 ) -> PromptTable:
-    """The good rows of the files that the key `setting` of `config` names."""
+    """Return the good rows of the files that the key `setting` of `config` names."""
 
     def encode(where: str, row: Row) -> Encoded:
         row = prompt_row(row, config.prompt_key, needs_rules)
@@ -95,64 +100,60 @@ def read_prompts(
         return row, tokens
 
     def read() -> Iterator[Encoded | None]:
-        rows = rows_of_prompts(config, setting, tokenizer, needs_rules)
+        rows = rows_of_prompts(config, setting, tokenizer, needs_rules, limit)
         return good_rows(rows, encode, config.on_bad_row)
 
-    paths = names_of(getattr(config, setting))
-    depends_on = None if config.custom_cls.path else what_tokens_depend_on(paths, tokenizer)
-    found = None
-    if depends_on is not None:
-        depends_on |= {"prompt_key": config.prompt_key, "needs_rules": needs_rules}
-        depends_on |= {"on_bad_row": config.on_bad_row}
-        found = cached_prompts(depends_on, read, config.prompt_key)
-    if found is None:
+    key = None
+    if not config.custom_cls.path and limit is None:
+        settings = {"needs_rules": needs_rules, "on_bad_row": config.on_bad_row}
+        names = names_of(getattr(config, setting))
+        key = cache_key(names, tokenizer, prompt_key=config.prompt_key, **settings)
+    table = None if key is None else cached_prompts(key, read, config.prompt_key)
+    if table is None:
         return prompts_in_memory(read, config.prompt_key)
-    if len(found.lengths):
-        longest = int(np.argmax(found.lengths))
-        check(f"data.{setting}, row {longest}", int(found.lengths[longest]))
-    return found
+    if len(table.lengths):
+        longest = int(np.argmax(table.lengths))
+        check(f"data.{setting}, row {longest}", int(table.lengths[longest]))
+    return table
 
 
 def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:
-    """All rows and tokens in the driver."""
+    """Return all rows and tokens in the driver's memory."""
     import pyarrow as pa
 
-    found = list(read())
-    good = [one for one in found if one is not None]
+    encoded = list(read())
+    good = [row_and_tokens for row_and_tokens in encoded if row_and_tokens is not None]
     return PromptTable(
         row=lambda number: good[number][0],
         tokens=lambda number: good[number][1],
         lengths=np.array([len(tokens) for _, tokens in good], dtype=np.int32),
         sources=pa.array([_source_of(row) for row, _ in good], pa.string()),
-        num_bad=len(found) - len(good),
+        num_bad=len(encoded) - len(good),
         columns=other_columns((row for row, _ in good), prompt_key),
     )
 
 
-def cached_prompts(depends_on: dict[str, Any], read: Read, prompt_key: str) -> PromptTable | None:
-    """The table for all that it `depends_on`, of plain values alone."""
+def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
+    """Return the table of the entry with that key; it holds only plain values."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     names: set[str] = set()
 
-    def read_plain() -> Iterator[dict[str, Any] | None]:
-        for one in read():
-            if one is None:
+    def cells() -> Iterator[dict[str, Any] | None]:
+        for encoded in read():
+            if encoded is None:
                 yield None
                 continue
-            row, tokens = one
+            row, tokens = encoded
             if odd := [name for name, value in row.items() if not is_plain(value)]:
                 raise NotPlainError(f"JSON has no form for values of column {odd[0]!r}")
             names.update(row)
             yield {"row": json.dumps(row), "tokens": tokens, "source": _source_of(row)}
 
+    columns = {"row": pa.string(), "tokens": pa.list_(pa.int32()), "source": pa.string()}
     entry = cached_rows(
-        "prompts",
-        depends_on,
-        {"row": pa.string(), "tokens": pa.list_(pa.int32()), "source": pa.string()},
-        read_plain,
-        lambda: {"columns": own_columns(names, prompt_key)},
+        "prompts", key, columns, cells, lambda: {"columns": own_columns(names, prompt_key)}
     )
     if entry is None:
         return None

@@ -21,7 +21,7 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import listing
+from trainer.data.files import listing, row_limit
 from trainer.data.loader import digest_of_rows, epoch_order, refuse_other_rows
 from trainer.data.prompt_table import read_prompts
 from trainer.data.prompt_tokens import check_template
@@ -62,11 +62,18 @@ class PromptSet:
     """
 
     def __init__(
-        self, config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool = True
+        self,
+        config: DataConfig,
+        setting: str,
+        tokenizer: Any,
+        needs_rules: bool = True,
+        limit: int | None = None,
     ) -> None:
         """Read, tokenize and filter the files that the key `setting` of `config` names."""
         self._config, self._tokenizer = config, tokenizer
-        self._table = read_prompts(config, setting, tokenizer, needs_rules, self._check_length)
+        self._table = read_prompts(
+            config, setting, tokenizer, needs_rules, self._check_length, limit
+        )
         self.num_bad, lengths = self._table.num_bad, self._table.lengths
         fits = lengths <= config.max_prompt_length
         self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
@@ -209,14 +216,15 @@ class PromptLoader:
         """
         self._config: DataConfig = config.data
         self._trainer = config.trainer
-        self.prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules)
+        limit = row_limit(config)
+        self.prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules, limit)
         self.num_left_over = len(self.prompts) % self._config.train_batch_size
         self._num_taken = 0
         self._order = epoch_order(config.data, self._trainer.seed, len(self.prompts))
         self.validation: PromptSet | None = None
         """The prompts of `data.val_files`, if there are any."""
         if config.data.val_files:
-            self.validation = PromptSet(config.data, "val_files", tokenizer, needs_rules)
+            self.validation = PromptSet(config.data, "val_files", tokenizer, needs_rules, limit)
         if not len(self):
             raise ConfigError(
                 f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.encoded_rows import LMRow
+from trainer.data.files import row_limit
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
@@ -217,8 +218,14 @@ def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | Non
     """The loader of `ptx.train_files`, if there are any."""
     if not config.ptx.train_files:
         return None
-    files, longest, on_bad_row = config.ptx.train_files, longest_row(config), config.data.on_bad_row
-    rows = read_lm_rows("ptx.train_files", files, tokenizer, longest, on_bad_row=on_bad_row)
+    rows = read_lm_rows(
+        "ptx.train_files",
+        config.ptx.train_files,
+        tokenizer,
+        longest_row(config),
+        on_bad_row=config.data.on_bad_row,
+        limit=row_limit(config),
+    )
     make_batch = partial(lm_batch, pad_token_id=tokenizer.pad_token_id)
     return RowLoader(rows, config.trainer.seed, make_batch)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from trainer.data.files import row_limit
 from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.preference.recipe import PreferenceConfig
@@ -53,12 +54,12 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         cls, config: PreferenceConfig, key: str, files: Any, tokenizer: Any
     ) -> list[NumberedRow]:
         """Pairs, or responses with a label, as the loss learns them."""
-        length, on_bad_row = longest_row(config), config.data.on_bad_row
+        length, on_bad_row, limit = longest_row(config), config.data.on_bad_row, row_limit(config)
         if loss_reads(config, "desirable"):
             seed = config.trainer.seed
-            labelled = read_labelled(key, files, tokenizer, length, seed, on_bad_row)
+            labelled = read_labelled(key, files, tokenizer, length, seed, on_bad_row, limit)
             return settle_ends(key, list(enumerate(labelled)), tokenizer, config)
-        pairs = read_pairs(key, files, tokenizer, length, on_bad_row)
+        pairs = read_pairs(key, files, tokenizer, length, on_bad_row, limit)
         if any(pair.margin for pair in pairs) and not loss_reads(config, "margin"):
             logger.info("%s: loss=%s does not read the margins of pairs", key, config.loss)
         return settle_ends(key, list(enumerate(pairs)), tokenizer, config)

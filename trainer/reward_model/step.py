@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from trainer.data.files import row_limit
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.record import Metrics
 from trainer.reward_model.endings import end_as_samples_do
@@ -33,7 +34,8 @@ class RewardModelTrainer(RowTrainer[PairRow]):
     ) -> list[PairRow]:
         """Pairs of responses, or of whole dialogues, that end as samples do."""
         longest = longest_row(config)
-        rows = read_pairs(key, files, tokenizer, longest, config.data.on_bad_row)
+        on_bad_row, limit = config.data.on_bad_row, row_limit(config)
+        rows = read_pairs(key, files, tokenizer, longest, on_bad_row, limit)
         return end_as_samples_do(key, rows, tokenizer, config.model.path, longest)
 
     @staticmethod

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, ClassVar
 
+from trainer.data.files import row_limit
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.record import Run
@@ -68,7 +69,9 @@ class SamplingOnlyTrainer(Trainer):
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         check_environment(config, tokenizer, cls.refuses_tools)
-        prompts = PromptSet(config.data, cls.prompt_files, tokenizer, scores_by_rule(config))
+        prompts = PromptSet(
+            config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
+        )
         if not len(prompts):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
         logger.info("%s", prompts.story)

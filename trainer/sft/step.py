@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from trainer.data.encoded_rows import LMRow
+from trainer.data.files import row_limit
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
@@ -37,6 +38,7 @@ class SFTTrainer(RowTrainer[LMRow]):
             longest_row(config),
             loss_on_all=data.loss_on == "all",
             on_bad_row=data.on_bad_row,
+            limit=row_limit(config),
         )
 
     @staticmethod

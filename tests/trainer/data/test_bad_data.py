@@ -156,7 +156,7 @@ def test_a_bad_row_is_named_by_file_and_place_or_skipped(
         config = DataConfig(on_bad_row=on_bad_row, **settings)
         return PromptSet(config, "train_files", tokenizer, needs_rules=False)
 
-    with pytest.raises(ConfigError, match=f"{said}.*Mend it, or leave such rows out with data.on_"):
+    with pytest.raises(ConfigError, match=f"{said}.*Fix it, or leave such rows out with data.on_"):
         read("error")
     with caplog.at_level(logging.WARNING):
         found = read("skip")

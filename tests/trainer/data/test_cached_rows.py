@@ -13,7 +13,6 @@ import pytest
 
 from trainer.data import cache, encoded_rows
 from trainer.data.cache import cache_folder
-from trainer.data.files import first_rows
 from trainer.data.labelled import read_labelled
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import digest_of_rows
@@ -46,8 +45,8 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The files' rows that were read, so far."""
     count, read = [0], encoded_rows.rows_of_files
 
-    def rows_of_files(*arguments: Any) -> Iterator[Any]:
-        for row in read(*arguments):
+    def rows_of_files(*arguments: Any, **settings: Any) -> Iterator[Any]:
+        for row in read(*arguments, **settings):
             count[0] += 1
             yield row
 
@@ -136,7 +135,7 @@ def test_a_damaged_entry_is_made_again(
     (entry / "rows.arrow").write_bytes((entry / "rows.arrow").read_bytes()[:900])
     assert digest_of_rows(read()) == whole
     assert num_read == [2 * len(LM)]
-    assert "is damaged and made again" in caplog.text
+    assert "is damaged and written again" in caplog.text
 
 
 def test_without_a_place_for_a_cache_rows_are_read_at_every_start(
@@ -152,6 +151,5 @@ def test_without_a_place_for_a_cache_rows_are_read_at_every_start(
 
 def test_a_dry_run_keeps_nothing(tokenizer: Any, tmp_path: Path) -> None:
     files = write(tmp_path, LM)
-    with first_rows(2):
-        assert len(read_lm_rows("data.train_files", files, tokenizer, 8)) == 2
+    assert len(read_lm_rows("data.train_files", files, tokenizer, 8, limit=2)) == 2
     assert not cache_folder("rows").exists()

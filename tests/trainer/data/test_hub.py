@@ -10,25 +10,27 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-import huggingface_hub
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfFileSystem, constants, snapshot_download
 
 from trainer.config.compose import load_config
 from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
-from trainer.data.hub import hub_files, is_hub_name
+from trainer.data.hub import is_hub_name
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.pairs import read_pairs
-from trainer.data.prompts import PromptSet, load_tokenizer
+from trainer.data.prompts import PromptSet
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
-COMMIT = "1a2b3c4d" * 5
+COMMIT, CONVERTED = "1a2b3c4d" * 5, "c0ffee00" * 5
 KEY = "data.train_files"
+PREFIX = "/api/datasets/maker/texts"
 
 
 def parquet(folder: Path, rows: Sequence[dict[str, Any]]) -> bytes:
@@ -41,63 +43,106 @@ def jsonl(*texts: str) -> bytes:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What `snapshot_download` asks a hub for: the files of a revision, and each of them."""
+    """The hub's answers about one data set: its revision, its tree and its files."""
 
     files: dict[str, bytes] = {}
-    asked: list[str] = []
+    converted: dict[str, bytes] = {}
+    """The files of the branch with the hub's own conversion."""
+    requests: list[str] = []
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
+        self._answer()
 
     def do_HEAD(self) -> None:
-        self._answer(with_body=False)
+        self._answer()
 
-    def _answer(self, with_body: bool) -> None:
-        path = self.path.split("?")[0]
-        self.asked.append(f"{self.command} {path}")
-        body, status = b"{}", 404
-        if path == "/api/datasets/maker/texts/revision/main":
-            siblings = [{"rfilename": name} for name in self.files]
-            info = {"id": "maker/texts", "sha": COMMIT, "siblings": siblings, "tags": []}
-            body, status = json.dumps(info).encode(), 200
-        elif path == f"/api/datasets/maker/texts/tree/{COMMIT}":
-            tree = []
-            for name, content in self.files.items():
-                oid = hashlib.sha1(content).hexdigest()
-                tree.append({"type": "file", "path": name, "size": len(content), "oid": oid})
-            body, status = json.dumps(tree).encode(), 200
-        elif path.startswith(start := f"/datasets/maker/texts/resolve/{COMMIT}/"):
-            body, status = self.files[path.removeprefix(start)], 200
-        self.send_response(status)
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.requests.append(f"{self.command} {url.path}")
+        body = self._body(url.path, parse_qs(url.query), parse_qs(sent.decode()))
+        content = b"" if body is None else body
+        self.send_response(404 if body is None else 200)
+        if body is None:
+            is_known = "/maker/texts" in url.path
+            self.send_header("X-Error-Code", "EntryNotFound" if is_known else "RepoNotFound")
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if with_body:
-            self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _body(self, path: str, query: dict[str, Any], form: dict[str, Any]) -> bytes | None:
+        branches = {
+            **dict.fromkeys(("", "/revision/main"), (COMMIT, self.files)),
+            "/revision/refs%2Fconvert%2Fparquet": (CONVERTED, self.converted),
+        }
+        for commit, files in ((COMMIT, self.files), (CONVERTED, self.converted)):
+            branches[f"/revision/{commit}"] = commit, files
+            if path == f"{PREFIX}/paths-info/{commit}":
+                return json.dumps([entry(name, files) for name in form["paths"]]).encode()
+            if path.startswith(start := f"{PREFIX}/tree/{commit}"):
+                return tree(path.removeprefix(start).strip("/"), "recursive" in query, files)
+        for revision in ("main", COMMIT, CONVERTED, "refs%2Fconvert%2Fparquet"):
+            start = f"/datasets/maker/texts/resolve/{revision}/"
+            if path.startswith(start):
+                files = self.files if revision in ("main", COMMIT) else self.converted
+                return files.get(path.removeprefix(start))
+        if path.removeprefix(PREFIX) not in branches:
+            return None
+        commit, files = branches[path.removeprefix(PREFIX)]
+        siblings = [{"rfilename": name} for name in files]
+        info = {"id": "maker/texts", "sha": commit, "siblings": siblings, "tags": []}
+        return json.dumps(info).encode()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
+
+
+def entry(name: str, files: dict[str, bytes]) -> dict[str, Any]:
+    """What the hub says of a file or a folder."""
+    oid = hashlib.sha1(name.encode()).hexdigest()
+    if name not in files:
+        return {"type": "directory", "path": name, "oid": oid, "size": 0}
+    return {"type": "file", "path": name, "size": len(files[name]), "oid": oid}
+
+
+def tree(folder: str, is_recursive: bool, files: dict[str, bytes]) -> bytes | None:
+    """What the hub says of the content of a folder."""
+    start = f"{folder}/" if folder else ""
+    inside = [name.removeprefix(start).split("/") for name in files if name.startswith(start)]
+    if not inside:
+        return None
+    depth = max(map(len, inside)) if is_recursive else 1
+    names = {"/".join(parts[: end + 1]) for parts in inside for end in range(depth)}
+    return json.dumps([entry(start + name, files) for name in sorted(names)]).encode()
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    """A hub with one data set of two splits, which is where the client looks."""
+    """A hub with one data set of two splits, at the address that the library asks."""
     Hub.files = {
-        "README.md": b"not rows",
         "data/train-00000-of-00002.parquet": parquet(tmp_path, [{"text": "one"}, {"text": "two"}]),
         "data/train-00001-of-00002.parquet": parquet(tmp_path, [{"text": "three"}]),
         "data/test-00000-of-00001.parquet": parquet(tmp_path, [{"text": "four"}]),
     }
-    Hub.asked = []
+    Hub.requests, Hub.converted = [], {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     address = f"http://127.0.0.1:{server.server_port}"
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+    for name in ("HF_DATASETS_CACHE", "DOWNLOADED_DATASETS_PATH", "EXTRACTED_DATASETS_PATH"):
+        monkeypatch.setattr(datasets.config, name, str(tmp_path / "datasets" / name))
+    HfFileSystem.clear_instance_cache()
     yield Hub
     server.shutdown()
     server.server_close()
@@ -107,86 +152,93 @@ def texts(name: str) -> list[str]:
     return [row["text"] for _, row in rows_of_files([name], KEY)]
 
 
-def test_a_data_set_is_fetched_once_and_read_without_a_network_then(
-    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert texts("hub://maker/texts:train") == ["one", "two", "three"]
-    assert not [line for line in hub.asked if "test-" in line or "README" in line]
-    fetched = [line for line in hub.asked if line.startswith("GET /datasets")]
-    assert len(fetched) == 2
-
-    hub.asked.clear()
-    assert texts("maker/texts:train") == ["one", "two", "three"]
-    assert not [line for line in hub.asked if line.startswith("GET /datasets")]
-
-    hub.asked.clear()
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert texts("maker/texts:train") == ["one", "two", "three"]
-    assert hub.asked == []
-    with pytest.raises(ConfigError, match=r"texts:test: .*data/test-00000-of-00001.parquet"):
-        texts("maker/texts:test")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def test_a_name_that_nothing_answers_to_is_refused(
+@pytest.mark.parametrize("name", ["maker/texts:train", "maker/texts/data:train"])
+def test_a_data_set_is_fetched_once_and_read_without_a_network_then(
+    name: str, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert texts(f"hub://{name}") == ["one", "two", "three"]
+    assert [line for line in hub.requests if line.startswith("GET /datasets")]
+
+    hub.requests.clear()
+    assert texts(name) == ["one", "two", "three"]
+    assert not [line for line in hub.requests if line.startswith("GET /datasets")]
+
+    hub.requests.clear()
+    go_offline(monkeypatch)
+    assert texts(name) == ["one", "two", "three"]
+    assert hub.requests == []
+
+
+def test_files_that_another_tool_fetched_are_read_without_a_network(
     hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    snapshot_download("maker/texts", repo_type="dataset")
+    go_offline(monkeypatch)
+    assert texts("maker/texts:test") == ["four"]
+    assert texts("maker/texts/data:test") == ["four"]
+
+
+def test_an_unknown_name_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"data.train_files=hub://maker/other: it is no file"):
         texts("hub://maker/other")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     with pytest.raises(ConfigError, match=r"no file here, and the Hugging Face hub does not give"):
         texts("maker/texts")
     with pytest.raises(ConfigError, match="hub://texts names no data set; write hub://organisat"):
         texts("hub://texts")
 
 
-@pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of maker/texts in the cache, fetched before; other revisions are not there."""
-
-    def fetch(name: str, revision: str | None, **_: Any) -> str:
-        folder = tmp_path / (revision or "") / name
-        if revision is not None and not folder.exists():
-            raise OSError("no such revision")
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    return tmp_path / "maker" / "texts"
-
-
-def fill(folder: Path, *names: str) -> None:
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = jsonl(name)
-        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+def test_splits_are_named_as_on_the_page_of_the_data_set(hub: type[Hub]) -> None:
+    hub.files = {
+        "helpful/train.jsonl.gz": gzip.compress(jsonl("helpful")),
+        "helpful/test.jsonl": jsonl("helpful, tested"),
+        "harmless/train.jsonl": jsonl("harmless"),
+        "one_split/validation/0000.jsonl": jsonl("first"),
+        "one_split/validation/0001.jsonl": jsonl("second"),
+    }
+    assert texts("hub://maker/texts/helpful:train") == ["helpful"]
+    assert texts("hub://maker/texts/harmless") == ["harmless"]
+    assert texts("hub://maker/texts/one_split") == ["first", "second"]
 
 
-def test_splits_and_folders_are_known_from_the_names_of_files(cached: Path) -> None:
-    fill(cached, "helpful/train.jsonl.gz", "helpful/test.jsonl.gz", "harmless/train.jsonl")
-    fill(cached, "plain/valid/0000.parquet", "plain/valid/0001.parquet", "train_prefs.jsonl")
-    assert texts("hub://maker/texts/helpful:train") == ["helpful/train.jsonl.gz"]
-    assert texts("hub://maker/texts:train_prefs") == ["train_prefs.jsonl"]
-    assert [path.name for path in hub_files("hub://maker/texts/plain", KEY)] == [
-        "0000.parquet",
-        "0001.parquet",
-    ]
+def test_configurations_of_a_data_set_have_names_too(hub: type[Hub]) -> None:
+    split = "data_files: [{split: first, path: rows.csv}]"
+    hub.files = {
+        "README.md": f"---\nconfigs: [{{config_name: table, {split}}}]\n---\n".encode(),
+        "rows.csv": b"text\na\nb\n",
+    }
+    assert texts("hub://maker/texts/table:first") == ["a", "b"]
 
 
-def test_of_a_data_set_in_another_form_the_hub_s_own_files_are_read(
-    cached: Path, tmp_path: Path
+def test_a_data_set_with_a_script_is_read_in_the_hubs_conversion(
+    hub: type[Hub], tmp_path: Path
 ) -> None:
-    fill(cached, "rows.csv", "rows.py")
-    made = tmp_path / "refs/convert/parquet" / "maker" / "texts"
-    fill(made, "default/train/0000.jsonl", "default/test/0000.jsonl")
-    assert texts("maker/texts:test") == ["default/test/0000.jsonl"]
+    hub.files = {"texts.py": b"", "rows.xyz": b""}
+    hub.converted = {
+        "default/train/0000.parquet": parquet(tmp_path, [{"text": "a"}]),
+        "default/test/0000.parquet": parquet(tmp_path, [{"text": "b"}]),
+    }
+    assert texts("maker/texts:test") == ["b"]
+    assert texts("maker/texts/default:train") == ["a"]
 
 
-def test_prompts_texts_and_pairs_are_read_by_name(cached: Path, tiny_dir: Path) -> None:
-    tokenizer = load_tokenizer(f"{tiny_dir}/model")
+def test_a_bad_row_is_named_by_its_number(hub: type[Hub], tokenizer: Any) -> None:
+    hub.files = {"train.jsonl": jsonl("a", "", "b")}
+    with pytest.raises(ConfigError, match="hub://maker/texts, row 1: 'text' is empty"):
+        read_lm_rows("data.train_files", "hub://maker/texts", tokenizer, 32)
+    with pytest.raises(ConfigError, match="maker/texts: no column 'prompt'; there is text"):
+        list(rows_of_files(["maker/texts"], KEY, ["prompt"]))
+
+
+def test_prompts_texts_and_pairs_are_read_by_name(hub: type[Hub], tokenizer: Any) -> None:
     rule = {"data_source": "verl_like/tiny_letters", "reward_model": {"ground_truth": "a"}}
     row = {"prompt": "say a", "chosen": "a", "rejected": "b", "response": "a", **rule}
-    cached.mkdir(parents=True)
-    (cached / "train.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    hub.files = {"train.jsonl": json.dumps(row).encode()}
     name = "hub://maker/texts"
     assert len(read_lm_rows("ptx.train_files", name, tokenizer, 32)) == 1
     assert len(read_pairs("data.train_files", name, tokenizer, 32)) == 1
@@ -201,25 +253,21 @@ def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"),
+    ("name", "message"),
     [
-        ("", r"say which split, by a : and one of test, train, valid"),
-        (":train", r"split train is in several folders; .*a /: harmless, helpful"),
-        ("/helpful:tran", r"no split 'tran', only train. Did you mean 'train'"),
-        (":valid", r"1 of 3 files of the split valid are in this machine's cache"),
-        ("/nowhere", r"has no file in its folder nowhere that ends in .parquet, .jsonl"),
+        ("", r"maker/texts: it has several splits; add a : and one of train, test"),
+        (":tran", r'maker/texts:tran: .* Unknown split "tran". Should be one of .*train'),
+        ("/nowhere:train", r"maker/texts/nowhere:train: it is no file here, and the Hugging Face"),
     ],
 )
-def test_what_is_not_one_whole_split_is_refused_with_what_there_is(
-    cached: Path, name: str, answer: str
+def test_an_unclear_split_is_an_error_that_names_the_splits(
+    hub: type[Hub], name: str, message: str
 ) -> None:
-    fill(cached, "helpful/train.jsonl", "harmless/train.jsonl", "helpful2/test.jsonl")
-    fill(cached, "valid-00001-of-00003.jsonl")
-    with pytest.raises(ConfigError, match=answer):
+    with pytest.raises(ConfigError, match=message):
         texts(f"hub://maker/texts{name}")
 
 
-def test_what_could_be_a_file_is_not_looked_up(
+def test_a_name_that_could_be_a_file_is_not_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

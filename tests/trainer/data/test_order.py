@@ -84,7 +84,7 @@ def test_a_loader_takes_its_prompts_in_that_order(tiny_dir: Path) -> None:
         max_prompt_length=16,
         sampler=f"{__name__}.backwards",
     )
-    trainer = SimpleNamespace(seed=1, total_training_steps=2, total_epochs=1)
+    trainer = SimpleNamespace(seed=1, total_training_steps=2, total_epochs=1, dry_run=False)
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     run = SimpleNamespace(data=data, trainer=trainer)
     batch = next(iter(PromptLoader(run, tokenizer)))

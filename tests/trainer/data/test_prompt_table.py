@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainer.data import cache, prompt_table
-from trainer.data.cache import cache_folder, facts_of_files
+from trainer.data.cache import cache_folder, cache_key
 from trainer.data.config import DataConfig
 from trainer.data.prompt_table import (
     Encoded,
@@ -67,8 +67,8 @@ class Files:
 
 
 def test_a_second_run_reads_what_the_first_has_made() -> None:
-    files, depends_on = Files(make_rows()), {"prompt_key": "prompt"}
-    runs = [cached_prompts(depends_on, files, "prompt") for _ in range(2)]
+    files = Files(make_rows())
+    runs = [cached_prompts("key", files, "prompt") for _ in range(2)]
     assert files.num_reads == 1
     assert runs[0].remembered("digest", lambda: "1") == runs[1].remembered("digest", lambda: "2")
     memory = prompts_in_memory(files, "prompt")
@@ -87,32 +87,33 @@ def test_a_second_run_reads_what_the_first_has_made() -> None:
         assert cached.columns == memory.columns == ["level", "text"]
 
 
-def test_what_an_entry_depends_on_makes_another_one(tmp_path: Path) -> None:
-    path, files = tmp_path / "train.jsonl", Files(make_rows())
+@pytest.mark.usefixtures("large")
+def test_another_file_or_setting_makes_another_entry(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
     path.write_text("one")
-    first = {"files": facts_of_files([path])}
+    first = cache_key([str(path)], tokenizer, prompt_key="prompt")
+    assert first == cache_key([str(path)], tokenizer, prompt_key="prompt")
+    other = cache_key([str(path)], tokenizer, prompt_key="question")
     path.write_text("two!")
-    for depends_on in (first, {"files": facts_of_files([path])}, first):
-        cached_prompts(depends_on, files, "prompt")
-    assert files.num_reads == 2
+    assert len({first, other, cache_key([str(path)], tokenizer, prompt_key="prompt")}) == 3
 
 
 @pytest.mark.parametrize("name", ["rows.arrow", "facts.json"])
 def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
-    cached_prompts({}, files, "prompt")
+    cached_prompts("key", files, "prompt")
     (entry,) = cache_folder("prompts").iterdir()
     whole = (entry / name).read_bytes()
     (entry / name).write_bytes(whole[: len(whole) // 2])
-    cached = cached_prompts({}, files, "prompt")
+    cached = cached_prompts("key", files, "prompt")
     assert cached is not None
     assert cached.row(4) == files.rows[4]
     assert files.num_reads == 2
-    assert "is damaged and made again" in caplog.text
+    assert "is damaged and written again" in caplog.text
 
 
 def test_values_without_a_form_in_json_are_not_cached() -> None:
-    assert cached_prompts({}, Files([{"prompt": "a", "image": b""}] * 3), "prompt") is None
+    assert cached_prompts("key", Files([{"prompt": "a", "image": b""}] * 3), "prompt") is None
     assert list(cache_folder("prompts").iterdir()) == []
 
 
@@ -122,7 +123,7 @@ def test_an_error_of_a_row_leaves_nothing_behind() -> None:
         raise ValueError("row 8 is bad")
 
     with pytest.raises(ValueError, match="row 8 is bad"):
-        cached_prompts({}, read, "prompt")
+        cached_prompts("key", read, "prompt")
     assert list(cache_folder("prompts").iterdir()) == []
 
 
@@ -130,17 +131,17 @@ def test_without_a_place_for_a_cache_there_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("a file")
-    assert cached_prompts({}, Files(make_rows()), "prompt") is None
+    assert cached_prompts("key", Files(make_rows()), "prompt") is None
     assert "no cache in" in caplog.text
 
 
 def test_an_entry_that_nobody_opens_is_forgotten() -> None:
-    cached_prompts({"run": 1}, Files(make_rows()), "prompt")
+    cached_prompts("1", Files(make_rows()), "prompt")
     (old,) = cache_folder("prompts").iterdir()
     os.utime(old, (0, 0))
-    cached_prompts({"run": 2}, Files(make_rows()), "prompt")
+    cached_prompts("2", Files(make_rows()), "prompt")
     assert not old.exists()
-    again = cached_prompts({"run": 2}, Files([]), "prompt")
+    again = cached_prompts("2", Files([]), "prompt")
     assert again is not None
     assert len(again.lengths) == 8
 
@@ -149,14 +150,14 @@ def test_an_entry_that_nobody_opens_is_forgotten() -> None:
 def test_what_cannot_be_kept_any_more_is_computed(
     lost: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cached = cached_prompts({}, Files(make_rows()), "prompt")
+    cached = cached_prompts("key", Files(make_rows()), "prompt")
     if lost == "removed":
         shutil.rmtree(cache_folder("prompts"))
     else:
         refuse = OSError(errno.EROFS, "Read-only file system")
         monkeypatch.setattr(prompt_table, "write_whole", Mock(side_effect=refuse))
     assert [cached.remembered("digest", lambda: "1") for _ in range(2)] == ["1", "1"]
-    assert "is not kept for later runs" in caplog.text
+    assert "is not stored for later runs" in caplog.text
     assert cached.row(4) == make_rows()[4]
 
 
