@@ -24,6 +24,8 @@ from workers.training.lm_head import DEFAULT, Wanted
 from workers.training.microbatch import Columns, MiniBatch, RowColumns
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
+LOSS_INPUTS = ("responses", "response_mask")
+"""Columns that every loss gets."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Loss:
     name: str
     compute: LossFn
     columns: Sequence[str] = ()
-    """Columns that it reads beside tokens and masks."""
+    """Columns that it reads in addition to `LOSS_INPUTS`."""
     wanted: Wanted = DEFAULT
-    """What it asks of the model beside log-probs."""
+    """Outputs of the model that it reads in addition to log-probs."""
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
     """Return what gauges measured in its passes, over the ranks of a group."""
     of_stage: Callable[[RowColumns], list[Tensor]] | None = None

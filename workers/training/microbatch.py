@@ -115,21 +115,19 @@ class Rows:
 
         It is ragged where the piece's response mask is. Rows that are in no micro-batch are zero.
         """
-        first, num_padded = pieces[0], len(self.given) - len(self)
-        if isinstance(first, Tensor):
-            result = torch.zeros((len(self.given), *first.shape[1:]), dtype=torch.float32)
-            for piece, numbers in zip(pieces, order, strict=False):
-                assert isinstance(piece, Tensor), "all passes give one kind of column"
-                result[list(numbers)] = piece.float().cpu()
+        rows = torch.tensor([row for numbers in order for row in numbers], dtype=torch.int64)
+        if isinstance(pieces[0], Tensor):
+            column = torch.cat([piece for piece in pieces if isinstance(piece, Tensor)])
+            result = torch.zeros((len(self.given), *column.shape[1:]))
+            result[rows] = column.float().cpu()
             return result
 
-        mask = self.columns["response_mask"]
-        own: Ragged = mask.with_values(torch.zeros(len(mask.values)))
-        rows = own.rows()  # in its memory
-        for piece, numbers in zip(pieces, order, strict=False):
-            assert isinstance(piece, Ragged), "all passes give one kind of column"
-            for number, row in zip(numbers, piece.cpu().rows(), strict=False):
-                rows[number].copy_(row)
+        mask: Ragged = self.columns["response_mask"]
+        values = torch.zeros(len(mask.values))
+        places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
+        values[places] = torch.cat([piece.values for piece in pieces]).float().cpu()
+        own: Ragged = mask.with_values(values)
+        num_padded = len(self.given) - len(self)
         if not isinstance(self.given, Ragged):
             return torch.cat([own.padded(), torch.zeros(num_padded, *own.shape[1:])])
         padding = self.given[len(self) :]

@@ -20,7 +20,7 @@ from workers.parallel.fsdp import begin_pass
 from workers.parallel.page_lock import to_device
 from workers.training import microbatch
 from workers.training.lm_head import DEFAULT, Wanted
-from workers.training.loss import Loss
+from workers.training.loss import LOSS_INPUTS, Loss
 from workers.training.microbatch import Budget, MiniBatch, RowColumns, Rows, detached, spread
 from workers.training.packing import Feed
 from workers.training.readings import Reading
@@ -76,20 +76,20 @@ class Passes:
     ) -> dict[str, Tensor]:
         """Run forward and backward passes; return this rank's shares of the metrics.
 
-        The outputs of the passes are appended to `pieces`.
+        The outputs of the passes are appended to `pieces`. Columns stay ragged up to the loss, whose
+        signature is verl's: [rows, R]. Only what the loss reads becomes a rectangle.
         """
         totals: dict[str, Tensor] = {}
+        names = {*LOSS_INPUTS, *loss.columns} - {ROUTED}
 
         def compute(columns: RowColumns, num_real: int) -> Tensor:
             outputs = self.outputs(columns, loss.wanted)
             if pieces is not None:
                 for name, column in outputs.items():
                     pieces.setdefault(name, []).append(detached(column[:num_real]))
-            # losses are formulas of rectangles
-            said = {name: rectangle_of(column) for name, column in outputs.items()}
-            names = columns.keys() - {ROUTED}
-            given = {name: self._for_loss(columns[name]) for name in names}
-            total, shares = loss.compute(said, given, batch)
+            rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
+            inputs = {name: self._for_loss(columns[name]) for name in names}
+            total, shares = loss.compute(rectangles, inputs, batch)
             for name, share in shares.items():
                 if num_real:
                     share = share.detach().float()
