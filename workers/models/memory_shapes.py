@@ -38,7 +38,7 @@ class PassShapes:
     """Bytes per token that a pass over the body holds, without the weights."""
 
     saved: int
-    """What autograd saves, without hidden states that other ranks of tp keep."""
+    """What autograd saves."""
     outside_layers: int
     """The part of it that is saved after the last layer."""
     layer: int
@@ -321,8 +321,7 @@ def pass_shapes(
 ) -> PassShapes | None:
     """Return the shapes of a pass on a rank of `tp`, which cuts heads and the inside of MLPs.
 
-    Hidden states are whole on every rank, but each keeps only a part of what is saved of them
-    (`workers.parallel.kept_parts`).
+    Hidden states are whole on every rank.
     """
     key = repr(config), body.config.to_json_string(), compute
     if key not in _traced:
@@ -332,8 +331,8 @@ def pass_shapes(
         return None
     saved, in_layers = trace.saved, trace.saved_in_layers
     return PassShapes(
-        saved=saved.in_parts(tp),
-        outside_layers=max(0, saved.in_parts(tp) - in_layers.in_parts(tp)),
+        saved=saved.of(tp),
+        outside_layers=max(0, saved.of(tp) - in_layers.of(tp)),
         layer=trace.layer.most(tp),
         backward=trace.layer.most_beside_saved(tp),
         unsaved=trace.layer.most_unsaved(tp),

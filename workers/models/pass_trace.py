@@ -41,10 +41,6 @@ class Bytes:
         """Return the bytes per token on one of `tp` ranks."""
         return -(-(self.whole + self.cut // tp) // NUM_TRACED)
 
-    def in_parts(self, tp: int = 1) -> int:
-        """Return the bytes per token if each rank keeps a part of hidden states, too."""
-        return -(-(self.whole + self.cut) // tp // NUM_TRACED)
-
 
 @dataclass(frozen=True)
 class LayerTrace:

@@ -20,9 +20,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.errors import ConfigError
 from workers.parallel.fsdp import add_up_gradients
-from workers.parallel.kept_parts import kept_in_parts
 from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import Words
 
@@ -121,8 +119,6 @@ class Whole:
 
     partial = False
     """Whether a rank's gradients of the weights are parts of their sum."""
-    saves_alike: Literal["all", "input", "nothing"] = "all"
-    """What of that which it saves for the backward pass is equal on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, config: Any) -> None:
         self.group, self.config = group, config
@@ -160,13 +156,10 @@ class Parts(Whole):
     """Weights that see a part of what they are multiplied with: a norm of the rank's heads."""
 
     partial = True
-    saves_alike = "nothing"
 
 
 class Columns(Whole):
     """A linear layer of which the rank computes some outputs."""
-
-    saves_alike = "input"
 
     @classmethod
     def placement(cls, name: str) -> Placement:
@@ -191,8 +184,6 @@ class Rows(Whole):
 
     The bias is added to the sum. A layer with an adapter is summed with it.
     """
-
-    saves_alike = "nothing"
 
     @classmethod
     def placement(cls, name: str) -> Placement:
@@ -225,8 +216,6 @@ class SplitRows(Rows):
 class VocabularyRows(Whole):
     """Embeddings of the rank's words; a token has its own from one rank, and zeros from others."""
 
-    saves_alike = "nothing"
-
     @classmethod
     def placement(cls, name: str) -> Placement:
         """Words are cut."""
@@ -247,8 +236,6 @@ class VocabularyRows(Whole):
 
 class Experts(Whole):
     """Experts of which every rank has a part; their outputs are added up."""
-
-    saves_alike = "nothing"
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Whole states and the router's choices, whose weights get gradients from all ranks."""
@@ -350,12 +337,8 @@ def apply(module: Any, mesh: DeviceMesh) -> Cut:
             layer._parameters[name] = own
             if style.partial:
                 partial.append((layer, name))
-            if found.style is Whole and not isinstance(placement, Replicate):
-                style.saves_alike = "nothing"
-        if found.style is Whole and any(True for _ in layer.children()):
-            style.saves_alike = "nothing"  # what is within may be cut
         if layer._parameters or found.style is not Whole:
-            _hook(layer, style, module)
+            _hook(layer, style)
 
     embeddings = _body(module).get_input_embeddings()
     if getattr(embeddings, "padding_idx", None) is not None:  # whose gradient torch leaves out
@@ -376,13 +359,9 @@ def _body(module: Any) -> Any:
     return getattr(module, module.base_model_prefix)
 
 
-def _hook(layer: nn.Module, style: Whole, module: Any) -> None:
-    """The layer computes with the local parts of its parameters, as `style` says.
-
-    What ranks save alike is kept in parts, but where the module's checkpoints save less.
-    """
+def _hook(layer: nn.Module, style: Whole) -> None:
+    """Have the layer compute with the local parts of its parameters, as `style` says."""
     whole: dict[str, Any] = {}
-    keeping = ExitStack()
 
     def before(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         inputs = style.enter(layer, inputs)
@@ -390,15 +369,9 @@ def _hook(layer: nn.Module, style: Whole, module: Any) -> None:
             if isinstance(weight, DTensor):
                 whole[name] = weight
         layer._parameters.update({name: weight.to_local() for name, weight in whole.items()})
-        is_kept = torch.is_grad_enabled() and not _body(module).is_gradient_checkpointing
-        if is_kept and inputs and style.saves_alike != "nothing":
-            only_input = style.saves_alike == "input"
-            parts = kept_in_parts(style.group, layer._parameters.values(), inputs[0], only_input)
-            keeping.enter_context(parts)
         return inputs
 
     def after(layer: Any, _inputs: Any, output: Any) -> Any:
-        keeping.close()
         layer._parameters.update(whole)
         whole.clear()
         return style.leave(layer, output)

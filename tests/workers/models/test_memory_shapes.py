@@ -24,7 +24,7 @@ from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.models.state import own_part
-from workers.parallel import kept_parts, sharding
+from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training import model as model_module
 from workers.training.engine import INPUTS
@@ -181,19 +181,9 @@ def held_by_a_rank(small: Path) -> tuple[int, int]:
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
     own: Any = [own_part(weight) for weight in actor.engine.parameters()]
-    parts: list[Any] = []
-    with actor.engine.running(), pytest.MonkeyPatch.context() as patch:
-        made = kept_parts._Part
-
-        def part(*arguments: Any) -> Any:
-            parts.append(made(*arguments))
-            return parts[-1]
-
-        patch.setattr(kept_parts, "_Part", part)
-        patch.setattr(kept_parts, "LEAST_BYTES", 2**10)
+    with actor.engine.running():
         kept, _ = kept_by(lambda: actor.engine.passes.outputs(columns())["log_probs"].values, own)
-    assert parts
-    return sum(weight.nbytes for weight in own), kept + sum(part.own.nbytes for part in parts)
+    return sum(weight.nbytes for weight in own), kept
 
 
 def test_a_rank_that_cuts_matrices_holds_what_the_shapes_say(small: Path) -> None:

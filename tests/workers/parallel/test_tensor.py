@@ -18,7 +18,7 @@ from verl_like.process.worker import Worker
 from workers.config import ModelConfig
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.lora import add_adapter
-from workers.parallel import kept_parts, tensor
+from workers.parallel import tensor
 from workers.parallel.fsdp import add_up_gradients, begin_pass, shard
 from workers.parallel.vocabulary import Words, stats_of_words
 
@@ -112,29 +112,16 @@ def errors(
     return result
 
 
-def errors_in_parts(*arguments: Any) -> dict[str, float]:
-    """The same, where all that ranks save alike is kept in parts, however small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_parts, "LEAST_BYTES", 1)
-        return errors(*arguments)
-
-
 def assert_equal(case: str, tp: int, size: int, shards: int = 1, **changes: Any) -> None:
     for found in run_kept(tp * shards, errors, case, tp, size, changes, shards):
         assert len(found) > 3
         assert max(found.values()) < LARGEST_ERROR, max(found, key=found.__getitem__)
 
 
-@pytest.mark.parametrize("case", FEW)
-def test_two_ranks_get_the_gradients_of_one_over_several_passes(case: str) -> None:
-    assert_equal(case, tp=2, size=2)
-
-
 @pytest.mark.parametrize("case", [*FEW, "deepseek_v3"])
-def test_gradients_are_those_of_one_where_ranks_keep_parts(case: str) -> None:
+def test_two_ranks_get_the_gradients_of_one_over_several_passes(case: str) -> None:
     changes = {"num_key_value_heads": 4} if case == "deepseek_v3" else {}
-    for found in run_kept(2, errors_in_parts, case, 2, 2, changes):
-        assert max(found.values()) < LARGEST_ERROR, max(found, key=found.__getitem__)
+    assert_equal(case, tp=2, size=2, **changes)
 
 
 @pytest.mark.slow
