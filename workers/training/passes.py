@@ -76,8 +76,8 @@ class Passes:
     ) -> dict[str, Tensor]:
         """Run forward and backward passes; return this rank's shares of the metrics.
 
-        The outputs of the passes are appended to `pieces`. Columns stay ragged up to the loss, whose
-        signature is verl's: [rows, R]. Only what the loss reads becomes a rectangle.
+        The outputs of the passes are appended to `pieces`. Columns stay ragged up to the loss,
+        whose signature is verl's: [rows, R]. Only what the loss reads becomes a rectangle.
         """
         totals: dict[str, Tensor] = {}
         names = {*LOSS_INPUTS, *loss.columns} - {ROUTED}

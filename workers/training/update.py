@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workers.training.loss import Loss
-from workers.training.microbatch import Budget, all_reduce, count_mini_batches
-from workers.training.moved import count_moved, moved_share, sample_weights
+from workers.training.microbatch import Budget, count_mini_batches, mini_batch
 from workers.training.optim import StepSettings
-from workers.training.shuffle import order_columns, passes_over, steps_over
+from workers.training.shuffle import SAMPLE_NUMBER, passes_over
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -38,29 +37,28 @@ def update(
     share of the batches `beside`, which have losses of their own. The metrics are means over the
     steps that were not skipped.
     """
-    rows = engine.take(data, (*loss.columns, *order_columns(shuffle_seed)))
+    columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
+    rows = engine.take(data, columns)
     others = [(engine.take(more, own.columns), own) for more, own in beside]
-    update_call = engine.scheduler.num_steps
-    before = sample_weights(engine.parameters()) if update_call == 0 else None
 
     count = count_mini_batches(rows.total, mini_batch_size)
-    orders = passes_over(rows, epochs, shuffle_seed, update_call)
+    orders = passes_over(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
+    places = [(order, index) for order in orders for index in range(count)]
+    group, device = engine.groups.data, engine.device
     steps: list[Metrics] = []
     with engine.running(engine.optimizer):
-        for batch, more in steps_over(orders, count, others, engine.groups.data, engine.device):
+        for number, (order, index) in enumerate(places):
+            batch = mini_batch(order, index, count, group, device)
             metrics = engine.forward_backward(batch, budget, loss)
-            for other, own in more:
-                metrics |= engine.forward_backward(other, budget, own)
+            for other, own in others:
+                share = mini_batch(other, number, len(places), group, device)
+                metrics |= engine.forward_backward(share, budget, own)
             steps.append(metrics | engine.optim_step(StepSettings(ends_update=False)))
 
     taken = [step for step in steps if not step["skipped_steps"]]
     result = _means(taken or steps)
     result["lr"] = engine.scheduler.lr
     result["skipped_steps"] = float(len(steps) - len(taken))
-    if before is not None and taken:
-        counts = count_moved(before, engine.parameters(), engine.device)
-        counts = all_reduce(counts, engine.groups.world)
-        result["moved_share"] = moved_share(*counts.tolist(), engine.scheduler.lr)
     engine.scheduler.step()
     return result
 

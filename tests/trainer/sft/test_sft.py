@@ -257,7 +257,7 @@ def test_the_command_shows_its_keys_and_names_a_wrong_one(
 
 
 def test_the_loss_of_a_validation_stands_on_every_line_that_has_one() -> None:
-    step = {"train/loss": 2.5, "train/grad_norm": 1.0, "train/lr": 0.1, "train/moved_share": 1.0}
+    step = {"train/loss": 2.5, "train/grad_norm": 1.0, "train/lr": 0.1}
     assert SFTTrainer.headline(step) == ["train/loss 2.5", "train/grad_norm 1", "train/lr 0.1"]
     both = SFTTrainer.headline({**step, "val/loss": 2.25})
     assert both[:2] == ["train/loss 2.5", "val/loss 2.25"]

@@ -21,7 +21,6 @@ METRICS = {
     "grad_norm",
     "lr",
     "skipped_steps",
-    "moved_share",
 }
 
 
