@@ -21,9 +21,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
 from verl_like.calls.wire import Call, Pending
 from verl_like.process.facts import ProcessFacts
-from workers.roles.rollout import oldest_versions
-from workers.rollout.batches import REQUEST, sample_columns, samples_of
-from workers.rollout.draws import draw_hashes
+from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.sample import Sample
 from workers.weights.channel import SyncReport
 from workers.weights.sender import PublishReport
@@ -197,11 +195,5 @@ def sampled(data: DataProto, version: int) -> Answer:
     of_name = lambda uid, index: zlib.crc32(f"{uid}/{index}".encode())  # noqa: E731
     samples = [drawn(sample) for sample in samples_of(data, PROMPT, of_name)]
     pad = int(data.meta_info["pad_token_id"])
-    columns = {
-        **sample_columns(data, samples, RESPONSE, pad),
-        "policy_version": oldest_versions(samples, len(data), version),
-        "draw_hash": draw_hashes(samples, len(data)),
-    }
-    reasons = ["stop"] * len(samples) + ["pad"] * (len(data) - len(samples))
-    made = DataProto.from_dict(columns, {"finish_reason": reasons})
-    return batch_answer(made, data, form.BATCH)
+    samples += [Sample([pad], finish_reason="pad")] * (len(data) - len(samples))
+    return batch_answer(batch_of(samples, (PROMPT, RESPONSE), pad, version), data, form.BATCH)

@@ -24,7 +24,6 @@ from workers.config import model_rewards, plays
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import goes_on
 from workers.rollout.client import RolloutClient, Submission
 
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
@@ -51,11 +50,8 @@ class Rollouts:
         self._send_weights, self._ask = send_weights, ask or self._ask_group
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
-        """The rows of prompts with a response each; `settings` go before those of the batch.
-
-        Rows with the finish reason "abort" go on where they ended.
-        """
-        asked = batch.select() if goes_on(batch) else self.prompt_columns(batch, "rollout")
+        """The rows of prompts with a response each; `settings` override those of the batch."""
+        asked = self.prompt_columns(batch, "rollout")
         asked.meta_info = asked.meta_info | settings
         samples = self._ask(asked)
         self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")

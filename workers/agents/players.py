@@ -11,7 +11,6 @@ import torch
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
-from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
@@ -136,41 +135,21 @@ def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
     return starts
 
 
-def with_prompts(data: DataProto, played: list[Trajectory], pad: int) -> DataProto:
-    """The rows with the prompts that the trajectories began with."""
-    width = data.column("input_ids").shape[1]
-    rows = [torch.tensor(one.sample.prompt, dtype=torch.long) for one in played]
-    rows += [torch.tensor([pad])] * (len(data) - len(rows))
-    ids = Ragged.of_rows(rows, width, at_end=True, fill=pad)
-    places = torch.cat([torch.arange(len(row)) for row in rows])
-    asked = data.select()
-    return asked.set_columns(
-        {
-            "input_ids": ids,
-            "attention_mask": ids.with_values(torch.ones_like(ids.values)),
-            "position_ids": ids.with_values(places),
-        }
-    )
-
-
 def trajectory_columns(batch: DataProto, played: list[Trajectory]) -> DataProto:
-    """What rows of trajectories have beside those of samples."""
+    """The columns that rows of trajectories have in addition to those of samples."""
     responses = batch.column("response_mask")
-    if not isinstance(responses, Ragged):
-        raise RolloutError("rollout: trajectories are ragged rows.")
+    assert isinstance(responses, Ragged), "the rollout makes ragged rows"
     num_pads = len(batch) - len(played)
-    turns, rewards = [], []
+    turns = torch.tensor([turn for one in played for turn in one.turns], dtype=torch.long)
+    rewards, begin = torch.zeros(len(turns)), 0
     for one in played:
-        turns.append(torch.tensor(one.turns, dtype=torch.long))
-        of_tokens = torch.zeros(len(one.turns))
         for place, reward in one.rewards:
             if place >= 0:
-                of_tokens[place] += reward
-        rewards.append(of_tokens)
-    empty = torch.zeros(0)
+                rewards[begin + place] += reward
+        begin += len(one.turns)
     tensors = {
-        "turn": responses.with_values(torch.cat([*turns, empty.long()])),
-        "environment_rewards": responses.with_values(torch.cat([*rewards, empty])),
+        "turn": responses.with_values(turns),
+        "environment_rewards": responses.with_values(rewards),
     }
     facts = [
         {

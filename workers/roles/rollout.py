@@ -13,10 +13,11 @@ one (tensor parallelism) get the same rows; the first leads them, and answers.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import (
@@ -29,19 +30,13 @@ from verl_like.config_key import changed
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.agents.faults import Faults
-from workers.agents.players import Players, trajectory_columns, with_prompts
+from workers.agents.players import Players, trajectory_columns
 from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
 from workers.config import plays, replays_routing
 from workers.models.folder import generation_eos
 from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.batches import (
-    REQUEST,
-    NoiseOf,
-    oldest_versions,
-    sample_columns,
-    samples_of,
-)
+from workers.rollout.batches import REQUEST, NoiseOf, batch_of, samples_of
 from workers.rollout.build import (
     build_engine,
     check_engine,
@@ -49,7 +44,6 @@ from workers.rollout.build import (
     ranks_per_engine,
     tokenizer_of,
 )
-from workers.rollout.draws import draw_hashes
 from workers.rollout.sample import Sample, noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.rollout.vllm.lockstep import in_step
@@ -91,8 +85,8 @@ class RolloutWorker(WeightReceiver, Worker):
         self._whole_config = config
         self.copy = HostCopy() if self.config.sync == "changed" else None
         self.players = self._players(config)
-        self._submitted: dict[int, tuple[DataProto, int]] = {}
-        """By the engine's number of a sample: the batch that it came in, and its row there."""
+        self._requests: dict[int, int] = {}
+        """The engine's number of a sample -> the number that `submit` got with its row."""
 
     def _players(self, config: WorkersConfig) -> Players | None:
         if not plays(config):
@@ -110,103 +104,84 @@ class RolloutWorker(WeightReceiver, Worker):
         self.engine = build_engine(self._whole_config, self)
 
     @register(dispatch_mode=SPLIT, readonly=True)
-    @batch_columns(reads=("input_ids", "attention_mask", "position_ids", *NAMED))
+    @batch_columns(reads=("input_ids", "attention_mask", *NAMED))
     @in_step(lambda: None)
     def generate_sequences(self, data: DataProto) -> DataProto:
-        """One response per row, or the rest of one, where the rows are unfinished samples.
+        """One response per row.
 
         `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
-        sampling = self.sampling_of(data)
+        sampling, pad = self.sampling_of(data), _pad_of(data)
         if self.players is None:
-            return self._batch_of(data, self.engine.generate(self.requests_of(data), sampling))
-        played = self.players.play(data, self.engine, sampling, self._noise_of(data))
-        return self._batch_of_played(data, played)
+            results: Sequence[Any] = self.engine.generate(self.requests_of(data), sampling)
+        else:
+            results = self.players.play(data, self.engine, sampling, self._noise_of(data))
+        return self._batch_of(results, sampling, pad, len(data))
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     @in_step(lambda: None)
     def submit(self, data: DataProto) -> None:
-        """Begin the samples of these rows, which `take` gives with their column `request`."""
+        """Begin the samples of these rows; `take` returns them with their column `request`."""
         require(data, REQUEST)
-        sampling = self.sampling_of(data)
+        sampling, self._pad = self.sampling_of(data), _pad_of(data)
         if self.players is None:
             numbers = self.engine.submit(self.requests_of(data), sampling)
         else:
             numbers = self.players.submit(data, self.engine, sampling, self._noise_of(data))
-        self._submitted |= {number: (data, row) for row, number in enumerate(numbers)}
+        self._sampling = sampling
+        requests = data.padded(REQUEST)[: len(numbers)].tolist()
+        self._requests |= dict(zip(numbers, requests, strict=True))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     @in_step(lambda: None)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
-        """The samples that are finished after so many further tokens of one, or so long."""
-        draws: RolloutEngine | Players = self.players or self.engine
+        """Samples that are finished once one has so many more tokens, or after so long."""
+        generator: RolloutEngine | Players = self.players or self.engine
         try:
-            return self._rows_of(draws.take(max_tokens, seconds))
-        finally:
-            if not draws.num_running:
-                self._submitted = {}
+            results = generator.take(max_tokens, seconds)
+        except BaseException:
+            self._requests = {}
+            raise
+        if not results:
+            return None
+        requests = torch.tensor([self._requests.pop(number) for number in results])
+        batch = self._batch_of(list(results.values()), self._sampling, self._pad, len(results))
+        return batch.union(DataProto.from_dict({REQUEST: requests}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @in_step(lambda: None)
-    def abort(self) -> DataProto | None:
-        """Let go of all that was submitted; the unfinished samples, which can be submitted on.
-
-        Trajectories are begun anew where they are submitted again.
-        """
+    def abort(self) -> None:
+        """Drop all samples that were submitted and not taken."""
         if self.players is not None:
             self.players.abort()
-            self._submitted = {}
-            return None
-        return self._rows_of(self.engine.abort())
+        self.engine.abort()
+        self._requests = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def follow(self) -> None:
-        """Have the engine of this rank do what that of its first rank does in one call."""
+        """Let the engine of this rank do what the engine's first rank does in one call."""
         self.engine.follow()
 
-    def _rows_of(self, samples: Mapping[int, Sample | Trajectory]) -> DataProto | None:
-        """Samples as rows, with what was submitted beside the prompts."""
-        by_batch: dict[int, list[int]] = defaultdict(list)
-        for number in samples:
-            by_batch[id(self._submitted[number][0])].append(number)
-        parts = []
-        for numbers in by_batch.values():
-            origins = [self._submitted.pop(number) for number in numbers]
-            asked = origins[0][0].select_idxs([row for _, row in origins])
-            asked.shard = None
-            made: Any = [samples[number] for number in numbers]
-            batch_of = self._batch_of if self.players is None else self._batch_of_played
-            part = batch_of(asked, made)
-            parts.append(part.union(DataProto.from_dict({REQUEST: asked.padded(REQUEST)})))
-        return DataProto.concat(parts) if parts else None
-
-    def _batch_of_played(self, data: DataProto, played: list[Trajectory]) -> DataProto:
-        """Trajectories as rows."""
-        prompts = with_prompts(data, played, int(data.meta_info["pad_token_id"]))
-        batch = self._batch_of(prompts, [one.sample for one in played])
-        return batch.union(trajectory_columns(batch, played))
-
-    def _batch_of(self, data: DataProto, samples: list[Sample]) -> DataProto:
-        pad = data.meta_info.get("pad_token_id")
-        if pad is None:
-            raise RolloutError(
-                "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
-            )
-        sampling = self.sampling_of(data)
-        columns = sample_columns(
-            data,
+    def _batch_of(
+        self,
+        results: Sequence[Sample | Trajectory],
+        sampling: SamplingParams,
+        pad: int,
+        num_rows: int,
+    ) -> DataProto:
+        """Samples or trajectories as rows, with padding rows after them."""
+        played = [one for one in results if isinstance(one, Trajectory)]
+        samples = [one.sample if isinstance(one, Trajectory) else one for one in results]
+        samples += [Sample([pad], finish_reason="pad")] * (num_rows - len(samples))
+        batch = batch_of(
             samples,
-            self.response_width,
-            int(pad),
+            (self.prompt_width, self.response_width),
+            pad,
+            self.engine.version or 0,
             sampling.truncated_log_probs,
             self.engine.no_choices() if sampling.routed_experts else None,
         )
-        columns["policy_version"] = oldest_versions(samples, len(data), self.engine.version or 0)
-        columns["draw_hash"] = draw_hashes(samples, len(data))
-        reasons = [sample.finish_reason for sample in samples]
-        return DataProto.from_dict(
-            columns, {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))}
-        )
+        return batch if self.players is None else batch.union(trajectory_columns(batch, played))
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """The config's settings under those of the batch; for validation `val_kwargs` alone.
@@ -237,7 +212,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        """The real rows as samples that are to be drawn, or drawn on."""
+        """The rows that are no padding, as samples to be generated."""
         return samples_of(data, self.prompt_width, self._noise_of(data))
 
     def _noise_of(self, data: DataProto) -> NoiseOf:
@@ -290,3 +265,12 @@ class RolloutWorker(WeightReceiver, Worker):
     def wake_up(self) -> None:
         """Allocate the memory that `sleep` freed."""
         self.engine.wake_up()
+
+
+def _pad_of(data: DataProto) -> int:
+    pad = data.meta_info.get("pad_token_id")
+    if pad is None:
+        raise RolloutError(
+            "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
+        )
+    return int(pad)

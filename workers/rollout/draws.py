@@ -1,21 +1,20 @@
-"""Proof of draw: a hash of what an engine read and drew, which the trainer finds in what it trains.
+"""Proof of draw: a hash of what an engine read and sampled, which the trainer compares.
 
-    columns["draw_hash"] = draw_hashes(samples)      # beside the engine
-    check_draws(batch)                               # before the update
+    number = draw_hash(sample)      # next to the engine, for the column "draw_hash"
+    check_draws(batch)              # before the update
 
-A row is hashed by its prompt, its response, the weights' version of each token, which marks those
-that were observed, and the places where what was read begins anew. So no tokenizer, stage or hook
-can change what was drawn unseen.
+The hash covers the prompt, the response, the version of the weights for each token, which marks
+observed tokens, and the places where segments begin. So no tokenizer, stage or hook can change
+what was sampled without being noticed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
@@ -28,13 +27,10 @@ NAMED = 3
 """Samples that an error names."""
 
 
-def draw_hashes(samples: Iterable[Sample], rows: int) -> Tensor:
-    """[rows]: a number for each sample, 0 for pad rows behind them."""
-    found = [
-        _hash(np.asarray(one.prompt), one.tokens.numpy(), one.versions.numpy(), one.segments)
-        for one in samples
-    ]
-    return torch.tensor(found + [0] * (rows - len(found)), dtype=torch.int64)
+def draw_hash(sample: Sample) -> int:
+    """The hash of what a sample reads and of what was sampled for it."""
+    prompt, versions = np.asarray(sample.prompt), sample.versions.numpy()
+    return _hash(prompt, sample.tokens.numpy(), versions, sample.segments)
 
 
 def check_draws(batch: DataProto) -> dict[str, float]:

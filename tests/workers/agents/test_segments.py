@@ -18,19 +18,18 @@ from tests.workers.samples import started, tiny_config
 from trainer.cli.make_tiny import make_model, make_tokenizer
 from trainer.ppo.compute_advantage import compute_advantage
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, ConfigError
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.players import trajectory_columns, with_prompts
+from workers.agents.players import trajectory_columns
 from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.batches import sample_columns
-from workers.rollout.draws import check_draws, draw_hashes
+from workers.rollout.batches import batch_of as make_batch
+from workers.rollout.draws import check_draws
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.training.engine import INPUTS
@@ -118,17 +117,11 @@ def parts_of(sample: Sample) -> list[Sample]:
 
 def batch_of(played: list[Trajectory]) -> DataProto:
     """As the rollout makes it."""
-    ids = Ragged.of_rows([torch.tensor([1])] * len(played), PROMPT, at_end=True)
-    ones = ids.with_values(torch.ones_like(ids.values))
-    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones}
-    objects = {"uid": ["uid"] * len(played)}
-    samples = [one.sample for one in played]
-    asked = with_prompts(DataProto.from_dict(columns), played, 0)
-    made = sample_columns(asked, samples, WIDTH, 0)
-    made["draw_hash"] = draw_hashes(samples, len(played))
-    made["sample_index"] = torch.arange(len(played))
-    batch = DataProto.from_dict(made, objects)
-    return batch.union(trajectory_columns(batch, played))
+    batch = make_batch([one.sample for one in played], (PROMPT, WIDTH), 0, 0)
+    names = DataProto.from_dict(
+        {"sample_index": torch.arange(len(played))}, {"uid": ["uid"] * len(played)}
+    )
+    return batch.union(names).union(trajectory_columns(batch, played))
 
 
 def apart(played: list[Trajectory]) -> DataProto:

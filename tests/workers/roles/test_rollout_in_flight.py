@@ -1,4 +1,4 @@
-"""The rollout role: weights that come within a generation; responses over several calls."""
+"""The rollout role: weights that come within a generation."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
-from trainer.rollouts.rollouts import with_responses
+from tests.workers.samples import make_batch, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local import LocalWorkerGroup
-from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.group import ClassWithInitArgs
-from verl_like.errors import MissingColumnError, RolloutError, WeightSyncError
+from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import REQUEST
 from workers.rollout.client import RolloutClient, Submission
 from workers.weights.sync import deliver_weights, publish_weights
 
@@ -93,79 +89,3 @@ def test_weights_come_between_two_takes_or_all_ranks_end_with_an_error(
     with pytest.raises(RolloutError, match="new weights came within a generation .* were refused"):
         client.take()
     actor.shutdown()
-
-
-@pytest.fixture(scope="module")
-def worker(one_layer_dir: Path) -> RolloutWorker:
-    worker: RolloutWorker = started(RolloutWorker, tiny_config(one_layer_dir))
-    worker.engine.commit(3)
-    return worker
-
-
-SEVERAL_EOS = WITHOUT_EOS | {"eos_token_id": [7, 9, 13, 21]}
-
-
-def drawn(worker: RolloutWorker, prompts: DataProto) -> DataProto:
-    """The prompts with their samples, as the driver joins them."""
-    samples = worker.generate_sequences(prompts)
-    return with_responses(prompts, samples)
-
-
-def begun(worker: RolloutWorker, rows: DataProto, max_tokens: int) -> DataProto:
-    """The rows with what is drawn after so many tokens; the others are aborted."""
-    numbers = DataProto.from_dict({REQUEST: torch.arange(len(rows))})
-    worker.submit(rows.select().union(numbers))
-    parts = [worker.take(max_tokens), worker.abort()]
-    samples = DataProto.concat([part for part in parts if part is not None])
-    samples = samples.select_idxs(torch.argsort(samples.pop([REQUEST]).padded(REQUEST)))
-    return with_responses(rows, samples)
-
-
-def unfinished(rows: DataProto) -> DataProto:
-    return rows.select_idxs(torch.from_numpy(rows.non_tensor_batch["finish_reason"] == "abort"))
-
-
-def by_sample(parts: list[DataProto]) -> dict[tuple[str, int], DataProto]:
-    """(uid, index) -> the one row that is finished."""
-    rows = [part[row : row + 1] for part in parts for row in range(len(part))]
-    finished = [row for row in rows if row.non_tensor_batch["finish_reason"][0] != "abort"]
-    named = {
-        (row.non_tensor_batch["uid"][0], int(row.batch["sample_index"][0])): row for row in finished
-    }
-    assert len(named) == len(finished)
-    return named
-
-
-@pytest.mark.parametrize("sampling", [{}, {"truncated_log_probs": True, "top_k": 20}])
-def test_responses_over_several_calls_are_those_of_one_bit_for_bit(
-    worker: RolloutWorker, sampling: dict[str, Any]
-) -> None:
-    meta = SEVERAL_EOS | sampling
-    whole = by_sample([drawn(worker, prompt_batch(10, meta=meta))])
-    prompts, parts = prompt_batch(10, meta=meta), []
-    while len(prompts):
-        parts.append(begun(worker, prompts, 2))
-        prompts = unfinished(parts[-1])
-    assert len(parts) == -(-RESPONSE // 2)
-    in_parts = by_sample(parts)
-    assert whole.keys() == in_parts.keys()
-    for name, sample in whole.items():
-        for column, values in sample.batch.items():
-            assert torch.equal(in_parts[name].batch[column], values), (name, column)
-        reasons = sample.non_tensor_batch["finish_reason"]
-        assert (in_parts[name].non_tensor_batch["finish_reason"] == reasons).all()
-
-
-def test_rows_that_lack_a_column_of_what_they_have_so_far_are_refused(
-    worker: RolloutWorker,
-) -> None:
-    rest = unfinished(begun(worker, prompt_batch(4, meta=SEVERAL_EOS), 2))
-    assert len(rest) >= 2
-    rest.pop(["token_versions"])
-    with pytest.raises(MissingColumnError, match="no 'token_versions'"):
-        worker.generate_sequences(rest)
-
-
-def test_finished_rows_are_not_generated_again(worker: RolloutWorker) -> None:
-    with pytest.raises(RolloutError, match="there is nothing to go on with"):
-        worker.generate_sequences(drawn(worker, prompt_batch(4)))

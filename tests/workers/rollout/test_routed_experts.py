@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.workers.models.test_routing import model_of
-from tests.workers.prompts import META, prompt_batch
+from tests.workers.prompts import prompt_batch
 from tests.workers.rollout_engines import EmptyEngine
 from verl_like.errors import ConfigError, RolloutError
 from workers.config import RolloutConfig
 from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
-from workers.rollout.batches import sample_columns
+from workers.rollout.batches import batch_of
 from workers.rollout.build import check_notes_routing
 from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
@@ -120,18 +120,18 @@ def test_the_column_has_a_row_for_every_token(model: Any) -> None:
     masks = prompts.batch["attention_mask"].bool()
     ids = prompts.batch["input_ids"]
     asked = [Sample(row[mask].tolist(), 7) for row, mask in zip(ids, masks, strict=True)]
-    outputs = engine.generate(asked[:2], SAMPLING)  # the third row is padding
-    empty = engine.no_choices()
-    columns = sample_columns(prompts, outputs, 12, META["pad_token_id"], no_choices=empty)
-    column = columns["routed_experts"]
-    assert torch.equal(column.lengths, columns["input_ids"].lengths)
+    outputs = engine.generate(asked, SAMPLING)
+    empty, pads = engine.no_choices(), [Sample([0], finish_reason="pad")]
+    batch = batch_of([*outputs, *pads], (6, 12), 0, 1, no_choices=empty)
+    column = batch.column("routed_experts")
+    assert torch.equal(column.lengths, batch.column("input_ids").lengths)
     for row, output in zip(column.rows(), outputs, strict=False):
         assert torch.equal(row[:-1], output.routed_experts)
         assert not row[-1].any()
 
     cut = replace(outputs[0], name="uid 3", routed_experts=outputs[0].routed_experts[:-1])
     with pytest.raises(RolloutError, match="of uid 3 the experts of .* tokens are known"):
-        sample_columns(prompts, [cut], 12, 0, no_choices=empty)
+        batch_of([cut], (6, 12), 0, 1, no_choices=empty)
 
 
 class PlainEngine(EmptyEngine):
