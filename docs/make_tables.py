@@ -83,6 +83,14 @@ def key_table() -> str:
         intro = _section_intro(keys[first], docs[first]) if first else "### Top level"
         same = [f"The same keys: {_code(others)}."] if others else []
         parts += [intro, _without_said(rows, first, said), *same]
+
+    own_sections = {key.kind for key in keys.values() if key.is_section}
+    takers: dict[type, list[str]] = {}
+    for key in keys.values():
+        if key.rules.options is not None and key.rules.options not in own_sections:
+            takers.setdefault(key.rules.options, []).append(key.name)
+    for options, names in takers.items():
+        parts += [f"### Below {_code(names)}", _rows_of_keys(options, leaf_keys(options))]
     return "\n\n".join(parts)
 
 
@@ -507,12 +515,9 @@ def verl_rows() -> list[list[str]]:
     for name, row in table.changes_nothing_at.items():
         listed = ", ".join(f"`{value}`" for value in row["at"])
         here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
-    for name, like in table.as_the_actors.items():
-        section = like["actor"].rpartition(".")[0]
-        here[name] = f"changes nothing at the actor's value; else not here: set it in `{section}`"
     here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
     for name in table.lays_out:
-        if name not in here and (fate := verl.fate_of(name.replace("*", "x"), "any", {})):
+        if name not in here and (fate := verl.fate_of(name.replace("*", "x"), "any")):
             here[name] = f"dropped: {fate.refused}"
     return sorted([f"`{name}`", text] for name, text in here.items())
 

@@ -20,7 +20,7 @@ from tests import ROOT
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
 from trainer.cli.main import RECIPES
-from trainer.config.keys import config_keys
+from trainer.config.keys import named_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
 from trainer.detached.config import DetachedConfig
@@ -177,7 +177,7 @@ KEYS = re.compile(
 )
 def test_the_keys_that_a_page_names_are_there(page: str) -> None:
     named = set(KEYS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
-    keys = {key.name for key in config_keys(DetachedConfig)}
+    keys = set(named_keys(DetachedConfig))
     of_makers = {name for name in named if name.startswith("detached.maker_settings.")}
     assert len(named) > 15
     assert named - keys - of_makers - {"detached.json"} == set()

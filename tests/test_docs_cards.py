@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.conftest import load
 from trainer import load_config
 from trainer.cli.explain import said_of
-from trainer.config.keys import config_keys
+from trainer.config.keys import named_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.metrics import compute_data_metrics
@@ -86,7 +86,7 @@ def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
 def test_what_to_watch_is_there(card: Any, metrics: set[str]) -> None:
     """Metrics have a slash and keys a dot; a key may be named by its last parts."""
-    keys = [key.name for key in config_keys(PPOConfig)]
+    keys = list(named_keys(PPOConfig))
     words = in_backticks(card.watch)
     assert [word for word in words if "/" in word and word not in metrics] == []
 

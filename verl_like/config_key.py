@@ -67,10 +67,13 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         by_field.setdefault(first, {})[rest] = value
+    read = section.get if isinstance(section, Mapping) else functools.partial(getattr, section)
     values = {
-        name: below[""] if "" in below else changed(getattr(section, name), below)
+        name: below[""] if "" in below else changed(read(name), below)
         for name, below in by_field.items()
     }
+    if isinstance(section, Mapping):
+        return {**section, **values}  # type: ignore[return-value]
     made: S = dataclasses.replace(section, **values)  # type: ignore[type-var]
     return freeze(made) if getattr(section, "_is_frozen", False) else made
 
@@ -166,6 +169,8 @@ class KeyRules:
 
     A dotted path is the user's own.
     """
+    options: type | None = None
+    """The dataclass whose fields are the names that a dict may have, with their types and rules."""
     allows: str = ""
     """The values in words, where their type says too little and neither range nor choices do."""
     hint: str = ""

@@ -400,12 +400,13 @@ def rollout_memory(
     device_type: str,
     device_bytes: int | None,
     ranks_of_actor: int | None,
+    actor_axes: ParallelConfig | None = None,
 ) -> RoleMemory:
     """Return what an engine of rows of `width` tokens takes: its weights, if it has its own, and
     its cache.
 
     vLLM takes a fixed share of a GPU. `ranks_of_actor` counts the ranks of an actor on the same
-    pool.
+    pool, and `actor_axes` are its axes.
     """
     rollout = policy.rollout
     dtype = rollout_dtype(policy, device_type)
@@ -421,7 +422,7 @@ def rollout_memory(
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
     if rollout.server_urls:
         weights = cache = 0  # they are on the servers' devices
-    axes = policy.actor.parallel
+    axes = actor_axes or ParallelConfig()
     is_copied = policy.actor.strategy == "ddp" and axes.tp == axes.pp == 1
     is_whole = ranks_of_actor == 1 or (ranks_of_actor and is_copied)
     may_share = rollout.name == "native" and not rollout.quantization

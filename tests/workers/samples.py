@@ -16,9 +16,9 @@ from workers.config import (
     ActorRolloutRefConfig,
     CriticConfig,
     CriticModelConfig,
-    CriticOptimConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
     WorkersConfig,
@@ -37,18 +37,21 @@ def with_doubled_head(tiny_dir: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
+def tiny_config(
+    tiny_dir: Path | str, parallel: ParallelConfig | None = None, **actor: Any
+) -> WorkersConfig:
     """Actor, reference and critic on the tiny model; `actor` sets fields of the actor's section."""
     model = ModelConfig(path=str(Path(tiny_dir) / "model"))
     config = WorkersConfig(
         actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
         critic=CriticConfig(
             model=CriticModelConfig(path=model.path),
-            optim=CriticOptimConfig(lr=1e-3),
+            optim={"lr": 1e-3},
             ppo_micro_batch_size_per_gpu=3,
         ),
         data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
         trainer=SimpleNamespace(seed=0),
+        parallel=parallel or ParallelConfig(),
         algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
     )
     section = config.actor_rollout_ref.actor

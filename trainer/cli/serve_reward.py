@@ -90,7 +90,7 @@ def _function(options: argparse.Namespace) -> FunctionSpec:
             f"--sandbox has {', '.join(unknown)}; there are {', '.join(known)}."
             f"{nearest(unknown[0], known)}"
         )
-    sandbox = Sandbox(**options.sandbox)
+    sandbox = Sandbox.of(options.sandbox)
     if not options.function:
         spec = FunctionSpec(deadline=options.sample_timeout_s, sandbox=sandbox)
         return replace(spec, kwargs=trust_kwargs(spec.path, spec.name, options.trust_programs))

@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from trainer.config.keys import Key, items_of, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
@@ -26,6 +29,7 @@ def check_fields(config: RunConfig) -> None:
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
         _check_value(key, value)
+        _check_options(key, value)
         for name, item in items_of(key, value):
             for field in leaf_keys(type(item)):
                 _check_value(replace(field, name=f"{name}.{field.name}"), read(item, field.name))
@@ -37,6 +41,18 @@ def _check_value(key: Key, value: Any) -> None:
     _check_registered(key, value)
     _check_choices(key, value)
     _check_range(key, value)
+
+
+def _check_options(key: Key, value: Any) -> None:
+    """Reject options of another type than their fields have."""
+    if key.rules.options is None:
+        return
+    for name, option in value.items():
+        try:
+            OmegaConf.merge(OmegaConf.structured(key.rules.options), {name: option})
+        except OmegaConfBaseException as err:
+            words = str(err).partition("\n")[0]
+            raise ConfigError(f"{key.name}.{name}={option}: {words.rstrip('.')}.") from err
 
 
 def _check_registered(key: Key, value: Any) -> None:

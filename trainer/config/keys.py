@@ -58,7 +58,8 @@ class Key:
     def allowed(self) -> str:
         """The values that it may have, in words; "" if nobody has said."""
         rules = self.rules
-        words = self.range or ", ".join(rules.choices) or rules.allows
+        names = [key.name for key in leaf_keys(rules.options)] if rules.options else ()
+        words = self.range or ", ".join(rules.choices or names) or rules.allows
         if rules.registry:
             words = f"{', '.join(registry_of(rules.registry))}, or a dotted path"
         if not words and (self.kind is bool or bool in typing.get_args(self.kind)):
@@ -145,6 +146,16 @@ def _never_read(key: Key, reason: str) -> Key:
     return replace(key, rules=replace(key.rules, read_when=(never,), required=""))
 
 
+def named_keys(schema: type) -> dict[str, Key]:
+    """Dotted name -> the key, section or option that a setting may name."""
+    keys = dict(keys_by_name(schema))
+    for key in [*keys.values()]:
+        for option in config_keys(key.rules.options) if key.rules.options else ():
+            name = f"{key.name}.{option.name}"
+            keys[name] = replace(option, name=name)
+    return keys
+
+
 def leaf_keys(schema: type) -> list[Key]:
     """The keys of a schema that have a value, without the sections."""
     return [key for key in config_keys(schema) if not key.is_section]
@@ -182,6 +193,8 @@ def path_to(schema: type, name: str) -> list[Key]:
 
 def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:
     """Return (name, section) of the sections in the value of a key, such as `rewards[0]`."""
+    if key.rules.options is not None:
+        return [(key.name, key.rules.options(**value))] if value else []
     if not key.item_schema:
         return []
     if isinstance(value, dict):

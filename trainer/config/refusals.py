@@ -9,7 +9,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.keys import Key, config_keys, keys_by_name
+from trainer.config.keys import Key, config_keys, keys_by_name, named_keys
 from trainer.config.recipe import Recipe
 from verl_like.errors import nearest
 
@@ -65,12 +65,15 @@ def takes(key: Key) -> str:
 
 def unknown_key(name: str, recipe: Recipe[Any]) -> str:
     """A refusal of a setting's key; "" where there is one of that name."""
-    known = keys_by_name(recipe.schema)
-    if name in known or name in recipe.groups:
+    if name in named_keys(recipe.schema) or name in recipe.groups:
         return ""
     section = key_of_own_name(name, recipe.schema)
     if section is None:
         return no_such_key(name, recipe)
+    if section.rules.options is not None:
+        options = [key.name for key in config_keys(section.rules.options)]
+        names = [f"{section.name}.{option}" for option in options]
+        return f"There is no key {name!r}.{nearest(name, names)} {_has(section.name, options)}"
     if section.item_schema is None:
         return ""
 
@@ -78,8 +81,12 @@ def unknown_key(name: str, recipe: Recipe[Any]) -> str:
     items = [key.name for key in config_keys(section.item_schema)]
     if not rest or rest.partition(".")[0] in items:
         return ""
-    has = f" {section.name}.{own_name} has {', '.join(items)}."
-    return f"There is no key {name!r}.{nearest(rest, items)}{has}"
+    has = _has(f"{section.name}.{own_name}", items)
+    return f"There is no key {name!r}.{nearest(rest, items)} {has}"
+
+
+def _has(section: str, names: Sequence[str]) -> str:
+    return f"{section} has {', '.join(names)}."
 
 
 def key_of_own_name(name: str, schema: type) -> Key | None:
@@ -101,7 +108,7 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     elif above := _key_above(name, recipe):
         hint = f" {above.name} has no keys below it; it {takes(above)}."
     else:
-        hint = _did_you_mean(name, config_keys(recipe.schema), recipe.groups)
+        hint = _did_you_mean(name, [*named_keys(recipe.schema).values()], recipe.groups)
     return f"There is no key {name!r}.{hint}"
 
 

@@ -34,7 +34,7 @@ class Evaluation(SamplingOnlyTrainer):
 
     def step(self) -> Metrics:
         """The validation, and its table on the terminal."""
-        sampling = asdict(self.config.actor_rollout_ref.rollout.val_kwargs)
+        sampling = asdict(self.config.actor_rollout_ref.rollout.validation)
         score = partial(self.rollouts.score, normalize=False)
         with self.clock("gen"):
             samples = sample_all(self.prompts.in_order(), self.rollouts.generate, score, **sampling)

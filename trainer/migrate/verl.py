@@ -179,7 +179,7 @@ def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
 
 def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:
     """What becomes of one key."""
-    fate = fate_of(key, value, given)
+    fate = fate_of(key, value)
     if fate is None:
         done.refused.append(f"{key}={value}: no such key is known here")
     elif fate.nothing:

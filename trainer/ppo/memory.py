@@ -56,6 +56,7 @@ def role_memories(
                 device_type,
                 device_bytes,
                 sum(config.resource_pool_spec[pool]) if beside_actor else None,
+                config.axes(config.actor_rollout_ref.actor.parallel),
             )
             memories.append(memory)
         elif role == "ref" and beside_actor and is_actors_module(config.actor_rollout_ref):

@@ -89,7 +89,7 @@ def preflight(config: PPOConfig) -> None:
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         from workers.training.parts.load_balancing import check_routers  # with the engine: a second
 
-        check_routers(policy, config.actor_rollout_ref.actor.parallel)
+        check_routers(policy, config.axes(config.actor_rollout_ref.actor.parallel))
     if replays_routing(config.actor_rollout_ref):
         _check_router_replay(config)
     check_reward_models(config)

@@ -258,7 +258,7 @@ class PPOTrainer(Trainer):
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
         policy, rollouts = self.config.actor_rollout_ref, self.rollouts
-        settings = asdict(policy.rollout.val_kwargs)
+        settings = asdict(policy.rollout.validation)
         with_scores = partial(rollouts.score, normalize=False)
         with averaged_weights(policy.actor, self.groups["actor"], self.next_weights):
             samples = validate.sample_all(

@@ -53,11 +53,6 @@ class Tables:
     """Keys that change nothing, whatever their value -> what is the case instead."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]
     """Keys that change nothing `at` some values -> the way out, `else`."""
-    as_the_actors: Mapping[str, Mapping[str, str]]
-    """Keys of the critic that it has from the actor -> the `actor`'s, and its `default`.
-
-    They change nothing at the actor's value, and are refused at any other.
-    """
     not_here: Mapping[str, str]
     """Keys that have no counterpart -> the way out."""
     newer: Mapping[str, str]
@@ -98,7 +93,7 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     }
     for setting in settings:
         key, value = setting.key_or_group, given.get(setting.key_or_group, "")
-        fate = None if setting.is_delete() else fate_of(key, value, given)
+        fate = None if setting.is_delete() else fate_of(key, value)
         if fate is None:
             kept.append(setting)
         elif fate.refused:
@@ -135,21 +130,16 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
     return notices
 
 
-def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:
+def fate_of(key: str, value: str) -> Fate | None:
     """What becomes of a key of verl's at that value; None of what verl does not have.
 
-    Ours are verl's, too, by the same name. `given` are the values that the run sets.
+    Ours are verl's, too, by the same name.
     """
     ours = renamed(key)
     if ours is not None:
         return Fate(key=ours)
     table = tables()
     lays_out = bool(_found(key, table.lays_out))
-    if like := table.as_the_actors.get(key):
-        theirs = given.get(like["actor"], like["default"])
-        if _is_same(value, theirs):
-            return Fate(nothing="the critic has the actor's")
-        return Fate(refused=f"the critic has the actor's, {theirs}: set {like['actor']}")
     if name := _found(key, table.changes_nothing):
         return Fate(nothing=table.changes_nothing[name])
     if name := _found(key, table.changes_nothing_at):
@@ -201,14 +191,6 @@ def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
 def _found(key: str, patterns: Iterable[str]) -> str:
     """The first pattern that the key fits; "" where there is none."""
     return next((pattern for pattern in patterns if fnmatchcase(key, pattern)), "")
-
-
-def _is_same(value: str, other: str) -> bool:
-    """Whether two values are equal, as numbers where they are numbers."""
-    try:
-        return float(value) == float(other)
-    except ValueError:
-        return _plain(value) == _plain(other)
 
 
 def _plain(value: str) -> str:

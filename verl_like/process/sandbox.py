@@ -18,10 +18,12 @@ import resource
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from verl_like.config_key import key
 from verl_like.errors import ConfigError
 
 MARK = "VERL_LIKE_SANDBOX"
@@ -56,18 +58,23 @@ _SYSTEM_CALLS = {  # machine -> its number for audits; its calls fork and vfork;
 class Sandbox:
     """Limits of processes that run untrusted code."""
 
-    memory_gb: float = 8.0
-    """Of each process, and of all of them together, with what they share."""
-    cpu_s: float = 60.0
-    """Processor time of each process, between two calls of `allow_cpu`."""
-    file_gb: float = 1.0
-    """Size of a file that is written, and of all in the working folder."""
-    processes: int = 64
-    """Processes at the same time."""
-    network: bool = True
-    """Whether it reaches more than itself."""
-    env: Sequence[str] = ()
-    """Variables that it sees besides `VISIBLE`."""
+    memory_gb: float = key(8.0, above=0)
+    """GiB of memory, per process and for all that the code starts."""
+    cpu_s: float = key(60.0, above=0)
+    """CPU seconds per sample; batches and coroutines get twelve times that."""
+    file_gb: float = key(1.0, at_least=0)
+    """GiB per written file, and for the whole working folder."""
+    processes: int = key(64, above=0)
+    """Processes at a time."""
+    network: bool = key(True)
+    """Allow network access; false needs Linux network namespaces."""
+    env: tuple[str, ...] = key((), allows="names of variables")
+    """Environment variables to pass on, such as API keys."""
+
+    @classmethod
+    def of(cls, limits: Mapping[str, Any]) -> Sandbox:
+        """Return a sandbox with these limits, as a configuration has them."""
+        return cls(**{**limits, "env": tuple(limits.get("env", ()))})
 
     def confine(self) -> None:
         """Set the limits of this process and of those that it starts; no way back."""

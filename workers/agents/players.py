@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,9 @@ PROCESSES = 4
 
 def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
     """The environments that the configuration asks for, with processes for `MOST_OPEN` of them."""
-    limits = {**vars(config.sandbox), "env": tuple(config.sandbox.env)}
-    limits["processes"] = max(limits["processes"], PROCESSES * MOST_OPEN)
-    return EnvironmentSpec(config.path, config.kwargs, config.tools, Sandbox(**limits))
+    sandbox = Sandbox.of(config.sandbox)
+    sandbox = replace(sandbox, processes=max(sandbox.processes, PROCESSES * MOST_OPEN))
+    return EnvironmentSpec(config.path, config.kwargs, config.tools, sandbox)
 
 
 class Players:

@@ -8,12 +8,13 @@ change it) stand at its field (`verl_like.config_key`). Sizes say their unit: a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.config_key import Section, key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
-from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
+from workers.config.critic import CriticConfig, CriticModelConfig
 from workers.config.environment import PLAYS, EnvironmentConfig, plays
 from workers.config.model import (
     SAVE_CONTENTS,
@@ -44,7 +45,6 @@ from workers.config.rewards import (
     RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
-    SandboxConfig,
     ScoringConfig,
     ScoringModelConfig,
     UserCodeConfig,
@@ -78,6 +78,8 @@ class WorkersConfig(ScoringSections):
     """Policy: training, generation, reference."""
     critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
     """Value model."""
+    parallel: ParallelConfig = key(factory=ParallelConfig)
+    """Axes along which the ranks of every role share its model."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
@@ -88,6 +90,10 @@ class WorkersConfig(ScoringSections):
     """Workers read `seed` and `device`."""
     algorithm: Any
     """Workers read `rollout_correction`."""
+
+    def axes(self, own: Mapping[str, Any]) -> ParallelConfig:
+        """Return the axes of a role that has some of its own."""
+        return replace(self.parallel, **own)
 
 
 def critic_model(config: WorkersConfig) -> ModelConfig:
@@ -116,7 +122,7 @@ def is_actors_module(policy: ActorRolloutRefConfig) -> bool:
 
 def critic_optim(config: WorkersConfig) -> OptimConfig:
     """The critic's optimizer settings, whole."""
-    return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))
+    return replace(config.actor_rollout_ref.actor.optim, **config.critic.optim)
 
 
 def rewards_of(config: ScoringSections) -> list[RewardConfig]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl_like.config_key import Section, When, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
 from workers.config.model import (
     CheckpointConfig,
     FSDPConfig,
-    LearningRateConfig,
-    ParallelConfig,
+    OptimConfig,
     ShardedConfig,
+    own_axes,
 )
 from workers.config.policy import LOSS_AGG_MODES
 
@@ -41,23 +42,15 @@ class CriticModelConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CriticOptimConfig(LearningRateConfig):
-    """What the critic's optimizer has of its own; everything else is the actor's `optim`."""
-
-    lr: float = key(1e-5, at_least=0)
-    """Peak learning rate."""
-
-
-@dataclass(kw_only=True)
 class CriticConfig(ShardedConfig):
     """The value model and its update."""
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model; its head comes from a reward model's folder or starts at zero."""
-    parallel: ParallelConfig = key(factory=ParallelConfig)
-    """Axes."""
-    optim: CriticOptimConfig = key(factory=CriticOptimConfig)
-    """Optimizer."""
+    parallel: dict[str, Any] = own_axes()
+    """Axes of the critic that differ from the run's `parallel`."""
+    optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
+    """Settings that differ from the actor's `optim`."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
     """Prompts per optimizer step, over all ranks; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int = key(

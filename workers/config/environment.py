@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import Section, When, key, unless
-from workers.config.rewards import SandboxConfig
+from verl_like.process.sandbox import Sandbox
 
 
 def plays(run: Any) -> bool:
@@ -61,5 +61,7 @@ class EnvironmentConfig(Section):
     """
     max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
     """Share of failed trajectories in a batch above which the run ends; 1: never."""
-    sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=PLAYS)
+    sandbox: dict[str, Any] = key(
+        factory=dict, options=Sandbox, read_when=PLAYS, may_change_on_resume=True
+    )
     """Limits of the environments' processes."""

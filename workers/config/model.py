@@ -78,8 +78,8 @@ class ShardedConfig(Section):
 
 
 @dataclass(kw_only=True)
-class LearningRateConfig(Section):
-    """The learning rate and its warm-up."""
+class OptimConfig(Section):
+    """The optimizer and its schedule, which steps once per `update_*` call."""
 
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""
@@ -87,12 +87,6 @@ class LearningRateConfig(Section):
     """Update calls of linear warm-up."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """Warm-up as a share of all update calls."""
-
-
-@dataclass(kw_only=True)
-class OptimConfig(LearningRateConfig):
-    """The optimizer and its schedule, which steps once per `update_*` call."""
-
     optimizer: str = key("AdamW", registry="optimizer")
     """Optimizer; it gets the settings below that it takes."""
     betas: tuple[float, float] = key(
@@ -153,6 +147,11 @@ class ParallelConfig(Section):
     """Ranks that share the experts."""
 
 
+def own_axes() -> Any:
+    """Return the field of a role's own axes, over those of the run's section `parallel`."""
+    return key(factory=dict, options=ParallelConfig, may_change_on_resume=True)
+
+
 @dataclass(kw_only=True)
 class FrozenModelConfig(Section):
     """How a model that gives log-probs alone is held."""
@@ -165,8 +164,8 @@ class FrozenModelConfig(Section):
     """Samples per pass and rank."""
     fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
     """Sharding."""
-    parallel: ParallelConfig = key(factory=ParallelConfig)
-    """Axes."""
+    parallel: dict[str, Any] = own_axes()
+    """Axes of this role that differ from the run's `parallel`."""
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,8 @@ from workers.config.model import (
     FSDPConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     ShardedConfig,
+    own_axes,
 )
 from workers.config.rollout import RolloutConfig
 
@@ -232,8 +232,8 @@ class ActorConfig(ShardedConfig):
     """Optimizer."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""
-    parallel: ParallelConfig = key(factory=ParallelConfig)
-    """Axes."""
+    parallel: dict[str, Any] = own_axes()
+    """Axes of the actor that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """What is saved."""
 

@@ -164,9 +164,6 @@ class RewardConfig(Section):
     """Model to ask the judge's server for."""
 
 
-_DEFAULT = Sandbox()
-
-
 def _functions_of_the_user(_: Any, run: Any) -> bool:
     if run.rewards:
         return any(reward.kind == "function" and reward.path for reward in run.rewards)
@@ -188,25 +185,6 @@ MAY_FAIL = When("a function or server scores", _may_fail, "no function and no se
 
 
 @dataclass(kw_only=True)
-class SandboxConfig(Section):
-    """What the processes of each reward function may have."""
-
-    may_change_on_resume = True
-    memory_gb: float = key(_DEFAULT.memory_gb, above=0)
-    """GiB of memory, per process and for all a function starts."""
-    cpu_s: float = key(_DEFAULT.cpu_s, above=0)
-    """CPU seconds per sample; batches and coroutines get twelve times that."""
-    file_gb: float = key(_DEFAULT.file_gb, at_least=0)
-    """GiB per written file, and for the whole working folder."""
-    processes: int = key(_DEFAULT.processes, above=0)
-    """Processes at a time."""
-    network: bool = key(_DEFAULT.network)
-    """Allow network access; false needs Linux network namespaces."""
-    env: list[str] = key(factory=list, allows="names of variables")
-    """Environment variables to pass on, such as API keys."""
-
-
-@dataclass(kw_only=True)
 class ScoringConfig(Section):
     """Rules for every reward of the run."""
 
@@ -216,5 +194,7 @@ class ScoringConfig(Section):
     """Share of failed samples in a batch above which the run ends; 1: never."""
     trust_programs: bool = key(False, read_when=MAY_FAIL, may_change_on_resume=True)
     """Allow tests that are asserts: a model's program can then forge its score."""
-    sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=HAS_FUNCTION)
+    sandbox: dict[str, Any] = key(
+        factory=dict, options=Sandbox, read_when=HAS_FUNCTION, may_change_on_resume=True
+    )
     """Limits of reward functions."""

@@ -142,7 +142,15 @@ class RolloutConfig(Section):
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per pass of old log-probs and rank."""
-    val_kwargs: ValidationSamplingConfig = key(
-        factory=ValidationSamplingConfig, read_when=VALIDATES, may_change_on_resume=True
+    val_kwargs: dict[str, Any] = key(
+        factory=dict,
+        options=ValidationSamplingConfig,
+        read_when=VALIDATES,
+        may_change_on_resume=True,
     )
-    """Sampling in validation."""
+    """Sampling in validation; greedy, one sample per prompt, unless you say otherwise."""
+
+    @property
+    def validation(self) -> ValidationSamplingConfig:
+        """Sampling in validation, whole."""
+        return ValidationSamplingConfig(**self.val_kwargs)

@@ -75,7 +75,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     parts: list[Part] = []
     overlong = run.reward_model.overlong_buffer
     rewards = Rewards(parts, overlong if overlong.enable else None)
-    sandbox = Sandbox(**{**vars(run.reward.sandbox), "env": tuple(run.reward.sandbox.env)})
+    sandbox = Sandbox.of(run.reward.sandbox)
     try:
         for number, config in enumerate(rewards_of(run)):
             manager: RewardManager | EnvironmentScores | None = None

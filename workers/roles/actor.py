@@ -85,7 +85,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
             saved=own.checkpoint.save_contents,
             section="actor_rollout_ref.actor",
             rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
-            parallel=own.parallel,
+            parallel=config.axes(own.parallel),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -72,7 +72,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
             section="critic.model",
             rows=own.ppo_micro_batch_size_per_gpu,
             tokens=own.ppo_max_token_len_per_gpu,
-            parallel=own.parallel,
+            parallel=config.axes(own.parallel),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

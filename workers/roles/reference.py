@@ -65,7 +65,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
             saved=("model",) if follows else (),
             section="actor_rollout_ref.ref",
             rows=own.log_prob_micro_batch_size_per_gpu,
-            parallel=own.parallel,
+            parallel=config.axes(own.parallel),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -202,7 +202,7 @@ class RolloutWorker(WeightReceiver, Worker):
         validates = bool(data.meta_info.get("validate"))
         settings = {name: getattr(self.config, name) for name in names}
         if validates:
-            settings = {name: getattr(self.config.val_kwargs, name) for name in names}
+            settings = {name: getattr(self.config.validation, name) for name in names}
         for name, value in self.config.sampling_kwargs.items():
             if name in STOPS or not validates:
                 settings[name] = value

@@ -44,7 +44,7 @@ class TeacherWorker(ModelWorker):
             quantization=own.quantization,
             section="distillation.teacher_model",
             rows=own.log_prob_micro_batch_size_per_gpu,
-            parallel=own.parallel,
+            parallel=config.axes(own.parallel),
         )
 
     @register(dispatch_mode=TRAIN, readonly=True)

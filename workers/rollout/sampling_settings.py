@@ -96,7 +96,7 @@ def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
                 f"rollout.sampling_kwargs names {name!r}; valid: "
                 f"{valid}.{nearest(name, EXTRA_SAMPLING)}"
             )
-    sections = {"rollout": config, "rollout.val_kwargs": config.val_kwargs}
+    sections = {"rollout": config, "rollout.val_kwargs": config.validation}
     for name, section in sections.items():
         drawn = {key: getattr(section, key) for key in DRAWN_BY} if section.do_sample else {}
         try:

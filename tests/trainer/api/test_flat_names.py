@@ -9,7 +9,7 @@ import pytest
 
 from trainer import DPO, GRPO, PPO, SFT, Detached, RewardModel
 from trainer.api.flat_names import SWITCHES, settings_of
-from trainer.config.keys import keys_by_name
+from trainer.config.keys import keys_by_name, named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
@@ -21,7 +21,7 @@ PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
 @pytest.mark.parametrize("cls", [PPO, GRPO, Detached, SFT, RewardModel, DPO])
 def test_every_flat_name_reaches_a_key_and_is_none_itself(cls: Any) -> None:
     recipe = load_object(cls.recipe, "")
-    keys = keys_by_name(recipe.schema)
+    keys = named_keys(recipe.schema)
     assert set(cls.flat_names.values()) <= keys.keys()
     assert not cls.flat_names.keys() & {*keys, *recipe.groups}
     assert len({*cls.flat_names.values()}) == len(cls.flat_names)

@@ -14,7 +14,9 @@ from trainer.config.settings import keys_set
 from trainer.config.settle import settle
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
+from trainer.ppo.roles import models_of
 from verl_like.config_key import changed
+from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
@@ -72,3 +74,27 @@ def test_what_was_read_because_of_an_unread_key_is_not_read_either(
     assert not config.reward_model.enable
     assert "reward_model.enable has no effect: the list `rewards` says" in caplog.text
     assert "reward_model.model.path has no effect: reward_model.enable is false" in caplog.text
+
+
+def test_a_role_has_the_axes_of_the_run_except_for_its_own() -> None:
+    axes_set = ["parallel.tp=2", "critic.parallel={tp: 1, sp: 2}", "trainer.n_gpus_per_node=2"]
+    config = load_config([*NEEDED, *axes_set])
+    axes = {role: held.sharding for role, held in models_of(config).items()}
+    assert (axes["actor"].tp, axes["actor"].sp) == (2, 1)
+    assert (axes["critic"].tp, axes["critic"].sp) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("critic.parallel.tpp=2", "no key 'critic.parallel.tpp'.*'critic.parallel.tp'"),
+        ("critic.parallel={tpp: 2}", "no key 'critic.parallel.tpp'"),
+        ("critic.parallel.tp=two", "critic.parallel.tp=two: .*could not be converted to Integer"),
+        ("critic.parallel.tp=0", "critic.parallel.tp=0: it must be above 0"),
+        ("critic.parallel.pp_schedule=odd", "critic.parallel.pp_schedule=odd: choose one of"),
+        ("reward.sandbox.memory=1", "no key 'reward.sandbox.memory'.*memory_gb"),
+    ],
+)
+def test_options_are_checked_like_keys(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([*NEEDED, setting])

@@ -185,7 +185,7 @@ def test_recipes_on_rows_have_notices_too(
     ("setting", "told"),
     [
         ("critic.optim.lrr=1e-5", "There is no key 'critic.optim.lrr'.*critic.optim.lr"),
-        ("critic.optim.lr=-1", r"critic.optim.lr=-1.0: it must be 0 or"),
+        ("critic.optim.lr=-1", r"critic.optim.lr=-1: it must be 0 or"),
         ("critic.value_loss=hubr", "critic.value_loss=hubr: choose clipped or huber"),
         ("algorithm.kl_ctrl.kl_coeff=0.1", "There is no key .*Did you mean"),
         ("algorithm.kl_ctrl.kl_coef=much", "kl_coef=much.*takes a number"),

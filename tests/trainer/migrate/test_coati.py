@@ -47,7 +47,7 @@ def test_makers_and_trainers_become_a_detached_run() -> None:
     assert config.trainer.total_training_steps == 48
     assert (actor.strategy, config.critic.strategy) == ("fsdp+offload", "fsdp+offload")
     assert (config.data.max_prompt_length, config.data.max_response_length) == (96, 416)
-    assert (actor.optim.lr, config.critic.optim.lr, actor.optim.weight_decay) == (1e-7, 1e-7, 0)
+    assert (actor.optim.lr, config.critic.optim["lr"], actor.optim.weight_decay) == (1e-7, 1e-7, 0)
 
 
 def test_the_maths_is_colossalchats() -> None:

@@ -53,7 +53,7 @@ def test_the_trainer_of_chatgpt_is_ppo() -> None:
     config = port("chatgpt")
     policy = config.actor_rollout_ref
     assert (policy.model.path, policy.actor.strategy) == ("gpt2", "fsdp")
-    assert (policy.actor.optim.lr, config.critic.optim.lr) == (5e-6, 5e-6)
+    assert (policy.actor.optim.lr, config.critic.optim["lr"]) == (5e-6, 5e-6)
     assert (config.reward_model.enable, config.data.train_files) == (True, "dataset")
 
 

@@ -69,7 +69,7 @@ def test_pairs_that_are_colocated_share_pools() -> None:
 def test_values_and_defaults_are_theirs() -> None:
     config = composed(migrated("openrlhf", COLOCATED_PAIRS))
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert (actor.optim.lr, config.critic.optim.lr) == (5e-7, 9e-6)
+    assert (actor.optim.lr, config.critic.optim["lr"]) == (5e-7, 9e-6)
     assert list(actor.optim.betas) == [0.9, 0.95]
     assert (actor.optim.weight_decay, actor.optim.lr_scheduler_type) == (0.0, "cosine")
     assert (actor.ppo_mini_batch_size, config.data.train_batch_size) == (128, 1024)

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from trainer import load_config
-from trainer.config.keys import config_keys
+from trainer.config.keys import named_keys
 from trainer.config.settings import parse
 from trainer.ppo import verl
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import fate_of, tables
 from verl_like.errors import ConfigError
+from workers.config import critic_optim
 
 
 def translate(settings: list[str]) -> list[str]:
@@ -91,24 +92,24 @@ SCRIPTS = {
     """,
 }
 """Settings of scripts in examples/grpo_trainer and examples/ppo_trainer, whole."""
-KEYS = {key.name for key in config_keys(PPOConfig)}
+KEYS = set(named_keys(PPOConfig))
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
 
 
 def test_every_key_of_verls_examples_has_a_fate() -> None:
-    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1), {}) is None] == []
+    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1)) is None] == []
 
 
 def test_most_keys_of_verls_examples_are_accepted() -> None:
     of_fsdp = [example for example in EXAMPLES if ".megatron." not in example]
-    fates = [fate_of(*example.split("=", 1), {}) for example in of_fsdp]
+    fates = [fate_of(*example.split("=", 1)) for example in of_fsdp]
     accepted = [fate for fate in fates if fate is not None and not fate.refused]
     assert len(accepted) / len(fates) >= 0.85
 
 
 def test_a_key_of_ours_is_never_called_foreign() -> None:
     for key in KEYS:
-        fate = fate_of(key, "1", {})
+        fate = fate_of(key, "1")
         assert fate is not None
         assert fate.key == key
 
@@ -154,6 +155,7 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
         "actor_rollout_ref.model.attn_implementation=sdpa",
         "trainer.val_before_train=False",
         "trainer.max_ckpt_to_keep=3",
+        "critic.optim.weight_decay=0.01",
         "ray.runtime_env.env_vars.A=b",
     ]
     (notice,) = caplog.messages
@@ -166,12 +168,10 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
     assert config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
-def test_what_the_critic_has_from_the_actor_is_taken_at_the_actors_value_alone() -> None:
-    of_actor, of_critic = "actor_rollout_ref.actor.optim.weight_decay", "critic.optim.weight_decay"
-    assert translate([f"{of_critic}=1e-2"]) == []
-    assert translate([f"{of_critic}=0.1", f"{of_actor}=0.10"]) == [f"{of_actor}=0.10"]
-    with pytest.raises(ConfigError, match=f"the critic has the actor's, 0.1: set {of_actor}"):
-        translate([f"{of_critic}=0.01", f"{of_actor}=0.1"])
+def test_the_critics_optimizer_differs_from_the_actors_where_it_says_so() -> None:
+    settings = ["critic.optim.weight_decay=0.1", "actor_rollout_ref.actor.optim.eps=1e-6"]
+    optim = critic_optim(load_config([*NEEDED, *settings]))
+    assert (optim.weight_decay, optim.eps, optim.lr) == (0.1, 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize("section", ["actor_rollout_ref.actor.optim", "critic.optim"])

@@ -20,7 +20,7 @@ from workers.roles.actor import ActorWorker
 def update_on(folder: Path, tp: int) -> Any:
     """An update where the ranks of a model group cut matrices."""
     config = tiny_config(folder, ppo_mini_batch_size=3)
-    config.actor_rollout_ref.actor.parallel = ParallelConfig(tp=tp)
+    config.parallel = ParallelConfig(tp=tp)
     actor = started(ActorWorker, config, 10)
     dims = actor.engine.dims
     data = own_piece(make_batch(6), dims.data_rank(actor.rank), dims.data_size)

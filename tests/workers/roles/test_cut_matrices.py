@@ -100,8 +100,7 @@ def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.
     Another reference takes over between the two.
     """
     config = test_refresh.config_of(folder)
-    config.actor_rollout_ref.actor.parallel = cut_over_all(axis)
-    config.actor_rollout_ref.ref.parallel = cut_over_all(axis)
+    config.parallel = cut_over_all(axis)
     actor = started(ActorWorker, config, 10)
     reference = test_refresh.beside(actor, config)
     found = [weights_of(actor)]

@@ -13,7 +13,7 @@ from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RolloutError
-from workers.config import RolloutConfig, ValidationSamplingConfig
+from workers.config import RolloutConfig
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.roles.rollout import RolloutWorker
@@ -95,8 +95,8 @@ def test_stop_ids_that_are_no_ids_are_refused() -> None:
 
 
 def test_a_temperature_of_0_is_refused_where_something_is_drawn_by_it() -> None:
-    check_sampling(RolloutConfig(val_kwargs=ValidationSamplingConfig(temperature=0)), 8)
-    draws = ValidationSamplingConfig(temperature=0, do_sample=True)
+    check_sampling(RolloutConfig(val_kwargs={"temperature": 0}), 8)
+    draws = {"temperature": 0, "do_sample": True}
     with pytest.raises(ConfigError, match=r"rollout\.val_kwargs: .*temperature=0"):
         check_sampling(RolloutConfig(val_kwargs=draws), 8)
 
@@ -112,7 +112,7 @@ def test_validation_reads_val_kwargs_alone_but_ends_where_training_does(
         top_p=0.5,
         sampling_kwargs={**training, "stop_token_ids": [9]},
     )
-    worker.config.val_kwargs.do_sample = True
+    worker.config.val_kwargs["do_sample"] = True
     trains = worker.sampling_of(prompt_batch(2))
     validates = worker.sampling_of(prompt_batch(2, meta=META | {"validate": True}))
     assert (trains.temperature, trains.top_k, trains.min_tokens) == (0.5, 3, 2)

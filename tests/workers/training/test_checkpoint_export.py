@@ -32,7 +32,7 @@ def save(
     """A checkpoint after one update; the moving average that it holds."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=OptimConfig(lr=1e-2))
     config.critic.ppo_mini_batch_size = 2
-    config.critic.optim.lr = 1e-2
+    config.critic.optim["lr"] = 1e-2
     config.actor_rollout_ref.model.lora_rank = config.critic.model.lora_rank = lora_rank
     config.actor_rollout_ref.actor.ema_decay = ema_decay
     for section in (config.actor_rollout_ref.actor, config.critic):

@@ -70,7 +70,7 @@ def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
     rows, tokens = change.pop("rows", None), change.pop("tokens", None)
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     section = config.actor_rollout_ref.actor
-    section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)
+    section.optim, config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4), {"lr": 1e-4}
     section.use_dynamic_bsz = rows is None
     if rows is None:
         section.ppo_max_token_len_per_gpu = tokens
@@ -81,7 +81,7 @@ def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
     section.strategy = config.critic.strategy = change.pop("strategy", "fsdp")
     sizes = {"sp": 1, "tp": 1, "ep": world}
     axes = {axis: min(change.pop(axis, size), world) for axis, size in sizes.items()}
-    section.parallel = config.critic.parallel = ParallelConfig(**axes)
+    config.parallel = ParallelConfig(**axes)
     if world > 1:
         section.fsdp_config.fsdp_size = config.critic.model.fsdp_config.fsdp_size = size
         sharding.SMALL_ELEMENTS = 0 if layer_by_layer else sharding.SMALL_ELEMENTS
@@ -230,7 +230,6 @@ def scored_by_reference(
 
     Folder.find = watched
     config = make_actor_config(folder, "deepseek-v3", {"rows": 3, **change})
-    config.actor_rollout_ref.ref.parallel = config.actor_rollout_ref.actor.parallel
     try:
         worker = started(ReferenceWorker, config)
     finally:

@@ -87,7 +87,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     lm_head.CHUNK_BYTES = chunk or lm_head.CHUNK_BYTES
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     actor_section = config.actor_rollout_ref.actor
-    actor_section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)
+    actor_section.optim, config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4), {"lr": 1e-4}
     actor_section.ppo_micro_batch_size_per_gpu = rows
     is_heard = axes.get("pp_schedule") != "interleaved" and "lora_rank" not in change
     if family in WITH_ROUTER_LOSS and is_heard:
@@ -96,7 +96,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     if not is_alone:
         sharding.SMALL_ELEMENTS = sharding.SMALL_ELEMENTS if one_unit is None else one_unit
         actor_section.strategy = config.critic.strategy = strategy
-        actor_section.parallel = config.critic.parallel = ParallelConfig(**axes)
+        config.parallel = ParallelConfig(**axes)
     for name, value in change.items():
         setattr(config.actor_rollout_ref.model, name, value)
         setattr(config.critic.model, name, value)

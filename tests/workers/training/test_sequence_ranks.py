@@ -122,7 +122,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     rows, tokens = change.pop("rows", None), change.pop("tokens", None)
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     actor_section = config.actor_rollout_ref.actor
-    actor_section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)
+    actor_section.optim, config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4), {"lr": 1e-4}
     actor_section.use_dynamic_bsz = rows is None
     if rows is None:
         actor_section.ppo_max_token_len_per_gpu = tokens
@@ -132,7 +132,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         actor_section.router_aux_loss_coef = 0.5
     sp = min(change.pop("sp", world), world)
     actor_section.strategy = change.pop("strategy", "fsdp")
-    actor_section.parallel = config.critic.parallel = ParallelConfig(sp=sp)
+    config.parallel = ParallelConfig(sp=sp)
     for name, value in change.items():
         setattr(config.actor_rollout_ref.model, name, value)
 

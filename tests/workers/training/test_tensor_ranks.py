@@ -73,7 +73,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         sharding.SMALL_ELEMENTS = sharding.SMALL_ELEMENTS if one_unit is None else one_unit
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
     actor_section = config.actor_rollout_ref.actor
-    actor_section.optim = config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4)
+    actor_section.optim, config.critic.optim = OptimConfig(lr=1e-4, eps=1e-4), {"lr": 1e-4}
     actor_section.ppo_micro_batch_size_per_gpu = rows
     if family in WITH_ROUTER_LOSS and "lora_rank" not in change:
         actor_section.router_aux_loss_coef = 0.5
@@ -83,7 +83,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         actor_section.fsdp_config.fsdp_size = fsdp_size
         config.critic.strategy = actor_section.strategy
         config.critic.model.fsdp_config.fsdp_size = actor_section.fsdp_config.fsdp_size
-        actor_section.parallel = config.critic.parallel = ParallelConfig(tp=2, sp=sp)
+        config.parallel = ParallelConfig(tp=2, sp=sp)
     for name, value in change.items():
         setattr(config.actor_rollout_ref.model, name, value)
         setattr(config.critic.model, name, value)
