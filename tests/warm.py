@@ -18,6 +18,7 @@ from transformers.utils import logging
 from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.cli import make_tiny
+from workers.models.support.proof import Support
 from workers.rollout.build import build_engine
 from workers.rollout.hf_proof import why_no_cache
 from workers.training.row_proof import prove_rows
@@ -36,7 +37,7 @@ def prove_tiny_models() -> None:
         with tempfile.TemporaryDirectory() as folder:
             tiny = make_tiny.make(Path(folder), num_train=1, num_val=1, num_layers=num_layers)
             engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
-        prove_rows(engine.module, may_pack=True)
+        prove_rows(engine.module, Support.of(engine.module.config), may_pack=True)
         assert why_no_cache(engine.module.config, LONGEST) == ""
     logging.enable_progress_bar()
 

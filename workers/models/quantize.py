@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_like.errors import ConfigError
-from workers.models.support.proof import Proof, relative_error
+from workers.models.support.proof import Proof, Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 
 LARGEST = 127
@@ -194,11 +194,10 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
             f"quantization=int8: a model of type {kind!r} has no linear layers (torch.nn.Linear) "
             "outside its head; leave quantization out."
         )
-    config: Any = module.config
-    reason = int8_rounding.what_is_wrong(config.get_text_config(), config._attn_implementation)
-    if reason:
+    support = Support.of(module.config)
+    if reason := support.why_not(int8_rounding):
         raise ConfigError(
-            f"quantization=int8: a model of type {config.model_type!r} is not to be rounded so "
+            f"quantization=int8: a model of type {support.model_type!r} is not to be rounded so "
             f"({reason}); leave quantization out."
         )
     for layer in layers:

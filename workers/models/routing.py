@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import body_of
-from workers.models.support.proof import Proof, attention_of, relative_error
+from workers.models.support.proof import Proof, Support, relative_error
 from workers.parallel.experts import experts_of
 
 COLUMN = "routed_experts"
@@ -181,8 +181,7 @@ def check_routers(module: Any) -> None:
     """Refuse a model, on whatever device, whose choices cannot be noted or replayed."""
     Routers(module)
     config = body_of(module).config.get_text_config()
-    reason = replayed_routing.what_is_wrong(config, attention_of(config._attn_implementation))
-    if reason:
+    if reason := Support.of(config).why_not(replayed_routing):
         raise ConfigError(
             f"{KEY}: the experts that a model of type {config.model_type!r} chooses cannot be "
             f"replayed: {reason}. Leave it out."

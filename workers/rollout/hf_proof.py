@@ -11,12 +11,13 @@ cache, too: what a class computes of a part of a row may not be what it computes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.models.support.proof import Proof, relative_error
+from workers.models.support.proof import Proof, Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 
 PROMPTS, NUM_STEPS = (24, 3, 1), 24
@@ -30,7 +31,8 @@ LARGEST_ERROR = 2e-5
 
 def why_no_cache(config: Any, longest: int) -> str:
     """What is wrong with decoding such a model from a cache; nothing is an empty text."""
-    return generation_with_cache.what_is_wrong(config, config._attn_implementation, longest)
+    support = replace(Support.of(config), config=config)  # the class that generates, not its text's
+    return support.why_not(generation_with_cache, longest)
 
 
 @Proof

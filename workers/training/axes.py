@@ -1,4 +1,4 @@
-"""Which axes a model can be laid over: seen from its class, before a device is taken."""
+"""Which axes a model can be laid over: found from its class, before a device is taken."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.config.model import ModelConfig
-from workers.models.causal_lm import body_of
-from workers.models.support.proof import attention_of
+from workers.models.support.proof import Support
 from workers.parallel import tensor
 from workers.parallel.dims import ParallelDims
 from workers.parallel.experts import check_experts
@@ -24,15 +23,14 @@ def check_axes(
     `section` is the key of its `parallel`.
     """
     attention = config.attn_implementation
-    if attention == "auto":
-        attention = body_of(module).config.get_text_config()._attn_implementation
+    support = Support.of(module.config, "" if attention == "auto" else attention)
     if config.compile == "on" and (reason := why_not_over(dims)):
         raise ConfigError(f"model.compile=on: {section}.{reason}; set model.compile=auto.")
     if dims.sp > 1:
         why_not = "" if config.use_remove_padding else NOT_ASKED
-        refuse_split(module.config, attention_of(attention), dims.sp, why_not, section)
+        refuse_split(support, dims.sp, why_not, section)
     if dims.pp > 1:
-        check_stages(module, attention, dims.pp, pp_schedule, dims.ep, section)
+        check_stages(module, support, dims.pp, pp_schedule, dims.ep, section)
     if dims.tp > 1:
         tensor.check(module, dims.tp, f"{section}.tp")
     if dims.ep > 1:

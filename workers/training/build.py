@@ -15,6 +15,7 @@ from workers.models.attention import head_size, say_once
 from workers.models.causal_lm import empty_model
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
+from workers.models.support.proof import Support
 from workers.parallel.fsdp import shard
 from workers.parallel.groups import Groups
 from workers.parallel.sharding import dims_of
@@ -70,6 +71,7 @@ def _make_empty(model: Model) -> None:
     if not model.settings.trains:
         model.module.requires_grad_(False)  # what its class freezes, training leaves frozen
     model.whole_module = model.module
+    model.support = Support.of(model.module.config)
 
 
 def _shard(model: Model) -> None:
@@ -88,6 +90,6 @@ def _choose_row_passes(model: Model) -> None:
         config.attn_implementation, model.device, model.precision.compute, size
     )
     model.row_passes = prove_rows(
-        model.module, may_pack=config.use_remove_padding, group=model.groups.sp
+        model.module, model.support, may_pack=config.use_remove_padding, group=model.groups.sp
     )
     say_once(describe(model.module, model.packs, model.kernel, why_not))

@@ -31,7 +31,7 @@ from verl_like.tensor_ops import (
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
 from workers.models.state import own_part
-from workers.models.support.proof import Proof
+from workers.models.support.proof import Proof, Support
 from workers.models.support.stand_in import VOCABULARY
 from workers.parallel.vocabulary import Words, stats_of_words
 from workers.training.microbatch import Columns
@@ -325,7 +325,7 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 def why_not_chunked(config: Any) -> str:
     """Why the head of such a model does not run in chunks; an empty text where it does."""
-    reason = head_in_chunks.what_is_wrong(config.get_text_config(), "eager")
+    reason = Support.of(config, "eager").why_not(head_in_chunks)
     if reason:
         warn_once(
             f"model type {config.model_type} does not compute its head in chunks ({reason}): the "

@@ -25,6 +25,7 @@ from workers.models.causal_lm import Head
 from workers.models.lora import adapter_parts, merged_tensors, split_tensors
 from workers.models.precision import Precision
 from workers.models.state import named_state, persistent_buffers
+from workers.models.support.proof import Support
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, reshard, tensor_on_first
 from workers.parallel.groups import Groups
@@ -100,6 +101,8 @@ class Model:
     module: Any
     whole_module: Any
     """All layers, without memory where other ranks have some of them."""
+    support: Support
+    """How models of its class may run."""
     is_sharded: bool
     is_one_unit = False
     """Whether FSDP2 gathers the whole module at once."""
@@ -189,8 +192,8 @@ class Model:
         return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
 
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
-        """Return a hash of the full weights, in `dtype`; equal at every sharding; collective."""
-        return full_checksum(self, dtype)
+        """Return a hash of the full weights in `dtype`; equal at every sharding; collective."""
+        return checksum_of(self.named_full_tensors(dtype=dtype))
 
 
 def full_tensors(
@@ -208,11 +211,6 @@ def full_tensors(
             yield name, tensor if keeps else tensor.to(dtype)
 
     return whole_tensors(model, named_state(model.module), arrange, on_all_ranks)
-
-
-def full_checksum(model: Model, dtype: torch.dtype | None) -> str:
-    """Return a hash of the full weights, cast to `dtype`; equal at every sharding; collective."""
-    return checksum_of(model.named_full_tensors(dtype=dtype))
 
 
 def whole_tensors(

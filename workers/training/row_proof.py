@@ -1,23 +1,21 @@
-"""How a model's rows go through it, packed, padded or one at a time: the fastest that is right.
+"""How a model's rows go through it: packed if that is right, else padded.
 
-    row_passes = prove_rows(module, may_pack=True)      # a ConfigError where none is right
-    for rows in row_passes.cut(columns, reads, budget): ...
+    row_passes = prove_rows(module, support, may_pack=True)     # a ConfigError if neither is right
+    for rows in row_passes.cut(reads, budget): ...
     feed = row_passes.feed(columns, reads, device)
 
-Packed rows are the fastest, and wrong for a model that counts places, carries a state from token to
-token or looks at its neighbours. So each way is tried on a tiny stand-in of the model's class, on
-rows longer than its windows, chunks and original lengths, against transformers' own pass over each
-row by itself.
+Packed rows are faster, and wrong for a model that counts places, carries a state from token to
+token or looks at its neighbours. So each layout is tried on a small model of the class, with rows
+longer than its windows, chunks and original length, against transformers' own pass over each row by
+itself.
 
 Ranks that share a packed row's tokens need more: that nothing but attention looks beyond a token.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,9 +24,8 @@ from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import body_of
 from workers.models.rotary import factor_border
-from workers.models.support.proof import NO_MODEL, Proof, attention_of, relative_error
+from workers.models.support.proof import NO_MODEL, Proof, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import Rows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
@@ -45,7 +42,7 @@ from workers.training.packing import (
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["packed", "padded", "single"]
+Kind = Literal["packed", "padded"]
 LARGEST_ERROR = 3e-4
 """Relative error up to which two passes over a row agree; what is wrong is off by 2e-3 and more.
 
@@ -79,7 +76,7 @@ class RowPasses:
     @property
     def apart(self) -> bool:
         """Whether rows of any lengths may not share a pass."""
-        return self.kind == "single" or self.border is not None
+        return self.border is not None
 
     def lengths(self, reads: Ragged) -> list[int]:
         """The tokens of every row that its pass computes."""
@@ -92,13 +89,7 @@ class RowPasses:
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
             budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
-        return cut(
-            lengths,
-            budget,
-            rectangles=self.kind == "padded",
-            border=self.border,
-            single=self.kind == "single",
-        )
+        return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
 
     def of_all_ranks(self, budget: Budget) -> Budget:
         """A rank's tokens of a pass, times the ranks that share it."""
@@ -116,113 +107,101 @@ class RowPasses:
         return padded_feed(columns, reads, device, whole=whole)
 
 
-def prove_rows(module: Any, *, may_pack: bool, group: dist.ProcessGroup | None = None) -> RowPasses:
-    """The fastest right way for this model; a warning says why it is not the next faster one.
+def prove_rows(
+    module: Any, support: Support, *, may_pack: bool, group: dist.ProcessGroup | None = None
+) -> RowPasses:
+    """Return how this model's rows run; a warning says why they are not packed.
 
-    Where the ranks of a `group` share a pass only packed rows will do.
+    If the ranks of a `group` share a pass, only packed rows will do.
     """
-    config = module.config
-    attention = attention_of(body_of(module).config.get_text_config()._attn_implementation)
-    ways: tuple[Kind, ...] = ("packed", "padded", "single") if may_pack else ("padded", "single")
-    kind, reasons = prove_class(config, attention, ways)
-
+    kind, reason = row_kind(support, may_pack)
     ranks = None
     if group is not None:
-        reason = reasons.get("packed", "" if may_pack else NOT_ASKED)
-        refuse_split(config, attention, group.size(), reason)
-        ranks = SequenceRanks(group, config.get_text_config().num_attention_heads)
-    if reasons:
-        _warn(config.model_type, kind, reasons)
-    is_square = kind == "packed" and attention == "eager" and not takes_layout(module)
-    return RowPasses(kind, factor_border(config), is_square, ranks)
+        refuse_split(support, group.size(), reason)
+        ranks = SequenceRanks(group, support.config.num_attention_heads)
+    if reason not in ("", NOT_ASKED):
+        logger.warning(
+            "model type %s is not %s right from packed rows (%s); it runs on padded rows, which "
+            "takes longer. model.use_remove_padding=False asks for no packed rows.",
+            support.model_type,
+            "proven" if reason.startswith(NO_MODEL) else "computed",
+            reason,
+        )
+    is_square = kind == "packed" and support.attention == "eager" and not takes_layout(module)
+    return RowPasses(kind, factor_border(module.config), is_square, ranks)
+
+
+def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
+    """Return the layout that is right for a class of models, and why it is not packed.
+
+    A ConfigError says so if none is right.
+    """
+    reason = support.why_not(rows_packed) if may_pack else NOT_ASKED
+    if not reason:
+        return "packed", ""
+    if reason.startswith(NO_MODEL):
+        return "padded", reason
+    wrong = support.why_not(rows_padded)
+    if not wrong or wrong.startswith(NO_MODEL):
+        return "padded", reason
+
+    in_eager = replace(support, attention="eager")
+    if not (in_eager.why_not(rows_packed) and in_eager.why_not(rows_padded)):
+        choice = "Set model.attn_implementation=eager, under which it is right."
+    else:
+        choice = "Choose a causal LM of another type for model.path."
+    raise ConfigError(
+        f"model type {support.model_type} cannot be trained: its log-probs of a row would not be "
+        f"transformers' own for that row ({wrong}; it may look at tokens that come later). {choice}"
+    )
 
 
 def refuse_split(
-    config: Any,
-    attention: str,
-    num_ranks: int,
-    why_not_packed: str = "",
-    section: str = "parallel",
+    support: Support, num_ranks: int, why_not_packed: str = "", section: str = "parallel"
 ) -> None:
     """A ConfigError if ranks cannot share the tokens of this model's packed rows.
 
     `section` is the key of its `parallel`.
     """
-    text = config.get_text_config()
-    num_heads = getattr(text, "num_attention_heads", num_ranks)  # none in a state space model
+    num_heads = getattr(support.config, "num_attention_heads", num_ranks)  # a state space model
     if num_ranks <= num_heads and num_heads % num_ranks:
         valid = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
         below = max(size for size in valid if size < num_ranks)
         above = min(size for size in valid if size > num_ranks)
         raise ConfigError(
             f"{section}.sp={num_ranks} does not divide the {num_heads} attention heads of model "
-            f"type {config.model_type}; nearest that do: {below} or {above}."
+            f"type {support.model_type}; nearest that do: {below} or {above}."
         )
-    reason = why_not_packed or ROW_PROOFS["packed"].what_is_wrong(text, attention)
+    reason = why_not_packed or support.why_not(rows_packed)
     if reason:
         reason = f"its rows do not run packed: {reason}"
     else:
-        reason = rows_over_ranks.what_is_wrong(text, attention)
+        reason = support.why_not(rows_over_ranks)
     if reason:
         raise ConfigError(
-            f"{section}.sp={num_ranks}: model type {config.model_type} cannot have a row on "
+            f"{section}.sp={num_ranks}: model type {support.model_type} cannot have a row on "
             f"several ranks: {reason}. Set {section}.sp=1; {section}.shard divides weights."
         )
 
 
-def _warn(model_type: str, kind: Kind, reasons: dict[str, str]) -> None:
-    wanted, reason = next(iter(reasons.items()))
-    logger.warning(
-        "model type %s is not %s right from %s rows (%s); it runs on %s, which takes longer.%s",
-        model_type,
-        "proven" if reason.startswith(NO_MODEL) else "computed",
-        wanted,
-        reason,
-        "padded rows" if kind == "padded" else "one row a pass",
-        " model.use_remove_padding=False asks for no packed rows." if wanted == "packed" else "",
-    )
+@Proof
+def rows_packed(model: Any) -> str:
+    """Return what is wrong with packed rows on this model."""
+    return _what_is_wrong("packed", model)
 
 
-def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind, dict[str, str]]:
-    """The first of `ways` that is right for a model of this config, and what is wrong with others.
-
-    A ConfigError says so where none is.
-    """
-    text = config.get_text_config()
-    reasons: dict[str, str] = {}
-    for way in ways:
-        reason = ROW_PROOFS[way].what_is_wrong(text, attention)
-        if not reason:
-            return way, reasons
-        if reason.startswith(NO_MODEL):
-            return "padded", {ways[0]: reason}
-        reasons[way] = reason
-
-    in_eager = (not ROW_PROOFS[way].what_is_wrong(text, "eager") for way in ways)
-    if attention != "eager" and any(in_eager):
-        choice = "Set model.attn_implementation=eager, under which it is right."
-    else:
-        choice = "Choose a causal LM of another type for model.path."
-    raise ConfigError(
-        f"model type {config.model_type} cannot be trained: its log-probs of a row would not be "
-        f"transformers' own for that row, even one row a pass ({reasons[ways[-1]]}; it may look at "
-        f"tokens that come later). {choice}"
-    )
+@Proof
+def rows_padded(model: Any) -> str:
+    """Return what is wrong with padded rows on this model."""
+    return _what_is_wrong("padded", model)
 
 
-def _row_passes(way: Kind, model: Any) -> str:
+def _what_is_wrong(kind: Kind, model: Any) -> str:
     try:
         expected = _rows_alone(model)
     except MODEL_ERRORS as error:
         return f"{NO_MODEL} ({error})"
-    return _why_not(model, RowPasses(way, factor_border(model.config)), expected)
-
-
-ROW_PROOFS: dict[Kind, Proof] = {
-    "packed": Proof(functools.partial(_row_passes, "packed")),
-    "padded": Proof(functools.partial(_row_passes, "padded")),
-    "single": Proof(functools.partial(_row_passes, "single")),
-}
+    return _why_not(model, RowPasses(kind, factor_border(model.config)), expected)
 
 
 SLICES = (slice(0, 12), slice(12, 140), slice(140, None))

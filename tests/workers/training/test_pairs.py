@@ -107,7 +107,7 @@ def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, one_layer_d
     batch = pairs()
     role = worker_of(LikelierWorker, one_layer_dir)
     if apart:  # as for models whose rows may not share a pass
-        role.engine.row_passes = RowPasses("single")
+        role.engine.row_passes = RowPasses("padded", border=99)
     found = rectangle_of(role.engine.forward_rows(batch, role.budget)["log_probs"])
     assert found.shape == batch.batch["responses"].shape
 

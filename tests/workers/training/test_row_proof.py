@@ -17,6 +17,7 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import to_training
 from workers.models.rotary import factor_border
 from workers.models.support import proof
+from workers.models.support.proof import Support
 from workers.models.support.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import row_proof
@@ -24,7 +25,7 @@ from workers.training.engine import INPUTS, TrainEngine
 from workers.training.lm_head import Wanted
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
-from workers.training.row_proof import prove_class
+from workers.training.row_proof import row_kind
 
 VOCAB, PROMPT, RESPONSE = 64, 24, 40
 LENGTHS = ((24, 40), (20, 38), (24, 12), (10, 10), (8, 9), (6, 7), (9, 1))
@@ -287,21 +288,6 @@ def test_without_a_small_model_to_prove_it_on_rows_are_padded(
     assert "a width that does not shrink" in caplog.text
 
 
-def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        row_proof, "_why_not", lambda model, way, expected: "" if way.kind == "single" else "off"
-    )
-    proof._found.cache_clear()
-    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    proof._found.cache_clear()
-    data = make_batch(4)
-    cuts = engine.passes.cut(Rows.take(data, INPUTS).columns, Budget(rows=4))
-    assert engine.row_passes.kind == "single"
-    assert sorted(cuts) == [[0], [1], [2], [3]]
-
-
 def test_gradient_checkpointing_that_a_class_lacks_is_refused(tmp_path: Path) -> None:
     config = tiny_config(saved_model(tmp_path, "jetmoe", TYPES["jetmoe"][1]))
     config.actor_rollout_ref.model.enable_gradient_checkpointing = True
@@ -331,4 +317,4 @@ def test_a_stand_in_keeps_each_kind_of_layer_and_is_past_every_limit() -> None:
     phi = transformers.Phi3Config(rope_parameters=rope, **wide)
     assert factor_border(phi) == 4096
     assert factor_border(stand_in(phi, "sdpa").config) == 16
-    assert prove_class(phi, "sdpa", ("packed",)) == ("packed", {})
+    assert row_kind(Support.of(phi)) == ("packed", "")

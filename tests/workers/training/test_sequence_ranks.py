@@ -20,6 +20,7 @@ from tests.workers.samples import (
 from tests.workers.training.three_updates import piece_of, three_updates
 from verl_like.errors import ConfigError
 from workers.config import OptimConfig, ParallelConfig
+from workers.models.support.proof import Support
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
@@ -194,7 +195,7 @@ def test_a_model_whose_rows_cannot_be_shared_is_refused(
 
     config = getattr(transformers, name)(**{**SIZES, **own})
     with pytest.raises(ConfigError, match=f"parallel.sp={num_ranks}.*{message}"):
-        refuse_split(config, attention, num_ranks)
+        refuse_split(Support.of(config, attention), num_ranks)
 
 
 def saved_by_ranks(folder: Path) -> tuple[str, list[dict[str, float]]]:

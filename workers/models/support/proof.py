@@ -1,12 +1,14 @@
-"""Whether a fast path computes a class of models right, found out on a tiny stand-in of it.
+"""How models of one config may run: what is asked before a faster way is taken.
+
+    support = Support.of(module.config)
+    reason = support.why_not(rows_packed)       # an empty text: it is right
 
     @Proof
-    def packed_rows(model) -> str: ...                      # says what is wrong on a stand-in
-    reason = packed_rows.what_is_wrong(config, attention)   # empty: it is right
+    def rows_packed(model) -> str: ...          # say what is wrong on a small model of the class
 
-Classes are many and their masks, caches and heads differ, so none is believed. A stand-in is short
-of every window, chunk and original length of its rows, and its state is off its defaults. What was
-found out about a config is kept.
+Model classes are many, and their masks, caches and heads differ, so a faster way is first tried on
+a small model of the class. The rows of the small model are longer than its windows, chunks and
+original length, and its state is off its defaults. Answers are kept per config.
 """
 
 from __future__ import annotations
@@ -32,21 +34,36 @@ class Proof:
     """A way to compute something, and how it is judged."""
 
     judge: Callable[[Any], str]
-    """Stand-in -> what is wrong; an empty text if nothing is."""
+    """Return what is wrong with it on a small model; an empty text if nothing is."""
 
-    def what_is_wrong(self, config: Any, attention: str, longest: int | None = None) -> str:
-        """With such a model, on rows of any length or of up to `longest` tokens.
 
-        What is known of a length holds for all that pass the same limits.
+@dataclass(frozen=True)
+class Support:
+    """The answers for models of one config."""
+
+    model_type: str
+    """The type that messages name."""
+    config: Any
+    """The config whose class is tried: a text model's."""
+    attention: str
+    """The attention of the small model, on the CPU: eager or sdpa."""
+
+    @classmethod
+    def of(cls, config: Any, built_with: str = "") -> Support:
+        """Return the support of a model that is built with this attention, by default its own."""
+        text = config.get_text_config()
+        is_eager = (built_with or text._attn_implementation) == "eager"
+        return cls(config.model_type, text, "eager" if is_eager else "sdpa")
+
+    def why_not(self, proof: Proof, longest: int | None = None) -> str:
+        """Return why a way is wrong, on rows of any length or of up to `longest` tokens.
+
+        The text is empty if it is right. An answer for one length holds for all lengths that pass
+        the same limits.
         """
-        within = None if longest is None else reach(config, longest)
-        reason = _found(self, ConfigByContent.of(config), attention_of(attention), within)
+        within = None if longest is None else reach(self.config, longest)
+        reason = _found(proof, ConfigByContent.of(self.config), self.attention, within)
         return reason.replace(LONGEST, str(longest))
-
-
-def attention_of(built_with: str) -> str:
-    """What a stand-in attends by on the CPU for a model that is built with this."""
-    return "eager" if built_with == "eager" else "sdpa"
 
 
 @functools.lru_cache(maxsize=256)

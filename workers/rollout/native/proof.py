@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.support.proof import LONGEST, Proof, relative_error
+from workers.models.support.proof import LONGEST, Proof, Support, relative_error
 from workers.models.support.stand_in import LIMIT, VOCABULARY
 from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import (
@@ -50,7 +50,7 @@ def check_decoding(config: Any, longest: int) -> None:
 
 def why_not_native(config: Any, longest: int) -> str:
     """What is wrong with this engine's decoding of such a model; nothing is an empty text."""
-    return slot_cache_decoding.what_is_wrong(config, config._attn_implementation, longest)
+    return Support.of(config).why_not(slot_cache_decoding, longest)
 
 
 @Proof

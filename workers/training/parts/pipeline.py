@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from workers.models.causal_lm import body_of, recomputes
+from workers.models.causal_lm import recomputes
 from workers.models.memory_shapes import meta_model
 from workers.parallel.fsdp import note_all_units
 from workers.parallel.pipeline import Pipeline, exchanged_sum, num_chunks, stage_by_stage
@@ -41,10 +41,9 @@ class StagePlan(Part):
 
     def change(self, model: Model) -> None:
         """Choose the layers of every stage."""
-        attention = body_of(model.module).config.get_text_config()._attn_implementation
         self.ranges = check_stages(
             model.module,
-            attention,
+            model.support,
             pp=model.dims.pp,
             schedule=model.sharding.pp_schedule,
             ep=model.dims.ep,

@@ -1,8 +1,8 @@
-"""Whether a model can be cut into stages of layers: seen from its class, before a device is taken.
+"""Whether a model can be cut into stages of layers, found from its class before a device is taken.
 
 A class may scale embeddings in its forward pass, add positions to them, or have layers that look at
-others' states. So a small model of it is cut after every layer, in one process, and computes what
-it computes whole.
+the states of others. So a small model of the class is cut after every layer, in one process, and
+must compute what it computes whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.support.proof import Proof, attention_of, relative_error
+from workers.models.support.proof import Proof, Support, relative_error
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.stages import NoStages, Parts, Stages, stage_ranges
 from workers.training.packing import model_inputs, padded_feed, read
@@ -22,7 +22,7 @@ from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
 @Proof
 def stages_of_a_layer(model: Any) -> str:
-    """What is wrong with it, cut into stages of a layer each."""
+    """Return what is wrong with the model, cut into stages of one layer each."""
     try:
         num_layers = len(Parts.of(model).layers)
     except NoStages as error:
@@ -48,14 +48,13 @@ def stages_of_a_layer(model: Any) -> str:
 
 
 def check_stages(
-    module: Any, attention: str, pp: int, schedule: str, ep: int, section: str
+    module: Any, support: Support, pp: int, schedule: str, ep: int, section: str
 ) -> list[range]:
-    """The layers of every stage; refuses a model, which may be on the meta device, without them.
+    """Return the layers of every stage; reject a model that cannot be cut into so many.
 
-    `attention` is what it attends by, `section` the key of its `parallel`.
+    The model may be on the meta device. `section` is the key of its `parallel`.
     """
-    what, model_type = f"{section}.pp={pp}", module.config.model_type
-    text = module.config.get_text_config()
+    what, model_type = f"{section}.pp={pp}", support.model_type
     num_stages = pp * num_chunks(schedule)
     try:
         parts = Parts.of(module)
@@ -65,7 +64,7 @@ def check_stages(
                 f"{len(parts.layers)} layers of {model_type}; at most "
                 f"{section}.pp={len(parts.layers) // num_chunks(schedule)}."
             )
-        reason = stages_of_a_layer.what_is_wrong(text, attention_of(attention))
+        reason = support.why_not(stages_of_a_layer)
         if reason:
             raise NoStages(reason)
         ranges = stage_ranges(module, num_stages, ep)
