@@ -87,8 +87,9 @@ class TrainerConfig(Section):
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Run folder."""
-    test_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for none between steps")
-    """Steps between validations, which include the last step."""
+    test_freq: int = key(0, at_least=-1)
+    """Steps between validations; there is one after the last step, too. 0: only that one; -1: none.
+    """
     val_before_train: bool = key(True)
     """Validate before the first step."""
     show: str = key("brief", choices=("brief", "full"))

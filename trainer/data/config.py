@@ -80,13 +80,8 @@ class DataConfig(Section):
 class ValidatingTrainerConfig(TrainerConfig):
     """The section `trainer` of a recipe that validates on `data.val_files`."""
 
-    test_freq: int = key(
-        -1,
-        above=0,
-        or_exactly=-1,
-        hint="or -1 for none between steps",
-        read_when=CAN_VALIDATE_LATER,
-    )
-    """Steps between validations, which include the last step."""
+    test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
+    """Steps between validations; there is one after the last step, too. 0: only that one; -1: none.
+    """
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before the first step."""

@@ -35,7 +35,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "critic.strategy": SHARDED,
     "trainer.device": {"npu": "auto"},
     "trainer.save_freq": NEVER,
-    "trainer.test_freq": NEVER,
+    "trainer.test_freq": {"False": "-1"},
 }
 """Key -> verl's word for a value -> ours."""
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow")

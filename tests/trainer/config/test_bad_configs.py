@@ -222,7 +222,7 @@ SETTINGS = [
         ["overlong_buffer.len=0 tokens", "max_response_length=8"],
     ),
     ("reward_model.enable=true", ["reward_model.model.path", "sequence classifier"]),
-    ("data.val_files=x trainer.test_freq=-2", ["trainer.test_freq=-2", "above 0, or -1"]),
+    ("data.val_files=x trainer.test_freq=-2", ["trainer.test_freq=-2", "-1 or more"]),
     ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs data.custom_cls.name"]),
     (
         "critic.model.path=nowhere",
