@@ -30,7 +30,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
-from workers.rewards.code import has_asserts
+from workers.rewards.code import find_open_assert
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +105,15 @@ class PromptSet:
         return "yes" if any(rule["ground_truth"] is not None for rule in rules) else "no"
 
     @cached_property
-    def has_asserts(self) -> bool:
-        """Whether the tests of a row are asserts, which run next to a model's program."""
-        what = f"has tests that are asserts: {self._cut}"
-        return self._table.remembered(what, self._find_asserts) == "yes"
+    def has_open_asserts(self) -> bool:
+        """Whether a row has asserts whose expected side a program could find."""
+        what = f"has asserts that need trust: {self._cut}"
+        return self._table.remembered(what, self._look_for_asserts) == "yes"
 
-    def _find_asserts(self) -> str:
+    def _look_for_asserts(self) -> str:
         rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
-        return "yes" if any(has_asserts(rule["ground_truth"]) for rule in rules) else "no"
+        is_open = any(find_open_assert(rule["ground_truth"]) is not None for rule in rules)
+        return "yes" if is_open else "no"
 
     @cached_property
     def digest(self) -> str:
@@ -294,10 +295,10 @@ class PromptLoader:
         return self.prompts.has_truth and (self.validation is None or self.validation.has_truth)
 
     @property
-    def has_asserts(self) -> bool:
+    def has_open_asserts(self) -> bool:
         """Whether the tests of a training or validation row are asserts."""
-        return self.prompts.has_asserts or (
-            self.validation is not None and self.validation.has_asserts
+        return self.prompts.has_open_asserts or (
+            self.validation is not None and self.validation.has_open_asserts
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import MARK, Sandbox, isolate_network, keep_writes_in
+from verl_like.process.sandbox import MARK, Sandbox, isolate_network, keep_to
 from verl_like.process.supervisor import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
@@ -41,6 +42,10 @@ FEW = 200
 LOGS = (".log", ".out", ".err")
 MOST_OUTPUT = 2**16
 """Bytes of what the script prints that are kept."""
+MOST_RECORD = 2**20
+"""Bytes of the record of a command that are read."""
+MOST_COMMANDS = 1000
+"""Commands of a script that are read."""
 TOOLS = """
 awk basename bash bc cat comm cut date dirname egrep env expand expr false find fold getopt grep
 head hostname id join jq ls mkdir mktemp nl nproc nvidia-smi od paste printf pwd readlink realpath
@@ -117,13 +122,14 @@ def run(script: Script) -> Recording:
     no_sandbox, printed = secrets.token_hex(), bytearray()
     ours, theirs = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
+    commands = -1
 
     def keep(chunk: bytes) -> None:
         printed.extend(chunk[: MOST_OUTPUT - len(printed)])
 
     def act() -> None:
         try:
-            keep_writes_in(scratch, os.devnull)
+            keep_to(scratch, os.devnull)
         except ConfigError as err:
             os.write(2, f"{no_sandbox}{err}".encode())
             return
@@ -135,18 +141,22 @@ def run(script: Script) -> Recording:
         _link(folder, script.folder)
         home.mkdir()
         _equip(recorder)
+        # the script may put another folder in its place
+        commands = os.open(recorder / "commands", os.O_RDONLY | os.O_DIRECTORY)
         child = fork_confined(scratch, LIMITS, {0: null, 1: theirs, 2: theirs}, act)
         os.close(theirs)
         ending = watch(child, scratch, LIMITS, {ours: keep}, time.monotonic() + DEADLINE_S)
         said = _with_places(printed.decode("utf-8", "replace"), places)
         if no_sandbox in said:
             raise ConfigError(said.partition(no_sandbox)[2])
-        files = sorted((recorder / "commands").iterdir())
-        read = [_read(file, places, environment) for file in files]
+        names = sorted(os.listdir(commands))[:MOST_COMMANDS]
+        read = [_read(_text_of(name, commands), places, environment) for name in names]
         return Recording([command for command in read if command], str(ending), said)
     finally:
         os.close(ours)
         os.close(null)
+        if commands >= 0:
+            os.close(commands)
         remove_folder(scratch)
 
 
@@ -188,12 +198,12 @@ def _equip(recorder: Path) -> None:
     shutil.copy(Path(__file__).with_suffix(".sh"), recorder / "recorder.sh")
 
 
-def _read(file: Path, places: Mapping[str, str], given: Mapping[str, str]) -> Command | None:
-    """The record that `recorder.sh` has written: folder, words, variables, NULs between them.
+def _read(text: str, places: Mapping[str, str], given: Mapping[str, str]) -> Command | None:
+    """Read a record of `recorder.sh`: folder, words and variables, separated by NULs.
 
-    None of one that was cut when the script was stopped.
+    None: the record is incomplete, because the script was stopped, or it is no regular file.
     """
-    text = _with_places(file.read_bytes().decode("utf-8", "replace"), places)
+    text = _with_places(text, places)
     folder, _, rest = text.partition("\0")
     count, _, rest = rest.partition("\0")
     parts = rest.split("\0")
@@ -205,6 +215,18 @@ def _read(file: Path, places: Mapping[str, str], given: Mapping[str, str]) -> Co
     own |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
     kept = {name: value for name, value in variables.items() if name not in own}
     return Command(parts[: int(count)], folder, kept)
+
+
+def _text_of(name: str, folder: int) -> str:
+    """The text of a regular file, up to a limit; the script may have put anything in its place."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(name, flags, dir_fd=folder)
+    except OSError:
+        return ""
+    with open(descriptor, "rb") as opened:
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return opened.read(MOST_RECORD).decode("utf-8", "replace") if is_regular else ""
 
 
 def _with_places(text: str, places: Mapping[str, str]) -> str:

@@ -9,22 +9,27 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import math
 import os
-import platform
 import resource
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_like.config_key import key
 from verl_like.errors import ConfigError
+from verl_like.process.system_calls import (
+    KEEPS_TO_ITSELF,
+    MACHINE,
+    METADATA,
+    deny,
+    drop_capabilities,
+)
 
 MARK = "VERL_LIKE_SANDBOX"
 """Environment variable of every process in a sandbox."""
@@ -43,15 +48,13 @@ OPEN_FILES = 1024
 
 _WRITES = sum(1 << bit for bit in (1, *range(4, 13)))
 """Landlock's rights to write, remove and make files; REFER and TRUNCATE came later."""
+_DEVICES = 1 << 6 | 1 << 11
+"""Landlock's rights to make files of character and block devices."""
 _REFER, _TRUNCATE, _SIGNALS_AND_SOCKETS = 1 << 13, 1 << 14, 3
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x10000
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
-_SYSTEM_CALLS = {  # machine -> its number for audits; its calls fork and vfork; clone; clone3
-    "x86_64": (0xC000003E, (57, 58), 56, 435),
-    "aarch64": (0xC00000B7, (), 220, 435),
-}
+_PR_SET_NO_NEW_PRIVS = 38
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,16 @@ class Sandbox:
         return cls(**{**limits, "env": tuple(limits.get("env", ()))})
 
     def confine(self) -> None:
-        """Set the limits of this process and of those that it starts; no way back."""
+        """Set the limits of this process and of those that it starts; no way back.
+
+        Root also loses the calls that change the machine. Others never had the right to them.
+        """
         _limit(resource.RLIMIT_DATA, self.memory_gb * 2**30)
         _limit(resource.RLIMIT_FSIZE, self.file_gb * 2**30)
         _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
         _limit(resource.RLIMIT_CORE, 0)
+        if os.geteuid() == 0:
+            deny(MACHINE, gains_rights=True)
 
     def allow_cpu(self, shares: float = 1.0) -> None:
         """Let this process use `cpu_s` of processor time from now on, so many times."""
@@ -144,14 +152,25 @@ def isolate_network() -> None:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14s", b"lo", _IFF_UP, b""))
 
 
-def keep_writes_in(*places: str) -> None:
-    """Let this process, and those that it starts, write below these folders and files alone.
+def keep_to(*places: str, more: Iterable[str] = ()) -> None:
+    """Keep this process, and those that it starts, from changing anything outside these places.
 
-    Nor may it signal other processes, where the kernel can say so (Linux 6.12). Refused where the
-    kernel has no Landlock.
+    It can write below these folders and files only, change no modes, owners or times, attach to no
+    other process, and take no memory that outlives it. It has none of root's rights except to read
+    files. `more` are further system calls to deny. Raises where the kernel has no Landlock, after
+    all else is done.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1) if sys.platform == "linux" else -1
+    drop_capabilities()
+    deny(MACHINE, METADATA, KEEPS_TO_ITSELF, more)
+    _keep_writes_in(*places)
+
+
+def _keep_writes_in(*places: str) -> None:
+    """Let this process, and those that it starts, write below these folders and files only.
+
+    They cannot signal other processes either, where the kernel knows that rule (Linux 6.12).
+    """
+    libc, version = ctypes.CDLL(None, use_errno=True), _landlock_version()
     if version < 1:
         raise ConfigError(
             "writing cannot be kept in a folder here: that takes Linux 5.13 or newer with Landlock "
@@ -164,7 +183,7 @@ def keep_writes_in(*places: str) -> None:
     for place in places:
         descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
         is_folder = os.path.isdir(place)
-        allowed = rights if is_folder else rights & (1 << 1 | _TRUNCATE)
+        allowed = rights & ~_DEVICES if is_folder else rights & (1 << 1 | _TRUNCATE)
         rule = struct.pack("=Qi", allowed, descriptor)
         libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0)
         os.close(descriptor)
@@ -176,34 +195,14 @@ def keep_writes_in(*places: str) -> None:
     os.close(rules)
 
 
-def forbid_processes() -> bool:
-    """Have the kernel refuse that this process starts another, threads aside; whether it does.
+def can_keep_writes() -> bool:
+    """Whether this machine can keep a process from writing outside a folder."""
+    return _landlock_version() >= 1
 
-    A filter of system calls (seccomp), for Linux on the machines of `_SYSTEM_CALLS`.
-    """
-    known = _SYSTEM_CALLS.get(platform.machine()) if sys.platform == "linux" else None
-    if known is None:
-        return False
-    arch, forks, clone, clone3 = known
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill = 0x7FFF0000, 0x80000000
-    refuse, unknown = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
-    # (operation, value, operations to skip if true, and if not)
-    filters = [(load, 4, 0, 0), (equal, arch, 1, 0), (answer, kill, 0, 0), (load, 0, 0, 0)]
-    filters += [(at_least, 0x40000000, 0, 1), (answer, kill, 0, 0)]  # another table of calls
-    for number in forks:
-        filters += [(equal, number, 0, 1), (answer, refuse, 0, 0)]
-    filters += [(equal, clone3, 0, 1), (answer, unknown, 0, 0)]  # clone is taken instead
-    filters += [(equal, clone, 1, 0), (answer, allow, 0, 0)]
-    filters += [(load, 16, 0, 0), (any_bit, _CLONE_THREAD, 1, 0)]
-    filters += [(answer, refuse, 0, 0), (answer, allow, 0, 0)]
-
-    packed = b"".join(struct.pack("HBBI", code, yes, no, k) for code, k, yes, no in filters)
-    code = ctypes.create_string_buffer(packed, len(packed))
-    program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(code))
-    libc = ctypes.CDLL(None)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
-    done: int = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0)
-    return done == 0
+def _landlock_version() -> int:
+    """The version of Landlock; below 1 where there is none."""
+    if sys.platform != "linux":
+        return -1
+    version: int = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE, None, 0, 1)
+    return version

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fcntl import F_DUPFD, fcntl
 from functools import partial
 from typing import NoReturn
@@ -49,6 +49,7 @@ DATA = 3
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_F_GETPIPE_SZ = 1032  # fcntl has no name for it on other systems than Linux
 _BLOCKS = 8
 """What a file counts for at least, in the system's units of 512 bytes."""
 
@@ -234,6 +235,7 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
     if gigabytes > sandbox.memory_gb:
         # Forks share most of what they hold. Its share takes longer to read.
         gigabytes = sum(map(_memory_by_share, pids)) / 2**30
+    gigabytes += _memory_of_descriptors(pids) / 2**30
     if gigabytes > sandbox.memory_gb:
         return f"took {gigabytes:.1f} GiB of memory (memory_gb={sandbox.memory_gb:g})"
 
@@ -255,6 +257,30 @@ def _memory_by_share(pid: int) -> int:
     words = words_of(f"/proc/{pid}/smaps_rollup")
     found = [words.index(word) for word in (b"Pss_Anon:", b"Pss_Shmem:") if word in words]
     return sum(1024 * int(words[place + 1]) for place in found) if found else _own_memory(pid)
+
+
+def _memory_of_descriptors(pids: Iterable[int]) -> int:
+    """Bytes of the memory files (memfd) and pipes that these processes have open."""
+    sizes: dict[str, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process, or the descriptor, has just gone
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(entry.path)
+                    if target.startswith("/memfd:"):
+                        about = os.stat(entry.path)
+                        sizes[f"{target} {about.st_ino}"] = 512 * about.st_blocks
+                    elif target.startswith("pipe:") and target not in sizes:
+                        sizes[target] = _pipe_size(entry.path)
+    return sum(sizes.values())
+
+
+def _pipe_size(path: str) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return fcntl(descriptor, _F_GETPIPE_SZ)
+    finally:
+        os.close(descriptor)
 
 
 def _bytes_on_disk(folder: str) -> int:

@@ -193,7 +193,7 @@ class ScoringConfig(Section):
     )
     """Share of failed samples in a batch above which the run ends; 1: never."""
     trust_programs: bool = key(False, read_when=MAY_FAIL, may_change_on_resume=True)
-    """Allow tests that are asserts: a model's program can then forge its score."""
+    """Allow asserts of any form as tests: a model's program can then forge its score."""
     sandbox: dict[str, Any] = key(
         factory=dict, options=Sandbox, read_when=HAS_FUNCTION, may_change_on_resume=True
     )

@@ -5,9 +5,10 @@ The rule of the data sources codecontests, apps, codeforces and taco, with verl'
 
     {"inputs": [text, ...], "outputs": [text, ...]}                    # standard input and output
     {"fn_name": name, "inputs": [arguments, ...], "outputs": [...]}    # calls of a function
-    {"asserts": ["assert f(1) == 2", ...]}                             # with trust_programs
+    {"asserts": ["assert f(1) == 2", ...]}                             # see `asserts`
 
-Programs run in processes of `workers.rewards.program`. Nothing here imports torch.
+Programs run in processes of `workers.rewards.program`, which never hold what a test expects.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
+from workers.rewards.asserts import Check, read_assert, value_of
 from workers.rewards.channel import DriverEnd, NoAnswerError
 from workers.rewards.program import Program
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 NOT_TRUSTED = (
-    "asserts run in the process of the model's program, which can read the grader's token and pass "
-    "them all, and can write outside its folder. Give the tests as inputs and outputs (with "
-    "fn_name for calls of a function), or trust the programs: {way}."
+    "what it expects cannot be kept from the model's program, which could then forge its score. "
+    "Write asserts as `assert f(...) == value`, give the tests as inputs and outputs (with fn_name "
+    "for calls of a function), or trust the programs: {way}."
 )
 START_S = 5.0
 """Time beside the tests' own: the start of the process, and of its forks."""
@@ -53,19 +55,23 @@ def run_tests(
 ) -> dict[str, float]:
     """The share of the first `num_tests` tests that the program passes; `acc`: whether all.
 
-    A test has `time_s` seconds, all together `total_s`: less than a sample's deadline. Asserts are
-    rejected unless `trust_programs`.
+    A test has `time_s` seconds, all together `total_s`: less than a sample's deadline. Asserts
+    whose expected side cannot be kept from the program are rejected unless `trust_programs`.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
-    if "asserts" in tests and not trust_programs:
+    open_assert = find_open_assert(tests)
+    if open_assert is not None and not trust_programs:
         ways = "reward.trust_programs=true, `serve-reward --trust-programs`, or trust_programs=True"
-        raise ConfigError(f"ground_truth has asserts: {NOT_TRUSTED.format(way=ways)}")
-    kind, inputs, expected = _read_tests(tests, num_tests)
-    program = Program(
-        *(code_of(solution_str), inputs, kind, str(tests.get("fn_name") or "")),
-        **{"time_s": time_s, "total_s": total_s, "memory_gb": memory_gb},
-    )
-    results = _runners[network].results(program) if program.code.strip() else {}
+        raise ConfigError(f"ground_truth has {open_assert!r:.200}: {NOT_TRUSTED.format(way=ways)}")
+    kind, inputs, expected = _read_tests(tests, num_tests, is_open=open_assert is not None)
+    limits = {"time_s": time_s, "total_s": total_s, "memory_gb": memory_gb}
+    runner = _runners[network]
+    code, function = code_of(solution_str), str(tests.get("fn_name") or "")
+    if not code.strip():
+        return {"score": 0.0, "acc": 0.0}
+    results = runner.results(Program(code, inputs, kind, function, **limits))
+    if kind == "value" and any(problem is None for _, problem in results.values()):
+        expected = _evaluate(runner, expected, limits)
     passed = 0
     for number, wanted in enumerate(expected):
         output, problem = results.get(number, ("", "was not run"))
@@ -73,11 +79,32 @@ def run_tests(
     return {"score": passed / len(expected), "acc": float(passed == len(expected))}
 
 
-def _read_tests(tests: Mapping[str, Any], most: int) -> tuple[str, list[Any], list[Any]]:
+def _evaluate(
+    runner: _Runner, checks: list[Check], limits: Mapping[str, float]
+) -> list[tuple[Check, list[Any]]]:
+    """Each check with its expected values, which are computed without the program."""
+    sources = list(dict.fromkeys(source for check in checks for source in check.expected))
+    results = runner.results(Program("import math", sources, "value", **limits))
+    values = {}
+    for number, source in enumerate(sources):
+        text, problem = results.get(number, ("", "was not run"))
+        if problem is not None:
+            raise ValueError(f"ground_truth: the expected side {source} {problem}")
+        values[source] = value_of(text)
+    return [(check, [values[source] for source in check.expected]) for check in checks]
+
+
+def _read_tests(
+    tests: Mapping[str, Any], most: int, is_open: bool
+) -> tuple[str, list[Any], list[Any]]:
     """(kind, inputs, expected outputs) of the first tests."""
     if "asserts" in tests:
-        asserts = [str(line) for line in tests["asserts"]][:most]
-        kind, inputs, outputs = "assert", asserts, [None] * len(asserts)
+        lines = [str(line) for line in tests["asserts"]][:most]
+        if is_open:
+            kind, inputs, outputs = "assert", lines, [None] * len(lines)
+        else:
+            outputs = [check for check in map(read_assert, lines) if check is not None]
+            kind, inputs = "value", [check.computed for check in outputs]
     else:
         inputs, outputs = list(tests["inputs"])[:most], list(tests["outputs"])[:most]
         kind = "function" if tests.get("fn_name") else "stdin"
@@ -91,16 +118,18 @@ def _read_tests(tests: Mapping[str, Any], most: int) -> tuple[str, list[Any], li
     return kind, inputs, outputs
 
 
-def has_asserts(ground_truth: Any) -> bool:
-    """Whether the tests of a row are asserts."""
+def find_open_assert(ground_truth: Any) -> str | None:
+    """The first assert whose expected side cannot be kept from a program, if there is one."""
     if isinstance(ground_truth, str):
         if '"asserts"' not in ground_truth:
-            return False
+            return None
         try:
             ground_truth = json.loads(ground_truth)
         except ValueError:
-            return False
-    return isinstance(ground_truth, Mapping) and "asserts" in ground_truth
+            return None
+    if not isinstance(ground_truth, Mapping) or "asserts" not in ground_truth:
+        return None
+    return next((str(a) for a in ground_truth["asserts"] if read_assert(str(a)) is None), None)
 
 
 def _text(given: Any) -> str:
@@ -126,6 +155,9 @@ def is_expected(kind: str, output: str, expected: Any) -> bool:
     """Whether a program's output, or its function's result as JSON, is the expected one."""
     if kind == "assert":
         return True
+    if kind == "value":
+        check, wanted = expected
+        return check.holds(value_of(output), wanted)
     if kind == "stdin":
         return _alike(output.split(), _text(expected).split())
     try:

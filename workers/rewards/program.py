@@ -3,12 +3,14 @@
     python -m verl_like.process.child workers.rewards.program FD on|off
 
 `workers.rewards.code` starts it and asks it through the socket FD. Every test is a fork of this
-process with limits of its own, without the right to start processes and, where the machine allows
-it, without the network. What a test expects never comes here: a program cannot look for it.
+process with its own limits. It cannot start processes or signal others, writes below its own folder
+only, and has no network, as far as the machine has these bounds. What a test expects never comes
+here, so a program cannot look for it. The exception are trusted asserts (`kind="assert"`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -21,7 +23,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import Sandbox, forbid_processes, isolate_network
+from verl_like.process.sandbox import (
+    Sandbox,
+    can_keep_writes,
+    isolate_network,
+    keep_to,
+)
 from verl_like.process.supervisor import (
     DATA,
     ENDED_WELL,
@@ -32,6 +39,7 @@ from verl_like.process.supervisor import (
     remove_folder,
     watch,
 )
+from verl_like.process.system_calls import PROCESSES, SIGNALS
 from workers.rewards.channel import FunctionEnd
 
 MOST_OUTPUT = 2**19
@@ -46,9 +54,9 @@ class Program:
 
     code: str
     inputs: list[Any]
-    """Of each test: text for standard input, arguments of the function, or an assertion."""
+    """Of each test: standard input, arguments of the function, an expression, or an assertion."""
     kind: str = "stdin"
-    """stdin, function or assert."""
+    """stdin, function, value or assert."""
     function: str = ""
     """Name of the function, or of a method of `Solution`."""
     time_s: float = 2.0
@@ -69,6 +77,9 @@ def main(pipe: Connection, network: str) -> None:
             isolate_network()
         except ConfigError as err:
             print(f"programs of the model reach the network: {err}", file=sys.stderr, flush=True)
+    if not can_keep_writes():
+        words = "programs of the model can write outside their folder: this machine has no Landlock"
+        print(words, file=sys.stderr, flush=True)
     while True:
         try:
             program = parent.receive()
@@ -93,7 +104,8 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
         os.environ.clear()
         os.environ.update({"HOME": folder, "TMPDIR": folder, "PATH": os.defpath})
         sandbox.allow_cpu()
-        forbid_processes()
+        with contextlib.suppress(ConfigError):  # said when this process started
+            keep_to(folder, os.devnull, more=(*PROCESSES, *SIGNALS))
         _act(program, program.inputs[number], token)
 
     folder = tempfile.mkdtemp(prefix="program_")
@@ -136,6 +148,11 @@ def _act(program: Program, given: Any, token: str) -> None:
         owner = names.get("Solution")
         function = names[program.function] if owner is None else getattr(owner(), program.function)
         os.write(DATA, json.dumps(function(*given)).encode())
+    elif program.kind == "value":
+        value = eval(compile(given, "test.py", "eval"), names)
+        for method in ("tolist", "item"):  # arrays and numbers of numpy and torch
+            value = getattr(value, method)() if hasattr(value, method) else value
+        os.write(DATA, repr(value).encode())
     elif program.kind == "assert":
         exec(compile(given, "test.py", "exec"), names)
         os.write(DATA, token.encode())

@@ -62,8 +62,8 @@ class ScoredRows(Protocol):
         """Whether a row has a ground truth."""
 
     @property
-    def has_asserts(self) -> bool:
-        """Whether the tests of a row are asserts."""
+    def has_open_asserts(self) -> bool:
+        """Whether a row has asserts whose expected side a program could find."""
 
 
 def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewards:
@@ -128,9 +128,9 @@ def _scorer(
 
 def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
     """Reject tests by which a model's program could forge its score."""
-    if not trust_programs and rows.has_asserts:
+    if not trust_programs and rows.has_open_asserts:
         way = "reward.trust_programs=true"
-        raise ConfigError(f"a row's ground_truth has asserts, and {NOT_TRUSTED.format(way=way)}")
+        raise ConfigError(f"a row's ground_truth has an assert: {NOT_TRUSTED.format(way=way)}")
 
 
 @dataclass(frozen=True)

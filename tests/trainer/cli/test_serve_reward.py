@@ -36,7 +36,7 @@ def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("function", [[], ["--function", "workers.rewards.code:run_tests"]])
 @pytest.mark.parametrize("trust", [[], ["--trust-programs"]])
 def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list[str]) -> None:
-    tests = {"asserts": ["assert f(1) == 1"]}
+    tests = {"asserts": ["assert f(1) < 2"]}
     sample = {"data_source": "taco", "solution_str": "def f(a): return a", "ground_truth": tests}
     spec = serve_reward._function(serve_reward._parser().parse_args([*function, *trust]))
     scorer = Scorer(spec, 60.0)

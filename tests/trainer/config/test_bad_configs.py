@@ -256,7 +256,7 @@ def unknown_source(tiny: Path, folder: Path) -> str:
 
 
 def asserts_as_tests(tiny: Path, folder: Path) -> str:
-    tests = json.dumps({"asserts": ["assert f(1) == 1"]})
+    tests = json.dumps({"asserts": ["assert f(1) == 1", "assert same(f(1), 1)"]})
     row = {"prompt": "a", "data_source": "taco", "reward_model": {"ground_truth": tests}}
     return write_rows(folder / "p.jsonl", *[row] * 8)
 
@@ -300,7 +300,7 @@ FILES = [
     (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "custom_reward_function.path"]),
     (
         asserts_as_tests,
-        ["ground_truth has asserts", "grader's token", "reward.trust_programs=true"],
+        ["ground_truth has an assert", "forge its score", "reward.trust_programs=true"],
     ),
     (model_without("token*"), ["No tokenizer loads", "it holds", "model.safetensors"]),
     (
@@ -343,7 +343,7 @@ def test_asserts_are_rejected_for_every_way_to_their_rule(
     base: list[str], function: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = [*base, *function.split(), asserts_as_tests(tiny_dir, tmp_path)]
-    with pytest.raises(ConfigError, match="ground_truth has asserts"):
+    with pytest.raises(ConfigError, match="ground_truth has an assert"):
         run(load_config(settings))
     with pytest.raises(AssertionError, match="a worker process was started"):
         run(load_config([*settings, "reward.trust_programs=true"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.process.supervisor import _Printed, remove_folder
+from verl_like.process.supervisor import _memory_of_descriptors, _Printed, remove_folder
 
 DEPTH = 1100
 """More levels than `shutil.rmtree` of Python 3.11 can recurse into."""
@@ -50,3 +50,15 @@ def test_a_deep_folder_is_removed_and_what_it_links_to_is_not(folder: Path) -> N
 def test_what_the_console_does_not_take_is_dropped() -> None:
     with open("/dev/full", "wb") as console:
         _Printed().forward(console.fileno(), b"printed")
+
+
+def test_memory_files_and_pipes_count_as_memory() -> None:
+    before = _memory_of_descriptors([os.getpid()])
+    memory, pipe = os.memfd_create("test"), os.pipe()
+    try:
+        os.write(memory, bytes(2**20))
+        assert _memory_of_descriptors([os.getpid()]) == before + 2**20 + 2**16
+    finally:
+        for descriptor in (memory, *pipe):
+            os.close(descriptor)
+    assert _memory_of_descriptors([2**30]) == 0, "a process that is gone"

@@ -15,7 +15,9 @@ import pytest
 
 from verl_like.errors import ConfigError
 from verl_like.process.machine import descendants
-from workers.rewards.code import _runners, code_of, has_asserts, is_expected, run_tests
+from verl_like.process.sandbox import can_keep_writes
+from workers.rewards.asserts import read_assert
+from workers.rewards.code import _runners, code_of, find_open_assert, is_expected, run_tests
 from workers.rewards.functions import default_compute_score
 from workers.rewards.process import FunctionSpec
 from workers.rewards.program import Program
@@ -55,36 +57,164 @@ def test_a_program_gets_the_share_of_tests_that_it_passes() -> None:
 def test_functions_are_called_and_assertions_hold() -> None:
     in_class = "class Solution:\n    def add(self, a, b):\n        return a + b"
     assert score(ADD, CALLS) == score(in_class, CALLS) == 1.0
-    assert score(ADD, ASSERTS, trust_programs=True) == 1.0
+    assert score(ADD, ASSERTS) == 1.0
     wrong = ADD.replace("a + b", "3")
-    assert score(wrong, CALLS) == score(wrong, ASSERTS, trust_programs=True) == 0.5
+    assert score(wrong, CALLS) == score(wrong, ASSERTS) == 0.5
 
 
-def test_asserts_are_rejected_unless_programs_are_trusted() -> None:
-    words = "read the grader's token .* write outside its folder.*reward.trust_programs=true"
-    for tests in (ASSERTS, json.dumps(ASSERTS)):
+OPEN = {"asserts": ["assert add(1, 2) == 3", "assert same(add(3, 4), 7)"]}
+
+
+def test_asserts_that_a_program_could_forge_are_rejected_unless_it_is_trusted() -> None:
+    words = "same.*forge its score.*reward.trust_programs=true"
+    for tests in (OPEN, json.dumps(OPEN)):
         with pytest.raises(ConfigError, match=words):
             score(ADD, tests)
         with pytest.raises(ConfigError, match=words):
             default_compute_score("taco", ADD, tests)
-    found = default_compute_score("taco", ADD, ASSERTS, trust_programs=True)
+    right = f"{ADD}def same(a, b):\n    return a == b\n"
+    found = default_compute_score("taco", right, OPEN, trust_programs=True)
     assert found == {"score": 1.0, "acc": 1.0}
 
 
 @pytest.mark.parametrize(
     ("ground_truth", "expected"),
     [
-        (ASSERTS, True),
-        (json.dumps(ASSERTS), True),
-        (SUMS, False),
-        ("asserts", False),
-        ('{"asserts"', False),
-        ('["asserts"]', False),
-        (None, False),
+        (ASSERTS, None),
+        (OPEN, "assert same(add(3, 4), 7)"),
+        (json.dumps(OPEN), "assert same(add(3, 4), 7)"),
+        (SUMS, None),
+        ("asserts", None),
+        ('{"asserts"', None),
+        ('["asserts"]', None),
+        (None, None),
     ],
 )
-def test_it_is_known_whether_tests_are_asserts(ground_truth: Any, expected: bool) -> None:
-    assert has_asserts(ground_truth) is expected
+def test_the_first_assert_that_needs_trust_is_found(
+    ground_truth: Any, expected: str | None
+) -> None:
+    assert find_open_assert(ground_truth) == expected
+
+
+FRAMES = """
+import gc, sys
+def add(a, b):
+    frame, names = sys._getframe(), []
+    while frame is not None:
+        names += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    names += gc.get_objects()
+    for found in list(names):
+        if type(found) in (list, tuple) and found and found[0] == 12345:
+            return 12345
+    texts = [found for found in names if type(found) is str]
+    return 12345 if any("12" + "345" in text for text in texts if text != CODE) else None
+"""
+PRETENDS = """
+class Equal:
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+def add(a, b): return Equal()
+abs = isclose = lambda *a, **k: True
+"""
+
+
+@pytest.mark.parametrize("code", [f"CODE = {FRAMES!r}\n{FRAMES}", PRETENDS])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert add(1, 2) == 12345",
+        "assert 12345 == add(1, 2)",
+        "assert abs(add(1, 2) - 12345) < 0.5",
+        "assert math.isclose(add(1, 2), 12345)",
+        "assert [add(n, n) for n in range(2)] == [12345, 12345]",
+    ],
+)
+def test_a_program_cannot_find_or_pretend_what_an_assert_expects(code: str, line: str) -> None:
+    assert score(code, {"asserts": [line]}) == 0.0
+    assert score("def add(a, b): return 12345", {"asserts": [line]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "right", "wrong"),
+    [
+        ("assert f(1) != 3", "4", "3"),
+        ("assert f(1) is True", "True", "1"),
+        ("assert f(1) == True", "1", "0"),
+        ("assert f(1)", "[0]", "[]"),
+        ("assert not f(1)", "''", "'no'"),
+        ("assert set(f(1)) == set([1, 2])", "(2, 1)", "(2,)"),
+        ("assert f(1) == {'a': (1, None)}", "{'a': (1, None)}", "{'a': [1, None]}"),
+        ("assert f(1) == float('inf')", "float('inf')", "1e300"),
+        ("assert abs(f(1) - 2.5) <= 0.5", "3.0", "3.1"),
+        ("assert math.isclose(f(1), 2.5, rel_tol=0.1)", "2.7", "2.8"),
+        ("assert f(1) == [x * 2 for x in (1, 2)]", "[2, 4]", "[2]"),
+    ],
+)
+def test_asserts_hold_as_python_has_them(line: str, right: str, wrong: str) -> None:
+    for value, expected in ((right, 1.0), (wrong, 0.0)):
+        assert score(f"def f(a): return {value}", {"asserts": [line]}) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("f(1) == 1", "assert f(1) < 3", "assert f(1) == f(2)", "assert 1 == 1", "assert"),
+        *("assert same(f(1), 1)", "assert f(1) == 1 and f(2) == 2", "assert 0 < f(1) < 3"),
+        *(
+            "assert all(f(n) == n for n in range(3))",
+            "assert f(1) == 1; f(2)",
+            "assert " + "(" * 999,
+        ),
+    ],
+)
+def test_other_asserts_have_no_side_that_stands_alone(line: str) -> None:
+    assert read_assert(line) is None
+
+
+OUTSIDE = """
+import os, pathlib, signal, ctypes
+place, pid = {place!r}, {pid}
+def tried(act):
+    try:
+        act()
+    except (OSError, PermissionError):
+        return "no"
+    return "yes"
+libc = ctypes.CDLL(None, use_errno=True)
+def attach():
+    if libc.ptrace(16, pid, 0, 0) != 0:
+        raise OSError
+acts = [
+    lambda: pathlib.Path(place, "new").write_text("x"),
+    lambda: os.unlink(place + "/old"),
+    lambda: os.chmod(place + "/old", 0o777),
+    lambda: os.utime(place + "/old", (1, 1)),
+    lambda: os.chown(place + "/old", os.getuid(), os.getgid()),
+    lambda: os.setxattr(place + "/old", "user.a", b"b"),
+    lambda: os.kill(pid, signal.SIGSTOP),
+    lambda: os.pidfd_open(pid) and signal.pidfd_send_signal(os.pidfd_open(pid), 9),
+    lambda: open(f"/proc/{{pid}}/mem", "r+b"),
+    lambda: os.mkfifo("fifo"),
+    lambda: os.mknod("device", 0o20666, os.makedev(1, 3)),
+    lambda: os.memfd_create("more"),
+    attach,
+]
+print([tried(act) for act in acts].count("yes"), tried(lambda: open("mine", "w").close()))
+"""
+
+
+def test_a_program_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
+    if not can_keep_writes():
+        pytest.skip("this machine has no Landlock")
+    (tmp_path / "old").write_text("x")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        code = OUTSIDE.format(place=str(tmp_path), pid=other.pid)
+        result = score(code, {"inputs": [""], "outputs": ["0 yes"]})
+        state = Path(f"/proc/{other.pid}/stat").read_text().split()[2]
+        other.kill()
+    assert (result, state) == (1.0, "S")
+    assert [file.name for file in tmp_path.iterdir()] == ["old"]
 
 
 def test_it_is_the_rule_of_verl_s_data_sources() -> None:
@@ -108,7 +238,7 @@ def test_it_is_the_rule_of_verl_s_data_sources() -> None:
     ],
 )
 def test_a_program_that_breaks_a_rule_scores_zero(code: str) -> None:
-    limits = {"total_s": 1.5, "time_s": 0.3, "trust_programs": True}
+    limits = {"total_s": 1.5, "time_s": 0.3}
     assert score(f"{ADD}{code}", ASSERTS, **limits) == 0.0
 
 

@@ -100,7 +100,7 @@ def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
     ) -> RewardManager:
         config = PPOConfig(data=None, trainer=None, **sections)
         rows = SimpleNamespace(
-            data_sources={*sources}, columns=[], has_truth=True, has_asserts=False
+            data_sources={*sources}, columns=[], has_truth=True, has_open_asserts=False
         )
         made.append(make_rewards(config, tokenizer, rows))
         (part,) = made[-1].parts

@@ -1,0 +1,158 @@
+"""Filters of system calls (seccomp) and of capabilities, for processes that run untrusted code.
+
+    deny(MACHINE, METADATA, KEEPS_TO_ITSELF)     # no way back, for this process and its children
+
+A filter answers a denied call with EPERM. It exists for Linux on the machines of `_NUMBERS`. A call
+that a machine does not have is left out. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+import sys
+from collections.abc import Iterable
+
+MACHINE = (
+    "acct adjtimex clock_adjtime clock_settime delete_module finit_module init_module ioperm iopl "
+    "kexec_file_load kexec_load mknod mknodat reboot setdomainname sethostname settimeofday "
+    "swapoff swapon"
+).split()
+"""Calls that change the machine, or make device files."""
+METADATA = (
+    "chmod chown fchmod fchmodat fchmodat2 fchown fchownat fremovexattr fsetxattr futimesat lchown "
+    "lremovexattr lsetxattr removexattr removexattrat setxattr setxattrat utime utimensat utimes"
+).split()
+"""Calls that change a file without writing to it, which Landlock does not cover."""
+KEEPS_TO_ITSELF = (
+    "add_key bpf chroot fsconfig fsmount fsopen fspick io_uring_enter io_uring_register "
+    "io_uring_setup keyctl memfd_create memfd_secret mount mount_setattr move_mount msgget "
+    "name_to_handle_at open_by_handle_at open_tree perf_event_open pidfd_getfd pivot_root "
+    "process_vm_readv process_vm_writev ptrace quotactl quotactl_fd request_key "
+    "sched_setaffinity sched_setattr sched_setparam sched_setscheduler semget setns setpriority "
+    "shmget syslog umount2 unshare userfaultfd"
+).split()
+"""Calls that reach other processes, or memory that outlives the process or is not counted."""
+SIGNALS = "kill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo tgkill tkill".split()
+PROCESSES = "clone clone3 fork vfork".split()
+"""Calls that start processes; threads stay possible."""
+
+_PAIRS = {
+    # name: (x86_64, aarch64); None: the machine does not have the call
+    **{"acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280)},
+    **{"chmod": (90, None), "chown": (92, None), "chroot": (161, 51)},
+    **{"clock_adjtime": (305, 266), "clock_settime": (227, 112)},
+    **{"clone": (56, 220), "clone3": (435, 435), "delete_module": (176, 106)},
+    **{"fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
+    **{"fchown": (93, 55), "fchownat": (260, 54), "finit_module": (313, 273)},
+    **{"fork": (57, None), "fremovexattr": (199, 16), "fsconfig": (431, 431)},
+    **{"fsetxattr": (190, 7), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433)},
+    **{"futimesat": (261, None), "init_module": (175, 105)},
+    **{"io_uring_enter": (426, 426), "io_uring_register": (427, 427)},
+    **{"io_uring_setup": (425, 425), "ioperm": (173, None), "iopl": (172, None)},
+    **{"kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219)},
+    **{"kill": (62, 129), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6)},
+    **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "mknod": (133, None)},
+    **{"mknodat": (259, 33), "mount": (165, 40), "mount_setattr": (442, 442)},
+    **{"move_mount": (429, 429), "msgget": (68, 186), "name_to_handle_at": (303, 264)},
+    **{"open_by_handle_at": (304, 265), "open_tree": (428, 428), "perf_event_open": (298, 241)},
+    **{"pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "pivot_root": (155, 41)},
+    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117)},
+    **{"quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142)},
+    **{"removexattr": (197, 14), "removexattrat": (466, 466), "request_key": (249, 218)},
+    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
+    **{"sched_setaffinity": (203, 122), "sched_setattr": (314, 274)},
+    **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190)},
+    **{"setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268)},
+    **{"setpriority": (141, 140), "settimeofday": (164, 170), "setxattr": (188, 5)},
+    **{"setxattrat": (463, 463), "shmget": (29, 194), "swapoff": (168, 225), "swapon": (167, 224)},
+    **{"syslog": (103, 116), "tgkill": (234, 131), "tkill": (200, 130), "umount2": (166, 39)},
+    **{"unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, None)},
+    **{"utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None)},
+}
+_AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_NUMBERS: dict[str, dict[str, int]] = {
+    machine: {name: number for name, pair in _PAIRS.items() if (number := pair[place]) is not None}
+    for place, machine in enumerate(_AUDIT_NUMBERS)
+}
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
+"""Operations of the filter's language (classic BPF)."""
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x50000
+_CLONE_THREAD = 0x10000
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
+_PR_CAPBSET_DROP, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
+_CAPABILITY_VERSION, _LAST_CAPABILITY = 0x20080522, 63
+_CAP_DAC_READ_SEARCH = 2
+Instruction = tuple[int, int, int, int]
+"""Operation, value, instructions to skip if true, and if not."""
+
+
+def deny(*names: Iterable[str], gains_rights: bool = False) -> bool:
+    """Have the kernel deny these system calls from now on; return whether it does.
+
+    With `gains_rights` programs such as sudo keep working, which takes a process with rights over
+    the machine (root).
+    """
+    numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+    if numbers is None:
+        return False
+    denied = sorted({name for group in names for name in group} & numbers.keys())
+    instructions = _filter(_AUDIT_NUMBERS[platform.machine()], numbers, denied)
+    packed = b"".join(struct.pack("HBBI", code, yes, no, k) for code, k, yes, no in instructions)
+    code = ctypes.create_string_buffer(packed, len(packed))
+    program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    if not gains_rights and libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        return False
+    result: int = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0)
+    return result == 0
+
+
+def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> list[Instruction]:
+    """The filter that denies these calls."""
+    deny_it: Instruction = (_ANSWER, _ERROR | errno.EPERM, 0, 0)
+    allow_it: Instruction = (_ANSWER, _ALLOW, 0, 0)
+    kill_it: Instruction = (_ANSWER, _KILL, 0, 0)
+    filters: list[Instruction] = [(_LOAD, 4, 0, 0), (_EQUAL, audit_number, 1, 0), kill_it]
+    filters += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0x40000000, 0, 1), kill_it]  # x32's calls
+    for name in denied:
+        if name == "clone":  # with the flag for threads it is allowed
+            filters += [(_EQUAL, numbers[name], 0, 4), (_LOAD, 16, 0, 0)]
+            filters += [(_ANY_BIT, _CLONE_THREAD, 1, 0), deny_it, allow_it]
+        elif name == "clone3":  # its flags are out of sight; ENOSYS makes libraries take clone
+            no_such_call: Instruction = (_ANSWER, _ERROR | errno.ENOSYS, 0, 0)
+            filters += [(_EQUAL, numbers[name], 0, 1), no_such_call]
+        elif name == "utimensat":  # without times it is what `touch` does to a file of its own
+            filters += [(_EQUAL, numbers[name], 0, 6), (_LOAD, 32, 0, 0), (_EQUAL, 0, 0, 2)]
+            filters += [(_LOAD, 36, 0, 0), (_EQUAL, 0, 1, 0), deny_it, allow_it]
+        else:
+            filters += [(_EQUAL, numbers[name], 0, 1), deny_it]
+    return [*filters, allow_it]
+
+
+def drop_capabilities() -> None:
+    """Give up root's rights, for this process and what it executes, except to read files."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    for number in range(_LAST_CAPABILITY + 1):
+        if number != _CAP_DAC_READ_SEARCH:
+            libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails where there is nothing to drop
+    wanted = 1 << _CAP_DAC_READ_SEARCH
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    kept = _capabilities(libc) & wanted
+    # effective, permitted and inheritable rights, the lower 32 bits first
+    libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0))
+
+
+def _capabilities(libc: ctypes.CDLL) -> int:
+    """The lower 32 bits of the rights that this process may use."""
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    data = ctypes.create_string_buffer(24)
+    libc.capget(header, data)
+    permitted: int = struct.unpack("6I", data.raw)[1]
+    return permitted

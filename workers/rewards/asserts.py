@@ -1,0 +1,148 @@
+"""Asserts as tests of a program that never sees what they expect.
+
+    read_assert("assert add(1, 2) == 3")    # Check("add(1, 2)", ("3",), EQUAL)
+
+The first side runs after the program and its value comes back. The other side is evaluated where no
+code of a model runs, and compared there: so a program cannot find it, nor pretend to be equal to
+it. Asserts of other forms have no such sides.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EQUAL, IS, CLOSE, BELOW, AT_MOST, TRUE = "equal", "is", "close", "below", "at most", "true"
+_DISTANCES = {ast.Lt: BELOW, ast.LtE: AT_MOST}
+_KNOWN = {*dir(builtins), "math"}
+"""Names that mean the same without the program."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """An assert in two sides."""
+
+    computed: str
+    """The expression that needs the program."""
+    expected: tuple[str, ...]
+    """The expression of the other side, and those of a tolerance."""
+    relation: str
+    is_negated: bool = False
+
+    def holds(self, value: Any, expected: Sequence[Any]) -> bool:
+        """Whether the assert holds for the program's value."""
+        return self._compare(value, *expected) is not self.is_negated
+
+    def _compare(self, value: Any, *expected: Any) -> bool:
+        if self.relation == TRUE:
+            return bool(value)
+        if self.relation == IS:
+            return type(value) is type(expected[0]) and bool(value == expected[0])
+        if self.relation == EQUAL:
+            return bool(value == expected[0])
+        try:
+            if self.relation == CLOSE:
+                return math.isclose(value, expected[0], rel_tol=expected[1], abs_tol=expected[2])
+            distance = abs(value - expected[0])
+            is_below: bool = distance < expected[1]
+            return is_below or (self.relation == AT_MOST and bool(distance == expected[1]))
+        except TypeError:  # no numbers
+            return False
+
+
+def read_assert(line: str) -> Check | None:
+    """The sides of an assert; None: what it expects cannot be kept from the program."""
+    try:
+        statements = ast.parse(line.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if len(statements) != 1 or not isinstance(statements[0], ast.Assert):
+        return None
+    test = statements[0].test
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        check = _read_test(test.operand)
+        return check and Check(check.computed, check.expected, check.relation, not check.is_negated)
+    return _read_test(test)
+
+
+def _read_test(test: ast.expr) -> Check | None:
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return _read_comparison(test.left, test.ops[0], test.comparators[0])
+    if not isinstance(test, ast.Call):
+        return None
+    name = ast.unparse(test.func)
+    if name in ("isclose", "math.isclose"):
+        tolerances = {word.arg: word.value for word in test.keywords}
+        if len(test.args) != 2 or not tolerances.keys() <= {"rel_tol", "abs_tol"}:
+            return None
+        relative = tolerances.get("rel_tol", ast.Constant(1e-9))
+        absolute = tolerances.get("abs_tol", ast.Constant(0.0))
+        return _check(*test.args, CLOSE, relative, absolute)
+    arguments = [*test.args, *(word.value for word in test.keywords)]
+    is_of_program = _needs_program(test.func) and not any(map(_needs_program, arguments))
+    return Check(ast.unparse(test), (), TRUE) if is_of_program else None
+
+
+def _read_comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Check | None:
+    if isinstance(operator, ast.Eq | ast.NotEq | ast.Is | ast.IsNot):
+        relation = EQUAL if isinstance(operator, ast.Eq | ast.NotEq) else IS
+        check = _check(left, right, relation)
+        is_negated = isinstance(operator, ast.NotEq | ast.IsNot)
+        return check and Check(check.computed, check.expected, relation, is_negated)
+    is_distance = (
+        isinstance(left, ast.Call)
+        and ast.unparse(left.func) == "abs"
+        and len(left.args) == 1
+        and isinstance(left.args[0], ast.BinOp)
+        and isinstance(left.args[0].op, ast.Sub)
+    )
+    if type(operator) not in _DISTANCES or not is_distance:
+        return None
+    difference = left.args[0]  # type: ignore[attr-defined]
+    return _check(difference.left, difference.right, _DISTANCES[type(operator)], right)
+
+
+def _check(left: ast.expr, right: ast.expr, relation: str, *more: ast.expr) -> Check | None:
+    """The check of two sides, one of which stands without the program."""
+    if _needs_program(left) == _needs_program(right) or any(map(_needs_program, more)):
+        return None
+    computed, expected = (left, right) if _needs_program(left) else (right, left)
+    return Check(ast.unparse(computed), tuple(map(ast.unparse, (expected, *more))), relation)
+
+
+def _needs_program(expression: ast.expr) -> bool:
+    """Whether it uses a name that the program has to define."""
+    names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+    bound = {
+        name.id
+        for node in ast.walk(expression)
+        if isinstance(node, ast.comprehension)
+        for name in ast.walk(node.target)
+        if isinstance(name, ast.Name)
+    }
+    return not names <= _KNOWN | bound
+
+
+def value_of(text: str) -> Any:
+    """The value that a process has written with `repr`; text that is no literal stays text."""
+    try:
+        tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            for name, child in ast.iter_fields(node):
+                if isinstance(child, list):
+                    setattr(node, name, [_number(each) for each in child])
+                else:
+                    setattr(node, name, _number(child))
+        return ast.literal_eval(tree)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+
+
+def _number(node: Any) -> Any:
+    """Numbers that `repr` writes as names."""
+    is_number = isinstance(node, ast.Name) and node.id in ("inf", "nan")
+    return ast.copy_location(ast.Constant(float(node.id)), node) if is_number else node
