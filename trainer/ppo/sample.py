@@ -79,12 +79,19 @@ def collect_groups(
 
 
 def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Counts and times added up over the draws of one step, other metrics averaged."""
-    result = {}
+    """Metrics of the draws of one step: counts and times add up, other metrics are averaged.
+
+    A `/max` or `/min` stays the largest or smallest value.
+    """
+    result: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in drawn for name in metrics):
         values = [metrics[name] for metrics in drawn if name in metrics]
-        adds_up = "/num_" in name or name.startswith("timing_s/")
-        result[name] = sum(values) if adds_up else sum(values) / len(values)
+        if "/num_" in name or name.startswith("timing_s/"):
+            result[name] = sum(values)
+        elif name.endswith(("/max", "/min")):
+            result[name] = max(values) if name.endswith("/max") else min(values)
+        else:
+            result[name] = sum(values) / len(values)
     return result
 
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.marker import MARKER, MODEL, committed, marker_of_model, read_marker
+from trainer.run_folder.marker import (
+    MARKER,
+    MODEL,
+    committed,
+    marker_of_model,
+    read_marker,
+    refuse_damaged,
+)
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, nearest
 from workers.config import ModelConfig
@@ -43,7 +50,10 @@ class SavedModel:
     def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
         """Write the folder `out`, for `from_pretrained` or peft, as `export_checkpoint` says."""
         if self.folder.name == MODEL:
-            shutil.copytree(self.folder, out, ignore=lambda *_: [MARKER], dirs_exist_ok=True)
+            refuse_damaged(self.folder)
+            for name in read_marker(self.folder)["files"]:
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self.folder / name, out / name)
             return
         from workers.training.checkpoint_export import export_checkpoint
 

@@ -51,13 +51,14 @@ def compute_policy_loss_kl_cov(
     The KL is `ppo_kl_coef` |log r|. `kl_cov_ratio` of the mini-batch's tokens, at least one, get
     it: those with the highest covariance of A and log p under the old policy.
 
-    Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips. If it
-    grows within a step, use fewer mini-batches.
+    Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, the mean of |log r| here,
+    which nothing clips. If it grows within a step, use fewer mini-batches.
 
     Source: arXiv 2505.22617
     """
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    kl = config.policy_loss.ppo_kl_coef * zero_outside(log_r.abs(), chosen)
+    distance = log_r.abs()
+    kl = config.policy_loss.ppo_kl_coef * zero_outside(distance, chosen)
     losses = kl - advantages * log_r.exp()
 
-    return losses, {"actor/ppo_kl": -log_r, "actor/kl_cov_frac": chosen}
+    return losses, {"actor/ppo_kl": distance, "actor/kl_cov_frac": chosen}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.sample import collect_groups
+from trainer.ppo.sample import collect_groups, over_draws
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -96,3 +96,14 @@ def test_a_number_that_some_draws_lack_is_nan_there() -> None:
         False,
         False,
     ]
+
+
+def test_metrics_of_several_draws_keep_their_meaning() -> None:
+    first = {"reward/num_failed": 1.0, "length/max": 5.0, "length/min": 2.0, "reward/mean": 1.0}
+    second = {"reward/num_failed": 2.0, "length/max": 9.0, "length/min": 4.0, "reward/mean": 0.0}
+    assert over_draws([first, second]) == {
+        "reward/num_failed": 3.0,
+        "length/max": 9.0,
+        "length/min": 2.0,
+        "reward/mean": 0.5,
+    }

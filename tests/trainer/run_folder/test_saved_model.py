@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from trainer.run_folder.marker import write_marker
 from trainer.run_folder.saved_model import find_saved_model
-from verl_like.errors import CheckpointError
+from verl_like.errors import CheckpointError, DamagedCheckpointError
 from workers.training.manifest import NUMBERS, write_manifest
 
 PPO = {
@@ -111,3 +112,33 @@ def test_a_folder_of_an_earlier_version_is_refused_by_name(ppo_run: Path) -> Non
     (ppo_run / "global_step_10" / "actor" / "manifest.json").write_text(json.dumps(earlier))
     with pytest.raises(CheckpointError, match="actor was written by an earlier verl-like.* export"):
         find_saved_model(ppo_run)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "has 7 bytes, was written with 8"),
+        (lambda file: file.write_bytes(b"weight0s"), "has a crc32 of"),
+        (Path.unlink, "is missing"),
+        (lambda _: None, ""),
+    ],
+)
+def test_the_model_that_a_run_left_is_exported_as_it_was_written(
+    tmp_path: Path, damage: Any, words: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights!")
+    (model / "config.json").write_text("{}")
+    write_marker(model, 3, PPO, {})
+    damage(model / "model.safetensors")
+    (model / "pytorch_model.bin").write_bytes(b"a pickle that came later")
+
+    saved, out = find_saved_model(tmp_path), tmp_path / "out"
+    if words:
+        with pytest.raises(DamagedCheckpointError, match=f"model.safetensors {words}"):
+            saved.export(out)
+        assert not out.exists()
+    else:
+        saved.export(out)
+        assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors"}

@@ -145,6 +145,8 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(
         config=CONFIG,
     )
     assert loss.item() == pytest.approx(aggregate(by_row(tokens, losses), mode))
+    moves = [abs(new - old) for _, old, new, *_ in tokens]  # absolute, as verl's kl_cov has it
+    assert metrics["actor/ppo_kl"].item() == pytest.approx(sum(moves) / len(moves))
     assert metrics["actor/kl_cov_frac"].item() == pytest.approx(count / len(tokens))
 
 
