@@ -351,6 +351,9 @@ def _leave() -> None:
         for pid in own:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+    if threading.current_thread() is threading.main_thread():
+        # Ray's end puts the system's handler back, and Python still shows its own
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _own_processes() -> list[tuple[str, Any]]:
