@@ -119,7 +119,9 @@ def vllm(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.in_process import InProcessVllm
+    from workers.rollout.vllm.setup import VllmSettings
 
     began = time.perf_counter()
     engine = VllmEngine(
@@ -129,7 +131,8 @@ def vllm(folder: Path) -> dict[str, Any]:
     engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     engine.commit(0)
 
-    llm = engine.llm
+    assert isinstance(engine.vllm, InProcessVllm)
+    llm = engine.vllm.llm
     runs = {
         "vllm full": partial(generate_by_vllm, llm, FULL, (), False),
         "vllm full, log-probs and seeds": partial(generate_by_vllm, llm, FULL, (), True),

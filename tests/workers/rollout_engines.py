@@ -58,13 +58,11 @@ def make_engine(name: str, model: Any, folder: Path, url: str = "") -> RolloutEn
     """An engine with weights of its own, stale; with a `url` that of vLLM's server there."""
     limits = LIMITS
     if name == "vllm":
-        from workers.rollout.vllm.engine import VllmEngine, VllmSettings
-        from workers.rollout.vllm.server import VllmServerEngine
+        from workers.rollout.vllm.engine import VllmEngine
+        from workers.rollout.vllm.setup import VllmSettings
 
         settings = VllmSettings(str(folder))
-        if url:
-            return VllmServerEngine(url, settings, limits, decode=decode)
-        return VllmEngine(settings, limits, decode=decode)
+        return VllmEngine(settings, limits, decode=decode, server_url=url or None)
     own = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in own.parameters():

@@ -23,10 +23,9 @@ import torch
 
 from workers.models.hf_config import read_hf_config
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.vllm.engine import EXTENSION, VllmSettings
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.server import serve_command
-from workers.rollout.vllm.setup import model_facts
+from workers.rollout.vllm.setup import EXTENSION, VllmSettings, model_facts
 from workers.rollout.vllm.worker import Sampler, WorkerExtension
 
 START_S = 300

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
-from workers.rollout.sample import Sample, ends_with_stop_string
+from workers.rollout.sample import CUT_BY_LENGTH, UNFINISHED, Sample, ends_with_stop_string
 from workers.weights.checksum import CopyCheck, checksum_of
 from workers.weights.module_writer import refuse_problems
 
@@ -157,7 +157,10 @@ class RolloutEngine(ABC):
         All samples that run together are sampled in one way.
         """
         self._check_ready()
-        self._check_samples(samples, sampling)
+        self._check_sampling(sampling)
+        for sample in samples:
+            _check_prompt(sample, self.limits.prompt_width, self.vocab_size)
+            _check_response(sample, sampling, self.vocab_size)
         if self._running and sampling != self._sampling:
             raise RolloutError(
                 f"rollout: {self.num_running} samples are running with other sampling settings; "
@@ -193,7 +196,7 @@ class RolloutEngine(ABC):
         try:
             finished = self._advance(Budget(max_tokens, seconds, until_one))
             for sample in finished.values():
-                self._refuse_broken(sample)
+                _check_finite(sample, self.version)
         except BaseException:
             self.abort()
             raise
@@ -231,7 +234,9 @@ class RolloutEngine(ABC):
         self.version = None
         self.wake_up()
         self._came = CopyCheck()
-        self._load(self._noted(tensors, {} if hashes is None else hashes))
+        if self.reads_back:
+            tensors = _noted(tensors, self._came, {} if hashes is None else hashes)
+        self._load(tensors)
         damaged = self._damaged() if self.reads_back else []
         self.hash_s = self._came.watch.seconds
         self._num_loads += 1
@@ -241,14 +246,6 @@ class RolloutEngine(ABC):
     def reads_back(self) -> bool:
         """Whether the weights of this load are compared with what the engine then holds."""
         return self._num_loads % self.limits.read_back_every == 0
-
-    def _noted(
-        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int]
-    ) -> Iterable[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            if self.reads_back:
-                self._came.note(name, tensor, hashes.get(name))
-            yield name, tensor
 
     def commit(self, version: int) -> None:
         """Declare the loaded weights verified: from here on samples are those of `version`."""
@@ -322,6 +319,17 @@ class RolloutEngine(ABC):
     def _allocate(self) -> None:
         """Make room for them again."""
 
+    def finish_reason(self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams) -> str:
+        """Why a response of these tokens ends with the newest of them; `UNFINISHED` if it does not.
+
+        The sample says where it ends for now.
+        """
+        is_stop = tokens[-1] in sampling.stop_token_ids
+        if is_stop or self.ends_with_stop_string(tokens, sampling):
+            return "stop"
+        longest = sample.longest(sampling.max_tokens)
+        return CUT_BY_LENGTH if len(tokens) == longest else UNFINISHED
+
     def ends_with_stop_string(self, tokens: Sequence[int], sampling: SamplingParams) -> bool:
         """Whether the newest token of a response completes a stop string."""
         strings, decode = sampling.stop_strings, self.decode
@@ -343,12 +351,11 @@ class RolloutEngine(ABC):
                 "makes it ready."
             )
 
-    def _check_samples(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        limits = self.limits
-        if sampling.max_tokens > limits.response_width:
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.max_tokens > self.limits.response_width:
             raise RolloutError(
                 f"rollout: max_tokens={sampling.max_tokens} does not fit the "
-                f"{limits.response_width} response columns; raise data.max_response_length."
+                f"{self.limits.response_width} response columns; raise data.max_response_length."
             )
         if sampling.stop_strings and self.decode is None:
             raise ConfigError(
@@ -366,56 +373,64 @@ class RolloutEngine(ABC):
                 f"{self.vocab_size}."
             )
 
-        for sample in samples:
-            self._check_prompt(sample)
-            if len(sample.tokens):
-                self._check_response(sample, sampling)
 
-    def _refuse_broken(self, sample: Sample) -> None:
-        broken = (~sample.log_probs.isfinite() & (sample.versions >= 0)).nonzero()
-        if len(broken):
-            raise RolloutError(
-                f"rollout: the model's logits are not finite for {sample.name} at response "
-                f"token {int(broken[0])} (weights of version {self.version}); look for NaN in "
-                "the last update."
-            )
+def _noted(
+    tensors: Iterable[tuple[str, Tensor]], copies: CopyCheck, hashes: Mapping[str, int]
+) -> Iterable[tuple[str, Tensor]]:
+    """The tensors, each noted as it is handed on."""
+    for name, tensor in tensors:
+        copies.note(name, tensor, hashes.get(name))
+        yield name, tensor
 
-    def _check_prompt(self, sample: Sample) -> None:
-        length = len(sample.prompt)
-        if not 1 <= length <= self.limits.prompt_width:
-            way_out = "drop it from the data"
-            if length:
-                way_out = (
-                    "raise data.max_prompt_length, or set data.truncation=left|right or "
-                    "data.filter_overlong_prompts=true"
-                )
-            raise RolloutError(
-                f"rollout: the prompt of {sample.name} has {length} tokens; 1 to "
-                f"{self.limits.prompt_width} fit: {way_out}."
-            )
 
-        self._check_ids("prompt", sample.prompt, sample.name)
+def _check_finite(sample: Sample, version: int | None) -> None:
+    broken = (~sample.log_probs.isfinite() & sample.is_drawn).nonzero()
+    if len(broken):
+        raise RolloutError(
+            f"rollout: the model's logits are not finite for {sample.name} at response "
+            f"token {int(broken[0])} (weights of version {version}); look for NaN in "
+            "the last update."
+        )
 
-    def _check_response(self, sample: Sample, sampling: SamplingParams) -> None:
-        if sampling.truncated_log_probs and sample.truncated_log_probs is None:
-            raise RolloutError(
-                f"rollout: {sample.name} was begun without truncated_log_probs; go on without."
-            )
-        num_made = len(sample.tokens)
-        longest = sample.longest(sampling.max_tokens)
-        if num_made >= longest or sample.finish_reason != "abort":
-            raise RolloutError(
-                f"rollout: {sample.name} was begun with {num_made} tokens and may have "
-                f"{longest}: there is nothing to go on with. Only responses of finish "
-                'reason "abort" are unfinished.'
-            )
-        self._check_ids("partial response", sample.tokens.tolist(), sample.name)
 
-    def _check_ids(self, what: str, ids: Sequence[int], name: str) -> None:
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            raise RolloutError(
-                f"rollout: the {what} of {name} has token id {low if low < 0 else high}, outside "
-                f"the vocabulary of {self.vocab_size}; tokenizer and actor_rollout_ref.model.path "
-                "do not fit."
+def _check_prompt(sample: Sample, width: int, vocab_size: int) -> None:
+    length = len(sample.prompt)
+    if not 1 <= length <= width:
+        way_out = "drop it from the data"
+        if length:
+            way_out = (
+                "raise data.max_prompt_length, or set data.truncation=left|right or "
+                "data.filter_overlong_prompts=true"
             )
+        raise RolloutError(
+            f"rollout: the prompt of {sample.name} has {length} tokens; 1 to "
+            f"{width} fit: {way_out}."
+        )
+    _check_ids("prompt", sample.prompt, sample.name, vocab_size)
+
+
+def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -> None:
+    if not len(sample.tokens):
+        return
+    if sampling.truncated_log_probs and sample.truncated_log_probs is None:
+        raise RolloutError(
+            f"rollout: {sample.name} was begun without truncated_log_probs; go on without."
+        )
+    longest = sample.longest(sampling.max_tokens)
+    if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:
+        raise RolloutError(
+            f"rollout: {sample.name} was begun with {len(sample.tokens)} tokens and may have "
+            f"{longest}: there is nothing to go on with. Only responses of finish "
+            'reason "abort" are unfinished.'
+        )
+    _check_ids("partial response", sample.tokens.tolist(), sample.name, vocab_size)
+
+
+def _check_ids(part: str, ids: Sequence[int], name: str, vocab_size: int) -> None:
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise RolloutError(
+            f"rollout: the {part} of {name} has token id {low if low < 0 else high}, outside "
+            f"the vocabulary of {vocab_size}; tokenizer and actor_rollout_ref.model.path "
+            "do not fit."
+        )

@@ -26,7 +26,7 @@ from workers.models.quantize import check_device
 from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.rollout.vllm.setup import check_options, check_version
+from workers.rollout.vllm.setup import VllmSettings, check_options, check_version
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -211,7 +211,7 @@ def _vllm_engine(
     limits: EngineLimits,
     decode: Callable[[list[int]], str] | None,
 ) -> RolloutEngine:
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
     from workers.rollout.vllm.lockstep import Lockstep
 
     policy = config.actor_rollout_ref
@@ -227,9 +227,7 @@ def _vllm_engine(
         options=options,
     )
     if urls := policy.rollout.server_urls:
-        from workers.rollout.vllm.server import VllmServerEngine
-
-        return VllmServerEngine(urls[worker.rank], settings, limits, decode=decode)
+        return VllmEngine(settings, limits, decode=decode, server_url=urls[worker.rank])
     ranks = ranks_per_engine(config)
     lockstep = Lockstep(worker, ranks) if ranks > 1 else None
     return VllmEngine(settings, limits, decode=decode, lockstep=lockstep)

@@ -23,7 +23,7 @@ from workers.models.state import named_state
 from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.hf_proof import why_no_cache
 from workers.rollout.module_engine import ModuleEngine
-from workers.rollout.sample import Sample, num_of_older_weights
+from workers.rollout.sample import UNFINISHED, Sample, num_of_older_weights
 from workers.rollout.sampling import choose_tokens, uniforms
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class HFEngine(ModuleEngine):
         try:
             for number, decoding in list(self._decodings.items()):
                 decoding.run(budget.max_tokens)
-                if decoding.finish_reason != "abort":
+                if decoding.finish_reason != UNFINISHED:
                     finished[number] = self._decodings.pop(number).so_far()
                 if budget.is_over or (budget.until_one and finished):
                     break
@@ -106,7 +106,7 @@ class _Decoding:
         self.tokens: list[int] = sample.tokens.tolist()
         self.log_probs = sample.stacked_log_probs(sampling.num_log_probs).tolist()
         self.versions: list[int] = sample.versions.tolist()
-        self.finish_reason = "abort"
+        self.finish_reason = UNFINISHED
         self.most = sample.longest(sampling.max_tokens)
         self.longest = self.most
         """Tokens that the response may have at the end of this run."""
@@ -196,10 +196,6 @@ class _Decoding:
         return torch.tensor([bool(self.finish_reason)], device=ids.device)
 
     def _reason(self) -> str:
-        """Why the response ends with its newest token; nothing if it does not."""
-        is_stop = self.tokens[-1] in self.sampling.stop_token_ids
-        if is_stop or self.engine.ends_with_stop_string(self.tokens, self.sampling):
-            return "stop"
-        if len(self.tokens) == self.most:
-            return "length"
-        return "abort" if len(self.tokens) == self.longest else ""
+        """Why the run ends with the newest token; nothing if it does not."""
+        reason = self.engine.finish_reason(self.sample, self.tokens, self.sampling)
+        return "" if reason == UNFINISHED and len(self.tokens) < self.longest else reason

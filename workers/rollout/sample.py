@@ -12,6 +12,8 @@ from torch import Tensor
 
 CUT_BY_LENGTH = "length"
 """The `finish_reason` of a sample that reached the limit before an end of sequence."""
+UNFINISHED = "abort"
+"""The `finish_reason` of a sample that an engine can continue."""
 OBSERVED = -1
 """The version of a token that was observed, not sampled."""
 LONG_OBSERVATION = 128
@@ -138,7 +140,7 @@ class Sample:
         )
         segments = (*self.segments, len(self.tokens)) if begins_segment else self.segments
         whole = self._followed_by(observed)
-        return replace(whole, finish_reason="abort", end_at=end_at, segments=segments)
+        return replace(whole, finish_reason=UNFINISHED, end_at=end_at, segments=segments)
 
     def last_segment(self, max_tokens: int) -> Sample:
         """The part that an engine continues: the last segment as a sample of its own."""

@@ -37,7 +37,8 @@ def models(tokenizer: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def engine(tokenizer: Any, models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.setup import VllmSettings
 
     gc.collect()  # an older engine that goes later takes the process groups of this one along
     folder = tmp_path_factory.mktemp("vllm")

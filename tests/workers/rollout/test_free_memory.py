@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+from tests.workers.rollout.vllm.fakes import LIMITS, FakeLLM
+from tests.workers.rollout_engines import make_model
+from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.in_process import InProcessVllm
+from workers.rollout.vllm.setup import VllmSettings
 
 
 @pytest.fixture
@@ -19,13 +22,19 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_training_and_syncs_left_free_is_given_back_before_vllm_allocates(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
+    log: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine: Any = object.__new__(VllmEngine)
-    engine.settings, engine._lacks_cache = VllmSettings("", device_type="cuda"), False
-    engine.llm = SimpleNamespace(wake_up=lambda tags: log.extend(tags))
-    engine._requests, engine._running, engine.follows = {}, {}, False
-    monkeypatch.setattr(engine, "_everywhere", lambda *_: None)
-    engine._allocate()
+    make_model(tmp_path)
+    monkeypatch.setattr(InProcessVllm, "start", lambda self: FakeLLM(log))
+    engine = VllmEngine(VllmSettings(str(tmp_path), device_type="cuda"), LIMITS)
+    engine.sleep()
+    log.clear()
+    engine.wake_up()
     engine.commit(1)
-    assert log == ["given back", "weights", "given back", "kv_cache"]
+    steps = ("given back", "wake")
+    assert [entry for entry in log if entry.startswith(steps)] == [
+        "given back",
+        "wake ['weights']",
+        "given back",
+        "wake ['kv_cache']",
+    ]

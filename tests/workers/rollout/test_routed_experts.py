@@ -145,7 +145,7 @@ def test_an_engine_that_does_not_note_them_is_refused() -> None:
     engine = EmptyEngine(LIMITS)
     engine.vocab_size = 64
     with pytest.raises(ConfigError, match="EmptyEngine does not note which experts"):
-        engine._check_samples(SAMPLES, SAMPLING)
+        engine._check_sampling(SAMPLING)
     own = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
     with pytest.raises(ConfigError, match="PlainEngine does not note which experts"):
         check_notes_routing(own)

@@ -65,7 +65,7 @@ class Lockstep:
         return environment({"RANK": str(self._rank), "LOCAL_RANK": str(self._device)})
 
     def tell(self, method: str, args: tuple[Any, ...]) -> None:
-        """What the others are to do now."""
+        """Have the other ranks call this method of their vLLM."""
         self._broadcast((method, args))
 
     @contextmanager
@@ -76,13 +76,13 @@ class Lockstep:
         finally:
             self._broadcast(None)
 
-    def follow(self, engine: Any) -> None:
-        """Do what the first rank tells, to the end of its call; then raise what has failed here."""
+    def follow(self, vllm: Any) -> None:
+        """Call what the first rank calls until its role's call ends; then raise what failed."""
         failure: Exception | None = None
         while (told := self._broadcast(None)) is not None:
             method, args = told
             try:
-                getattr(engine, method)(*args)
+                getattr(vllm, method)(*args)
             except Exception as error:  # noqa: BLE001 - raised when the first rank has ended its call
                 failure = failure or error
         if failure is not None:
@@ -99,6 +99,18 @@ class Lockstep:
         said = [own]
         dist.broadcast_object_list(said, src=self._first, group=self._group)
         return said[0]
+
+
+def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that moves vLLM's scheduler: when the first rank calls it, all ranks do."""
+
+    @functools.wraps(method)
+    def call(vllm: Any, *args: Any) -> Any:
+        if vllm.lockstep is not None and vllm.lockstep.leads:
+            vllm.lockstep.tell(method.__name__, args)
+        return method(vllm, *args)
+
+    return call
 
 
 def in_step(otherwise: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

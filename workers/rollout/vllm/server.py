@@ -12,8 +12,9 @@ import json
 import os
 import queue
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
@@ -26,11 +27,15 @@ from torch import Tensor
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.models.hf_config import read_hf_config
 from workers.rollout.base import Budget, EngineLimits
-from workers.rollout.sample import Sample
-from workers.rollout.vllm.engine import EXTENSION, VllmEngine, VllmSettings
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.read_back import Held
-from workers.rollout.vllm.setup import model_facts, refuse_untested
+from workers.rollout.vllm.setup import (
+    EXTENSION,
+    VllmRequest,
+    VllmSettings,
+    model_facts,
+    refuse_untested,
+)
 from workers.weights.channel import pack, sending
 from workers.weights.connection import Connections, call_in_thread
 
@@ -54,30 +59,20 @@ def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
     )
 
 
-class VllmServerEngine(VllmEngine):
-    """One vLLM server, which this process alone asks."""
+class VllmServer:
+    """One vLLM server, used only by this process; called as `InProcessVllm` is."""
 
-    def __init__(
-        self,
-        url: str,
-        settings: VllmSettings,
-        limits: EngineLimits,
-        *,
-        decode: Callable[[list[int]], str] | None = None,
-    ) -> None:
+    def __init__(self, url: str, settings: VllmSettings, limits: EngineLimits) -> None:
+        """Reject a server of another version, or one that was started for something else."""
         self.url, self.way_out = url.rstrip("/"), serve_command(settings, limits)
+        self._device = torch.device(settings.device_type)
         self._name = uuid.uuid4().hex
         self._links = Connections(toward=str(urlsplit(url).hostname))
         self._arrived: queue.SimpleQueue[tuple[int, list[int] | Exception]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(limits.max_num_seqs, "vllm server")
         self._streams: dict[int, Future[None]] = {}
-        super().__init__(settings, limits, decode=decode)
-
-    def _start(self) -> None:
-        """Refuse a server of another version, or one that was started for something else."""
-        settings, limits = self.settings, self.limits
         refuse_untested(self._ask("/version")["version"], "vllm", f" at {self.url}")
-        ranks = self._everywhere("facts")
+        ranks = self.call("facts")
         self._num_ranks = len(ranks)
         found, longest = ranks[0], limits.prompt_width + limits.response_width
         wanted = model_facts(read_hf_config(settings.model_path).get_text_config()) | {
@@ -96,21 +91,29 @@ class VllmServerEngine(VllmEngine):
         if wrong:
             raise self._error(f"has {', '.join(wrong)}")
 
-    def commit(self, version: int) -> None:
-        """The server goes on: from here on its tokens are those of `version`."""
-        super().commit(version)
+    def resume(self) -> None:
+        """End the pause that a load has begun."""
         self._ask("/resume", {})
 
-    def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
-        body = {
-            "request_id": f"{self._name}-{number}",
-            "token_ids": token_ids,
-            "cache_salt": f"{self._name} {self._salt()}",
-            "sampling_params": params,
-            "stream": True,
-        }
-        stream = self._streams[number] = self._threads.submit(self._stream, number, body)
-        stream.add_done_callback(lambda _: self._streams.pop(number, None))
+    def begin(
+        self, sampling: dict[str, Any], num_rows: int, requests: Sequence[VllmRequest]
+    ) -> None:
+        """Add requests; the table of log-probs has `num_rows` from now on."""
+        self.call("begin_requests", sampling, num_rows)
+        for request in requests:
+            number = request.number
+            body = {
+                "request_id": f"{self._name}-{number}",
+                "token_ids": request.token_ids,
+                "cache_salt": f"{self._name} {request.cache_salt}",
+                "sampling_params": request.params,
+                "stream": True,
+            }
+            self._streams[number] = self._threads.submit(self._stream, number, body)
+            self._streams[number].add_done_callback(partial(self._forget, number))
+
+    def _forget(self, number: int, _: Future[None]) -> None:
+        self._streams.pop(number, None)
 
     def _stream(self, number: int, body: dict[str, Any]) -> None:
         """What the server draws for a request, or why there is nothing more."""
@@ -129,8 +132,8 @@ class VllmServerEngine(VllmEngine):
         except (OSError, HTTPException, ValueError, KeyError) as error:
             self._arrived.put((number, self._error(f"broke off a response ({error!r})")))
 
-    def _step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
-        """What has come since the last step; waits for something within the budget."""
+    def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
+        """Tokens or errors that have arrived since the last step; wait for some in the budget."""
         try:
             arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]
         except queue.Empty:
@@ -139,14 +142,10 @@ class VllmServerEngine(VllmEngine):
             return
         while not self._arrived.empty():
             arrived.append(self._arrived.get())
-        for number, tokens in arrived:
-            if not isinstance(tokens, Exception):
-                yield number, tokens
-            elif number in self._requests:
-                raise tokens
+        yield from arrived
 
-    def _stop(self, numbers: Sequence[int]) -> None:
-        """Waits until they have ended: only then another request may have their rows."""
+    def stop(self, numbers: Sequence[int]) -> None:
+        """Drop these requests and wait for their ends: others may get their rows afterwards."""
         known = {number: self._streams.get(number) for number in numbers}
         running = {n: stream for n, stream in known.items() if stream and not stream.cancel()}
         while left := {n: stream for n, stream in running.items() if not stream.done()}:
@@ -154,32 +153,32 @@ class VllmServerEngine(VllmEngine):
             self._ask("/abort_requests", {"request_ids": names})
             wait(left.values(), ABORTED_S)
 
-    def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        try:
-            return super()._abort(numbers)
-        except RolloutError:  # it is gone, and its requests with it
-            self._requests.clear()
-            return {}
+    def end(self) -> None:
+        """No request is left."""
+        self.call("end_requests")
 
-    def _reset_prefix_cache(self, of_running: bool) -> bool:
+    def drop_prefixes(self, of_running: bool) -> bool:
+        """Forget cached keys and values; return whether vLLM did."""
         path = f"/reset_prefix_cache?reset_running_requests={str(of_running).lower()}"
         return bool(self._ask(path, {})["success"])
 
-    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """While the server draws nothing, until these weights count."""
+    def load(self, tensors: Iterable[tuple[str, Tensor]], reads_back: bool) -> list[Arrivals]:
+        """Pause the server until `resume`, and send the tensors from this process to its ranks."""
+        self._ask("/pause?mode=keep&clear_cache=false", {})
+        self.call("begin_load", reads_back)
         try:
-            self._ask("/pause?mode=keep&clear_cache=false", {})
-            super()._load(tensors)
-        except RolloutError as error:
-            raise WeightSyncError(str(error)) from error
+            self._send(tensors)
+        finally:
+            reports = self.call("finish_load")
+        for report in reports:
+            report["held"] = report["held"] and Held(**report["held"])
+        return [Arrivals(**report) for report in reports]
 
-    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Over groups of this process and the server's ranks."""
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         address, ranks = self._links.new_address(), self._num_ranks
-        told = call_in_thread("server", self._everywhere, "receive_load", str(address), ranks)
+        told = call_in_thread("server", self.call, "receive_load", str(address), ranks)
         try:
-            device = torch.device(self.settings.device_type)
-            with sending(self._links, address, ranks, device) as channel:
+            with sending(self._links, address, ranks, self._device) as channel:
                 channel.send(pack(tensors, BUCKET_BYTES, channel.room, channel.watch))
         except WeightSyncError:
             if told.done():
@@ -187,20 +186,19 @@ class VllmServerEngine(VllmEngine):
             raise
         told.result()
 
-    def _free(self) -> None:
-        """The server keeps its memory: nobody else is on its devices."""
+    def sleep(self) -> None:
+        """The server keeps its memory: nothing else uses its devices."""
 
-    def _allocate(self) -> None:
+    def wake_weights(self) -> None:
         """The server has kept its memory."""
 
-    def _everywhere(self, method: str, *args: Any) -> list[Any]:
+    def wake_cache(self) -> None:
+        """The server has kept its memory."""
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` in every worker of the server."""
         body = {"method": "over_http", "args": [method, json.dumps(args)]}
-        answers = [json.loads(text) for text in self._ask("/collective_rpc", body)["results"]]
-        if method != "finish_load":
-            return answers
-        for arrivals in answers:
-            arrivals["held"] = arrivals["held"] and Held(**arrivals["held"])
-        return [Arrivals(**arrivals) for arrivals in answers]
+        return [json.loads(text) for text in self._ask("/collective_rpc", body)["results"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The answer to a GET, or with a body to a POST."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -93,6 +93,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
+EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
+"""The class that vLLM mixes into its workers."""
+
+
 @contextmanager
 def process_environment(device_type: str, kv_cache_gb: float) -> Iterator[None]:
     """The environment in which an engine starts; a setting that the user made already stays."""
@@ -114,6 +118,31 @@ def process_environment(device_type: str, kv_cache_gb: float) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """The settings that only this engine reads."""
+
+    model_path: str
+    dtype: str = "float32"
+    gpu_memory_utilization: float = 0.5
+    device_type: str = "cpu"
+    notes_routing: bool = False
+    """Note which experts are chosen: without cached prefixes and, on GPUs, without graphs."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VllmRequest:
+    """A sample as vLLM gets it."""
+
+    number: int
+    token_ids: list[int]
+    cache_salt: str
+    """Requests share cached prefixes only with requests of the same salt."""
+    params: dict[str, Any]
+    """Arguments of vLLM's `SamplingParams`."""
 
 
 @dataclass(frozen=True)

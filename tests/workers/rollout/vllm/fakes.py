@@ -9,8 +9,10 @@ import pytest
 from torch import Tensor
 
 from workers.rollout.base import EngineLimits
-from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+from workers.rollout.vllm.engine import VllmEngine
 from workers.rollout.vllm.handover import Arrivals
+from workers.rollout.vllm.in_process import InProcessVllm
+from workers.rollout.vllm.setup import VllmSettings
 
 LIMITS = EngineLimits(prompt_width=9, response_width=14)
 
@@ -44,5 +46,5 @@ def engine_on(
     monkeypatch: pytest.MonkeyPatch, folder: Any, log: list[Any], device_type: str = "cuda"
 ) -> VllmEngine:
     """Our engine with it in vLLM's place, told that it is on this device."""
-    monkeypatch.setattr(VllmEngine, "_start", lambda self: FakeLLM(log))
+    monkeypatch.setattr(InProcessVllm, "start", lambda self: FakeLLM(log))
     return VllmEngine(VllmSettings(str(folder), device_type=device_type), LIMITS)

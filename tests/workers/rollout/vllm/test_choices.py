@@ -20,7 +20,8 @@ from workers.rollout.base import EngineLimits
 
 def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     """vLLM's and transformers' for each sample; some were aborted, some saw a newer version."""
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.setup import VllmSettings
 
     model: Any = save_model(folder, family)
     limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=4, kv_cache_gb=1.0)

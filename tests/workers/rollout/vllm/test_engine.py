@@ -72,7 +72,8 @@ def test_the_expected_weights_are_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_a_quantization_that_does_not_take_is_an_error(tmp_path: Path) -> None:
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.setup import VllmSettings
 
     make_model(tmp_path)
     asked = VllmSettings(
@@ -145,7 +146,8 @@ def test_a_ppo_step_on_a_server_is_that_of_the_engine_in_process(
 
 def decoded(folder: Path, size: int) -> Any:
     """Greedy tokens, the checksum, and whether what is drawn has finite log-probs, by one rank."""
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.setup import VllmSettings
 
     worker = Worker()
     worker.open_process_group()

@@ -97,7 +97,8 @@ def refuse_a_damaged_expert(engine: Any, model: Any) -> None:
 
 def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     """vLLM's and transformers', of greedy tokens after each load; checksums are compared."""
-    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.setup import VllmSettings
 
     model = save_model(folder, family)
     limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=8, kv_cache_gb=1.0)

@@ -27,7 +27,7 @@ def test_no_weight_is_copied_to_the_host_on_its_way_to_vllm(
     monkeypatch.setattr(checksum, "to_host", to_host)
     model = make_model(tmp_path).to("meta")
     engine = engine_on(monkeypatch, tmp_path, [])
-    llm: Any = engine.llm
+    llm: Any = engine.vllm.llm
     sent = dict(model.named_parameters())
     for version in range(2):
         llm.given.clear()

@@ -16,8 +16,10 @@ from tests.workers.rollout.vllm.fakes import LIMITS, FakeLLM
 from tests.workers.rollout_engines import load, make_model, requests_of
 from verl_like import Worker
 from workers.rollout.base import SamplingParams
-from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep, in_step
+from workers.rollout.vllm.setup import VllmRequest, VllmSettings
 
 SAMPLING = SamplingParams(max_tokens=14, stop_token_ids=(0,))
 
@@ -51,13 +53,13 @@ class Scripted(FakeLLM):
         return len(self.names)
 
 
-class Engine(VllmEngine):
-    def _start(self) -> Any:
+class ScriptedVllm(InProcessVllm):
+    def start(self) -> Any:
         return Scripted([])
 
-    def _add(self, number: int, token_ids: list[int], params: dict[str, Any]) -> None:
-        self.llm.log.append(f"add {number} {token_ids}")
-        self.llm.names.append(str(number))
+    def add(self, request: VllmRequest) -> None:
+        self.llm.log.append(f"add {request.number} {request.token_ids}")
+        self.llm.names.append(str(request.number))
 
 
 class Role:
@@ -79,13 +81,20 @@ class Role:
         return sorted(self.engine.abort())
 
 
-def engine_of(folder: Path) -> Engine:
+def engine_of(folder: Path) -> VllmEngine:
     worker = Worker()
     worker.open_process_group()
-    engine = Engine(VllmSettings(str(folder)), LIMITS, lockstep=Lockstep(worker, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.rollout.vllm.engine.InProcessVllm", ScriptedVllm)
+        engine = VllmEngine(VllmSettings(str(folder)), LIMITS, lockstep=Lockstep(worker, 2))
     load(engine, make_model(folder / str(worker.rank)), 1)
-    engine.llm.log.clear()
+    llm_of(engine).log.clear()
     return engine
+
+
+def llm_of(engine: VllmEngine) -> Any:
+    assert isinstance(engine.vllm, InProcessVllm)
+    return engine.vllm.llm
 
 
 def one_is_slow(folder: Path) -> Any:
@@ -97,14 +106,14 @@ def one_is_slow(folder: Path) -> Any:
     said = [role.submit(), role.take(0.0), role.take(0.0)]
     load(engine, make_model(folder / f"again {engine.follows}"), 2)
     said += [engine.num_running, role.abort(), role.take(), engine.num_running]
-    return said, engine.llm.log
+    return said, llm_of(engine).log
 
 
 def one_fails(folder: Path) -> Any:
     engine = engine_of(folder)
     role = Role(engine)
     if engine.follows:
-        engine.llm.fails_at = 2
+        llm_of(engine).fails_at = 2
     role.submit()
     try:
         role.take()

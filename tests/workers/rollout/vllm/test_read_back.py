@@ -177,7 +177,7 @@ FUSED = {
 
 def flip_a_bit(engine: Any, name: str) -> Fault:
     """In the memory of this weight of the trainer's model."""
-    (model,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.model)
+    (model,) = engine.vllm.llm.collective_rpc(lambda worker: worker.model_runner.model)
     path, _, last = name.removesuffix(".weight").rpartition(".")
     fused, first, _ = FUSED.get(last, (last, 0, 0))
     damaged = model.get_submodule(f"{path}.{fused}".removeprefix("."))

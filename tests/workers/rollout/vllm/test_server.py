@@ -20,8 +20,9 @@ from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
 from workers.rollout.sample import Sample
-from workers.rollout.vllm.engine import VllmSettings
-from workers.rollout.vllm.server import VllmServerEngine
+from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.server import VllmServer
+from workers.rollout.vllm.setup import VllmSettings
 from workers.weights.checksum import checksum_of
 from workers.weights.connection import _own_host
 
@@ -47,12 +48,12 @@ def server(
         yield found
 
 
-def engine_of(folder: Path, url: str) -> VllmServerEngine:
-    return VllmServerEngine(url, VllmSettings(str(folder)), LIMITS)
+def engine_of(folder: Path, url: str) -> VllmEngine:
+    return VllmEngine(VllmSettings(str(folder)), LIMITS, server_url=url)
 
 
 @pytest.fixture
-def engine(folder: Path, model: Any, server: tuple[str, StandIn]) -> VllmServerEngine:
+def engine(folder: Path, model: Any, server: tuple[str, StandIn]) -> VllmEngine:
     made = engine_of(folder, server[0])
     load(made, model, 3)
     return made
@@ -62,7 +63,7 @@ FREE = settings(stop_token_ids=(0,))
 
 
 def test_requests_join_those_that_run_and_what_is_aborted_goes_on(
-    engine: VllmServerEngine, server: tuple[str, StandIn]
+    engine: VllmEngine, server: tuple[str, StandIn]
 ) -> None:
     _, rank = server
     rank.held |= {1, 20}
@@ -89,10 +90,11 @@ def test_requests_join_those_that_run_and_what_is_aborted_goes_on(
 
 
 def test_a_request_that_comes_after_its_abort_is_aborted_before_others_get_its_row(
-    engine: VllmServerEngine, server: tuple[str, StandIn], monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, server: tuple[str, StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, rank = server
-    ask, rank.held = engine._ask, {1}
+    server_side: Any = engine.vllm
+    ask, rank.held = server_side._ask, {1}
     late = threading.Event()
 
     def ask_early(path: str, body: Any = None) -> Any:
@@ -102,16 +104,16 @@ def test_a_request_that_comes_after_its_abort_is_aborted_before_others_get_its_r
             late.set()
         return answer
 
-    monkeypatch.setattr(engine, "_ask", ask_early)
+    monkeypatch.setattr(server_side, "_ask", ask_early)
     (number,) = engine.submit([Sample([1])], FREE)
     engine.take(max_tokens=2)
     assert engine.abort([number])[number].tokens.tolist() == [1, 2]
     assert late.is_set()
-    assert not engine._streams
+    assert not server_side._streams
 
 
 def test_weights_arrive_while_the_server_is_paused_and_later_tokens_have_their_version(
-    engine: VllmServerEngine, server: tuple[str, StandIn], model: Any
+    engine: VllmEngine, server: tuple[str, StandIn], model: Any
 ) -> None:
     _, rank = server
     assert engine.weights_checksum() == checksum_of(model.named_parameters())
@@ -142,13 +144,14 @@ def test_weights_reach_a_server_on_another_machine_than_the_run(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with stand_in_server(folder, LIMITS, host) as (url, rank):
         engine = engine_of(folder, url)
-        assert engine._links.new_address().place.startswith(f"{host}:")
+        assert isinstance(engine.vllm, VllmServer)
+        assert engine.vllm._links.new_address().place.startswith(f"{host}:")
         load(engine, model, 3)
         assert rank.weights.keys() == dict(model.named_parameters()).keys()
 
 
 def test_weights_that_change_on_their_way_never_count(
-    engine: VllmServerEngine, server: tuple[str, StandIn], model: Any
+    engine: VllmEngine, server: tuple[str, StandIn], model: Any
 ) -> None:
     _, rank = server
     rank.damage = lambda: rank._arrivals.changed.append("lm_head.weight")
@@ -159,7 +162,7 @@ def test_weights_that_change_on_their_way_never_count(
 
 
 def test_a_server_that_does_not_take_weights_is_named(
-    engine: VllmServerEngine, server: tuple[str, StandIn], model: Any
+    engine: VllmEngine, server: tuple[str, StandIn], model: Any
 ) -> None:
     def fail() -> None:
         raise ValueError("no room")
@@ -210,7 +213,7 @@ def test_a_server_of_another_version_is_refused(folder: Path, server: tuple[str,
 
 
 def test_a_server_that_dies_in_a_response_ends_the_take(
-    engine: VllmServerEngine, server: tuple[str, StandIn]
+    engine: VllmEngine, server: tuple[str, StandIn]
 ) -> None:
     server[1].dies = True
     engine.submit([Sample([1])], FREE)

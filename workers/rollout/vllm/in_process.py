@@ -1,0 +1,180 @@
+"""vLLM in the role's own process; with tensor parallelism, in all processes of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError, RolloutError
+from workers.rollout.base import Budget, EngineLimits
+from workers.rollout.vllm.handover import Arrivals
+from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
+from workers.rollout.vllm.setup import (
+    EXTENSION,
+    VllmRequest,
+    VllmSettings,
+    check_version,
+    process_environment,
+)
+
+
+class InProcessVllm:
+    """A vLLM without weights, with our `WorkerExtension` in its workers."""
+
+    def __init__(
+        self, settings: VllmSettings, limits: EngineLimits, lockstep: Lockstep | None
+    ) -> None:
+        self.settings, self.limits, self.lockstep = settings, limits, lockstep
+        self.llm = self.start()
+        self._lacks_cache = False
+        """The cache still sleeps: the weights' source has its own memory until they have come."""
+
+    def start(self) -> Any:
+        """Build vLLM's engine."""
+        settings, limits = self.settings, self.limits
+        check_version(settings.device_type)
+        options: dict[str, Any] = {"async_scheduling": False}
+        if settings.device_type == "cuda":
+            options = {
+                "gpu_memory_utilization": settings.gpu_memory_utilization,
+                "enable_sleep_mode": True,
+                "disable_custom_all_reduce": True,
+                "async_scheduling": not settings.notes_routing,
+            }
+        launched, num_ranks = nullcontext(), 1
+        if self.lockstep is not None:
+            launched, num_ranks = self.lockstep.launched(), self.lockstep.size
+            options["async_scheduling"] = False
+            options["distributed_executor_backend"] = "external_launcher"
+            if settings.device_type == "cpu":
+                options["distributed_executor_backend"] = self.lockstep.executor
+        options |= settings.options
+        if self.lockstep is not None and options["async_scheduling"]:
+            raise ConfigError(
+                "rollout.engine_kwargs.async_scheduling with tensor_model_parallel_size="
+                f"{num_ranks}: what vLLM schedules then depends on what each rank has to wait for, "
+                "and ranks must schedule the same. Leave it out."
+            )
+        try:
+            with process_environment(settings.device_type, limits.kv_cache_gb), launched:
+                from vllm import LLM
+
+                return LLM(
+                    model=settings.model_path,
+                    load_format="dummy",
+                    skip_tokenizer_init=True,
+                    dtype=settings.dtype,
+                    tensor_parallel_size=num_ranks,
+                    max_model_len=limits.prompt_width + limits.response_width,
+                    max_num_seqs=limits.max_num_seqs,
+                    enforce_eager=settings.device_type == "cpu" or settings.notes_routing,
+                    enable_prefix_caching=not settings.notes_routing,
+                    disable_log_stats=True,
+                    worker_extension_cls=EXTENSION,
+                    **options,
+                )
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise RolloutError(
+                f"rollout: vLLM does not start for {settings.model_path}: "
+                f"{' '.join(str(error).split())[:500]} (kv_cache_gb={limits.kv_cache_gb:g}, "
+                f"{limits.prompt_width + limits.response_width} tokens a sample)."
+            ) from error
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` in every worker of this process."""
+        results: list[Any] = self.llm.collective_rpc(method, args=args)
+        return results
+
+    @on_all_ranks
+    def begin(
+        self, sampling: dict[str, Any], num_rows: int, requests: Sequence[VllmRequest]
+    ) -> None:
+        """Add requests; the table of log-probs has `num_rows` from now on."""
+        self.call("begin_requests", sampling, num_rows)
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: VllmRequest) -> None:
+        """Add one request to this process's scheduler."""
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = VllmParams(**request.params, output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
+        self.llm.llm_engine.add_request(str(request.number), prompt, params)
+
+    def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
+        """New tokens of some requests, by number."""
+        for output in self._step():
+            yield int(output.request_id), output.outputs[0].token_ids
+
+    @on_all_ranks
+    def _step(self) -> list[Any]:
+        outputs: list[Any] = self.llm.llm_engine.step()
+        return outputs
+
+    @on_all_ranks
+    def stop(self, numbers: Sequence[int]) -> None:
+        """Drop these requests."""
+        self.llm.llm_engine.abort_request([str(number) for number in numbers])
+
+    @on_all_ranks
+    def choices(self, rows: list[int]) -> list[Tensor]:
+        """The experts that were chosen for these requests, which have ended."""
+        chosen: list[Tensor] = self.call("choices_for", rows)[0]
+        return chosen
+
+    @on_all_ranks
+    def end(self) -> None:
+        """No request is left."""
+        self.call("end_requests")
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that vLLM has not finished."""
+        return int(self.llm.llm_engine.get_num_unfinished_requests())
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], reads_back: bool) -> list[Arrivals]:
+        """Give the workers these tensors; return what each of them reports."""
+        self.call("begin_load", reads_back)
+        try:
+            for tensor in tensors:
+                self.call("load_tensors", [tensor])
+        finally:
+            arrivals: list[Arrivals] = self.call("finish_load")
+            if self.lockstep is not None:
+                arrivals = self.lockstep.gathered(arrivals[0])
+        return arrivals
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+    def drop_prefixes(self, of_running: bool) -> bool:
+        """Forget cached keys and values; return whether vLLM did."""
+        return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
+
+    def sleep(self) -> None:
+        """Free the memory: level 2 drops the weights, level 1 would keep a copy of them."""
+        if self.settings.device_type == "cuda":
+            self.wake_cache()  # vLLM does nothing where a part of it is asleep
+            self.call("save_loose_tensors")
+            self.llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        """Allocate the weights only: a trainer that gathers them still uses the GPU."""
+        if self.settings.device_type == "cuda":
+            torch.cuda.empty_cache()  # vLLM allocates outside of torch's cache
+            self.llm.wake_up(tags=["weights"])
+            self._lacks_cache = True
+            self.call("restore_loose_tensors")
+
+    def wake_cache(self) -> None:
+        """Allocate the KV cache, if it sleeps."""
+        if self._lacks_cache:
+            torch.cuda.empty_cache()  # the weights were gathered in this memory
+            self.llm.wake_up(tags=["kv_cache"])
+            self._lacks_cache = False
