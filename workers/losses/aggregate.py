@@ -35,8 +35,6 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
 }
 """`loss_agg_mode` -> (formula in words, source)."""
 
-LOSS_AGG_MODES = tuple(AGGREGATIONS)
-
 
 class Denominators(TypedDict, total=False):
     """What `agg_loss` divides by; the counts are those of the global mini-batch."""
@@ -61,8 +59,8 @@ def agg_loss(
     """One number from token losses: this part's share of the global mini-batch's loss."""
     if loss_agg_mode not in AGGREGATIONS:
         raise ConfigError(
-            f"unknown loss_agg_mode {loss_agg_mode!r}; there are {', '.join(LOSS_AGG_MODES)}."
-            f"{nearest(loss_agg_mode, LOSS_AGG_MODES)}"
+            f"unknown loss_agg_mode {loss_agg_mode!r}; there are {', '.join(AGGREGATIONS)}."
+            f"{nearest(loss_agg_mode, AGGREGATIONS)}"
         )
     inside = loss_mask.bool()
 

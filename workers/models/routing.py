@@ -19,7 +19,7 @@ A model's class is tried on a tiny stand-in first: `check_routers`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import body_of
+from workers.models.forward import replaced_forward
 from workers.models.support.proof import Proof, Support, relative_error
 from workers.parallel.experts import experts_of
 
@@ -104,7 +105,7 @@ class Routers:
         self.replay(None)
         with ExitStack() as stack:
             for router, mode in zip(self.routers, self.modes, strict=True):
-                stack.enter_context(_within(router, mode))
+                stack.enter_context(_in_mode(router, mode))
             yield
         self.replay(None)
 
@@ -158,23 +159,15 @@ class _Replay(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 
-@contextmanager
-def _within(module: nn.Module, mode: TorchFunctionMode) -> Iterator[None]:
+def _in_mode(module: nn.Module, mode: TorchFunctionMode) -> AbstractContextManager[None]:
     """Within, the module computes in this mode."""
-    forward, is_own = module.forward, "forward" in vars(module)
+    forward = module.forward
 
-    def in_mode(*args: Any, **kwargs: Any) -> Any:
+    def computed(*args: Any, **kwargs: Any) -> Any:
         with mode:
             return forward(*args, **kwargs)
 
-    module.forward = in_mode  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if is_own:
-            module.forward = forward  # type: ignore[method-assign]
-        else:
-            del module.forward
+    return replaced_forward(module, computed)
 
 
 def check_routers(module: Any) -> None:

@@ -30,6 +30,7 @@ from verl_like.tensor_ops import (
 )
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
+from workers.models.forward import replaced_forward
 from workers.models.state import own_part
 from workers.models.support.proof import Proof, Support
 from workers.models.support.stand_in import VOCABULARY
@@ -136,7 +137,7 @@ def _in_chunks(
         columns: Any = _Chunks.apply(head, compute, names, labels, num_rows, states, *head.weights)
         return tuple(columns)
 
-    with _replaced(module, forward):
+    with replaced_forward(module, forward):
         found = module(**model_inputs(module, feed))
     return dict(zip(names, found, strict=True))
 
@@ -171,7 +172,7 @@ class _Head:
             outputs.append(body_forward(*args, **kwargs))
             return outputs[-1]
 
-        with _replaced(self.body, recorded):
+        with replaced_forward(self.body, recorded):
             self.forward(**self.inputs, logits_to_keep=1)  # one position's logits, which are unused
         if not outputs:
             raise ValueError("its forward pass does not call its base model")
@@ -183,7 +184,7 @@ class _Head:
         """[positions, size] -> [positions, vocabulary]."""
         assert self.make_output is not None, "the body runs first"
         output = self.make_output(last_hidden_state=states[None])
-        with _replaced(self.body, lambda *_, **__: output):
+        with replaced_forward(self.body, lambda *_, **__: output):
             logits: Tensor = self.forward(**self.inputs).logits.squeeze(0)  # as in `read`
         return logits
 
@@ -306,21 +307,8 @@ def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
         result: Tensor = _AddingLinear.apply(states, weight, multiply, sums)
         return result
 
-    with _replaced(layer, forward):
+    with replaced_forward(layer, forward):
         yield
-
-
-@contextmanager
-def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, the module computes by `forward`, inside its hooks."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 def why_not_chunked(config: Any) -> str:

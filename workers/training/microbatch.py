@@ -7,14 +7,14 @@
 - Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has
   rows of like length; rows of which nothing is asked are in none (`cut`).
 - Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over
-  a dummy row of which nothing is asked (`passes`), so that collectives match.
+  a dummy row of which nothing is read (`micro_batches`), so that collectives match.
 - Denominators are counts over the whole mini-batch, all ranks (`MiniBatch.num_rows`,
   `num_tokens`): losses divided by them are added up over micro-batches and ranks, never averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -321,28 +321,29 @@ def _fill(
     return cuts
 
 
-def passes(
+def micro_batches(
     columns: RowColumns,
     cuts: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Iterator[tuple[RowColumns, int, bool]]:
-    """(columns, number of real rows, is the last) for every micro-batch, and for dummies after.
+) -> list[tuple[RowColumns, int]]:
+    """Return the columns and the number of real rows of every micro-batch, then dummies.
 
-    Every rank runs as many passes as the one with the most, and one at least. Collective over
-    `group`, by way of `device`. A dummy is one row without tokens, which no loss counts.
+    Every rank has as many as the rank with the most, and at least one. A dummy is a row without
+    tokens, which no loss counts. Collective over `group`, by way of `device`.
     """
     count = max(1, len(cuts))
     if group is not None:
         own_count = torch.tensor([count], device=device)
         count = int(all_reduce(own_count, group, dist.ReduceOp.MAX))
-    for number, rows in enumerate(cuts, 1):
+    batches: list[tuple[RowColumns, int]] = []
+    for rows in cuts:
         index = torch.tensor(rows)
         picked = {name: column.index_select(0, index) for name, column in columns.items()}
-        yield picked, len(rows), number == count
-
-    for number in range(len(cuts) + 1, count + 1):
-        yield {name: _dummy(column) for name, column in columns.items()}, 0, number == count
+        batches.append((picked, len(rows)))
+    for _ in range(count - len(cuts)):
+        batches.append(({name: _dummy(column) for name, column in columns.items()}, 0))
+    return batches
 
 
 def _dummy(column: Column) -> Column:

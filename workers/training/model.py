@@ -184,7 +184,17 @@ class Model:
         come apart, in their own types. Every rank must run this to its end; unless `on_all_ranks`,
         it is empty on all but rank 0. On one rank these are the live weights: do not write.
         """
-        return full_tensors(self, on_all_ranks, dtype, merged)
+        kept = {name for name, _ in persistent_buffers(self.module)}
+        if not merged:
+            kept |= adapter_parts(self.module)
+        arranged = merged_tensors if merged else split_tensors
+
+        def arrange(named: Iterable[tuple[str, Tensor]]) -> Named:
+            for name, tensor in arranged(self.module, named):
+                keeps = dtype is None or name in kept or not tensor.is_floating_point()
+                yield name, tensor if keeps else tensor.to(dtype)
+
+        return whole_tensors(self, named_state(self.module), arrange, on_all_ranks)
 
     def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is trained, by the names of this module, whole; collective."""
@@ -194,23 +204,6 @@ class Model:
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
         """Return a hash of the full weights in `dtype`; equal at every sharding; collective."""
         return checksum_of(self.named_full_tensors(dtype=dtype))
-
-
-def full_tensors(
-    model: Model, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
-) -> Named:
-    """Yield every weight, as `Model.named_full_tensors` says."""
-    kept = {name for name, _ in persistent_buffers(model.module)}
-    if not merged:
-        kept |= adapter_parts(model.module)
-    arranged = merged_tensors if merged else split_tensors
-
-    def arrange(named: Iterable[tuple[str, Tensor]]) -> Named:
-        for name, tensor in arranged(model.module, named):
-            keeps = dtype is None or name in kept or not tensor.is_floating_point()
-            yield name, tensor if keeps else tensor.to(dtype)
-
-    return whole_tensors(model, named_state(model.module), arrange, on_all_ranks)
 
 
 def whole_tensors(

@@ -18,10 +18,17 @@ from workers.models.precision import computing_in
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import begin_pass
 from workers.parallel.page_lock import to_device
-from workers.training import microbatch
 from workers.training.lm_head import DEFAULT, Wanted
 from workers.training.loss import LOSS_INPUTS, Loss
-from workers.training.microbatch import Budget, MiniBatch, RowColumns, Rows, detached, spread
+from workers.training.microbatch import (
+    Budget,
+    MiniBatch,
+    RowColumns,
+    Rows,
+    detached,
+    micro_batches,
+    spread,
+)
 from workers.training.packing import Feed
 from workers.training.readings import Reading
 
@@ -67,9 +74,10 @@ class Passes:
         after: Callable[[int], None] | None = None,
     ) -> None:
         """Run forward passes without gradients, as `AllLayers.forward` does."""
-        micro_batches = self._micro_batches(columns, cuts)
-        with computing_in(self.model.module, self.model.cast):
-            self.model.layers.forward(self, micro_batches, compute, after)
+        model = self.model
+        batches = micro_batches(columns, cuts, model.groups.data, model.device)
+        with computing_in(model.module, model.cast):
+            model.layers.forward(self, batches, compute, after)
 
     def train(
         self, batch: MiniBatch, budget: Budget, loss: Loss, pieces: Pieces | None = None
@@ -98,9 +106,10 @@ class Passes:
                 totals[name] = totals[name] + share if name in totals else share
             return total
 
-        micro_batches = self._micro_batches(batch.columns, self.cut(batch.columns, budget))
-        with computing_in(self.model.module, self.model.cast):
-            self.model.layers.train(self, micro_batches, compute, loss)
+        model, cuts = self.model, self.cut(batch.columns, budget)
+        batches = micro_batches(batch.columns, cuts, model.groups.data, model.device)
+        with computing_in(model.module, model.cast):
+            model.layers.train(self, batches, compute, loss)
         return totals
 
     def outputs(self, columns: RowColumns, wanted: Wanted = DEFAULT) -> RowColumns:
@@ -115,9 +124,7 @@ class Passes:
 
     def feeds(self, columns: RowColumns) -> list[Feed]:
         """Return the arguments of every forward pass over a micro-batch."""
-        parts = self.reading.parts(self.model, columns)
-        rows_reading = getattr(self.reading, "of_rows", self.reading)
-        return [self.model.feed(part, rows_reading.reads(part)) for part in parts]
+        return self.reading.feeds(self.model, columns)
 
     def begin_backward(self, is_last: bool, waits: bool = False) -> None:
         """Prepare a backward pass, the last of a mini-batch or one before it.
@@ -133,11 +140,6 @@ class Passes:
                 strategy=model.sharding.strategy,
                 waits=waits,
             )
-
-    def _micro_batches(self, columns: RowColumns, cuts: Cuts) -> list[tuple[RowColumns, int]]:
-        """The columns of every micro-batch, and how many of its rows are real."""
-        found = microbatch.passes(columns, cuts, self.model.groups.data, self.model.device)
-        return [(part, num_real) for part, num_real, _ in found]
 
     def _for_loss(self, column: Column) -> Tensor:
         values = to_device(rectangle_of(column), self.model.device)

@@ -17,7 +17,7 @@ from workers.config.rows import SCORE_AT
 from workers.parallel.page_lock import to_device
 from workers.training.lm_head import Wanted, token_columns
 from workers.training.microbatch import Budget, RowColumns, cut
-from workers.training.packing import last_token_reads, read, response_reads
+from workers.training.packing import Feed, last_token_reads, read, response_reads
 
 if TYPE_CHECKING:
     from workers.training.model import Model
@@ -42,9 +42,9 @@ class Reading:
         """For every token, whether it gets a head."""
         return response_reads(columns)
 
-    def parts(self, model: Model, columns: RowColumns) -> list[RowColumns]:
-        """The rows of a micro-batch by forward passes: all in one."""
-        return [columns]
+    def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
+        """Return the arguments of every forward pass over a micro-batch: one."""
+        return [model.feed(columns, self.reads(columns))]
 
     def cut(
         self, model: Model, columns: RowColumns, budget: Budget
@@ -145,13 +145,10 @@ class Pairs(Reading):
         """For every token of both sides, whether it gets a head."""
         return self.of_rows.reads(rows_of_pairs(columns))
 
-    def parts(self, model: Model, columns: RowColumns) -> list[RowColumns]:
-        """The rows of both sides, or each side's by itself where rows may not share a pass."""
-        sides = rows_of_pairs(columns)
-        if not model.row_passes.apart:
-            return [sides]
-        places = [torch.arange(side, len(sides["input_ids"]), 2) for side in (0, 1)]
-        return [{name: c.index_select(0, rows) for name, c in sides.items()} for rows in places]
+    def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
+        """Return the arguments of every forward pass over a micro-batch of pairs."""
+        parts = _passes_of_pairs(model, columns)
+        return [model.feed(part, self.of_rows.reads(part)) for part in parts]
 
     def cut(
         self, model: Model, columns: RowColumns, budget: Budget
@@ -168,7 +165,7 @@ class Pairs(Reading):
 
     def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
         """One forward pass over both sides: [pairs, 2, ...] columns."""
-        parts = self.parts(model, columns)
+        parts = _passes_of_pairs(model, columns)
         outputs = [self.of_rows.outputs(model, part, wanted) for part in parts]
         if len(outputs) == 1:
             return {name: column.unflatten(0, (-1, 2)) for name, column in outputs[0].items()}
@@ -179,6 +176,15 @@ class Pairs(Reading):
 def rows_of_pairs(columns: RowColumns) -> RowColumns:
     """[pairs, 2, T] columns as [2 * pairs, T], chosen and rejected in turn; others are left out."""
     return {name: c.flatten() for name, c in columns.items() if isinstance(c, Ragged)}
+
+
+def _passes_of_pairs(model: Model, columns: RowColumns) -> list[RowColumns]:
+    """Return the rows of both sides, or of each side alone if rows may not share a pass."""
+    sides = rows_of_pairs(columns)
+    if not model.row_passes.apart:
+        return [sides]
+    places = [torch.arange(side, len(sides["input_ids"]), 2) for side in (0, 1)]
+    return [{name: c.index_select(0, rows) for name, c in sides.items()} for rows in places]
 
 
 def _paired(chosen: Column, rejected: Column) -> Column:

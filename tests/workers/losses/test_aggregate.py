@@ -7,7 +7,8 @@ import torch
 
 from tests.workers.losses.plain_python import Columns, aggregate, denominators, tokens_of
 from verl_like.errors import ConfigError
-from workers.losses.aggregate import LOSS_AGG_MODES, agg_loss
+from workers.config import LOSS_AGG_MODES
+from workers.losses.aggregate import agg_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])

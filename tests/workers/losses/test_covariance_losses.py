@@ -11,8 +11,7 @@ import torch
 
 from tests.workers.losses.plain_python import CONFIG, Columns, Rows, aggregate, tokens_of
 from tests.workers.losses.twins import clipped_surrogate, vanilla
-from workers.config import ActorConfig, PolicyLossConfig
-from workers.losses.aggregate import LOSS_AGG_MODES
+from workers.config import LOSS_AGG_MODES, ActorConfig, PolicyLossConfig
 from workers.losses.clip_cov import compute_policy_loss_clip_cov
 from workers.losses.kl_cov import compute_policy_loss_kl_cov
 from workers.losses.registry import PolicyLoss, facts_of

@@ -22,9 +22,8 @@ from tests.workers.losses.plain_python import (
 )
 from tests.workers.losses.twins import SURROGATES, TWINS
 from verl_like.errors import ConfigError
-from workers.config import ActorConfig
+from workers.config import LOSS_AGG_MODES, ActorConfig
 from workers.losses import blocks
-from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import (
     POLICY_LOSSES,

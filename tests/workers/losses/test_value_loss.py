@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.workers.losses.plain_python import Columns, Rows, aggregate, denominators, tokens_of
+from workers.config import LOSS_AGG_MODES
 from workers.losses import blocks
-from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 
 

@@ -23,9 +23,8 @@ from tests.workers.samples import (
     weights_of,
 )
 from verl_like.errors import ConfigError
-from workers.config import FSDPConfig, ModelConfig, OptimConfig
+from workers.config import LOSS_AGG_MODES, FSDPConfig, ModelConfig, OptimConfig
 from workers.cpu import linear
-from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker

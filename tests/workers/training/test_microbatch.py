@@ -10,7 +10,14 @@ from verl_like.batch.ragged import Ragged
 from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError, MissingColumnError
 from workers.training.engine import INPUTS
-from workers.training.microbatch import Budget, Rows, count_mini_batches, cut, mini_batch, passes
+from workers.training.microbatch import (
+    Budget,
+    Rows,
+    count_mini_batches,
+    cut,
+    micro_batches,
+    mini_batch,
+)
 from workers.training.packing import packed_feed, padded_feed, response_reads
 
 CPU = torch.device("cpu")
@@ -76,8 +83,8 @@ def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
 
 def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts() -> None:
     columns = Rows.take(make_batch(3), INPUTS).columns
-    ((dummy, real, last),) = passes(columns, [], None, CPU)
-    assert (real, last) == (0, True)
+    ((dummy, real),) = micro_batches(columns, [], None, CPU)
+    assert real == 0
     assert dummy["response_mask"].padded().sum() == 0
     for feed in (packed_feed, padded_feed):
         made = feed(dummy, response_reads(dummy), CPU)

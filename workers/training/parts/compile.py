@@ -23,6 +23,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
+from workers.models.forward import replaced_forward
 from workers.models.precision import computing_in
 from workers.parallel.dims import ParallelDims
 from workers.training.microbatch import all_reduce
@@ -55,8 +56,7 @@ class CompiledLayers:
         """Within, layers compute by their graphs."""
         with ExitStack() as stack:
             for layer, compiled in zip(self.layers, self._compiled, strict=False):
-                layer.forward = compiled
-                stack.callback(delattr, layer, "forward")
+                stack.enter_context(replaced_forward(layer, compiled))
             yield
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from verl_like.errors import ConfigError
+from workers.models.forward import replaced_forward
 from workers.models.quantize import quantizable
 from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
@@ -112,8 +113,7 @@ def float8_linears(layers: Sequence[nn.Linear]) -> Iterator[None]:
     """Within, these layers multiply in float8; a backward pass, too."""
     with ExitStack() as stack:
         for layer in layers:
-            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
-            stack.callback(delattr, layer, "forward")
+            stack.enter_context(replaced_forward(layer, MethodType(_forward, layer)))
         yield
 
 

@@ -35,7 +35,7 @@ def actor_of(folder: Path, mode: str = "R3", **change: Any) -> ActorWorker:
     section.router_replay.mode = mode
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for name in ("pp", "sp", "ep", "tp"):
-        setattr(section.parallel, name, min(change.pop(name, 1), world))
+        setattr(config.parallel, name, min(change.pop(name, 1), world))
     section.router_aux_loss_coef = change.pop("router_aux_loss_coef", 0.0)
     if "strategy" in change:
         section.strategy = change.pop("strategy")
