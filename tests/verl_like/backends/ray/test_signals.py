@@ -8,12 +8,12 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, signal, time, ray
+import os, signal, time
 from trainer.run_folder.signals import StopSignals
 from verl_like.backends.ray import cluster
 
 with StopSignals() as stop, stop.held():
-    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
+    cluster.connect(num_cpus=1)
     cluster._leave()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
