@@ -6,10 +6,9 @@ name. A dispatch mode is a pair:
     dispatch_fn(target, *args, **kwargs) -> (args, kwargs)   # every value a list by rank
     collect_fn(target, outputs) -> result                    # outputs by rank
 
-Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or hand `{"dispatch_fn": …,
-"collect_fn": …}` to `@register`. What is broadcast and what is scattered is said, never guessed: a
-list is one value unless it is a `Scatter`. `target` is the group as this call sees it. How rows are
-cut is in `verl_like.batch.split`.
+Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or pass `{"dispatch_fn": …,
+"collect_fn": …}` to `@register`. A list is one value unless it is a `Scatter`. `target` is the
+group as this call sees it. `verl_like.batch.split` cuts the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from enum import Enum
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import join_chunks, split_rows
@@ -38,86 +38,54 @@ MeshFacts = list[tuple[int, bool]]
 class CallTarget:
     """The workers that one call runs on, as a dispatch or collect function sees them.
 
-    Every call has a target of its own, so calls that are split and collected at the same time, by
-    several threads or one within the other, do not see each other's role.
+    Every call has its own target, so calls that are split and collected at the same time do not see
+    each other's role and meshes.
     """
 
     def __init__(
         self,
-        name: str,
+        group: Group,
         call_site: str,
         function: Callable[..., Any],
-        transport: Transport,
         ranks: Sequence[int],
         find_mesh: Callable[[str], MeshFacts],
     ) -> None:
-        """`name` is the group's; `ranks` of it run the method `function`, called `call_site`."""
-        self.name, self.call_site, self.transport = name, call_site, transport
+        """`ranks` of `group` run the method `function`, which messages name `call_site`."""
+        self.name, self.transport, self.call_site = group.name, group.transport, call_site
         self.ranks, self.world_size = list(ranks), len(ranks)
         self._function, self._find_mesh = function, find_mesh
         self._meshes: dict[str, MeshFacts] = {}
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
-        """The layout of a mesh of the called role, the same from the first question to the last."""
+        """Return the layout of a mesh, which does not change between split and collect."""
         if mesh_name not in self._meshes:
             self._meshes[mesh_name] = self._find_mesh(mesh_name)
         return self._meshes[mesh_name]
 
-    def argument(self, position: int) -> str:
-        """The method's name for a positional argument, for messages."""
-        names = _parameters(self._function)
-        return f"argument '{names[position]}'" if position < len(names) else f"argument {position}"
+    def argument(self, key: int | str) -> str:
+        """Return an argument in words, for messages; `key` is its position or its name."""
+        if isinstance(key, int):
+            names = list(inspect.signature(self._function).parameters)[1:]  # without `self`
+            if key >= len(names):
+                return f"argument {key}"
+            key = names[key]
+        return f"argument '{key}'"
 
 
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a method's parameters, without `self`."""
-    return list(inspect.signature(function).parameters)[1:]
+class Group(Protocol):
+    """What a call reads of its group."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    transport: Transport
 
 
-class OpenEnum:
-    """A member of an open enumeration: compares, hashes, prints and pickles by name."""
+class Dispatch:
+    """A dispatch mode that has a name: it compares, hashes, prints and pickles by that name.
 
-    members: ClassVar[dict[str, Any]]
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_name, (self.name,)
-
-    @classmethod
-    def register(cls, name: str) -> Any:
-        """Add a member (names are upper case) and give it back; one that exists stays as it is."""
-        key = name.upper()
-        if key not in cls.members:
-            cls.members[key] = cls(key)
-            setattr(cls, key, cls.members[key])
-        return cls.members[key]
-
-    @classmethod
-    def remove(cls, name: str) -> None:
-        """Take a member out again."""
-        member = cls.from_name(name)
-        del cls.members[member.name]
-        delattr(cls, member.name)
-
-    @classmethod
-    def from_name(cls, name: str) -> Any:
-        """The member of this name, upper or lower case."""
-        if name.upper() not in cls.members:
-            raise DispatchError(
-                f"unknown {cls.__name__} '{name}'.{nearest(name.upper(), cls.members)} Known: "
-                f"{', '.join(cls.members)}."
-            )
-        return cls.members[name.upper()]
-
-
-class Dispatch(OpenEnum):
-    """The dispatch modes; `Dispatch.register("MINE")` adds a name."""
+    `register_dispatch_mode` adds one. `mode` holds its functions.
+    """
 
     members: ClassVar[dict[str, Dispatch]] = {}
     RANK_ZERO: ClassVar[Dispatch]
@@ -128,41 +96,74 @@ class Dispatch(OpenEnum):
     DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
     DP_COMPUTE_METRIC: ClassVar[Dispatch]
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.mode: Mode | None = None
 
-class Execute(OpenEnum):
-    """Which workers run the method: all of them, or rank 0 only."""
+    def __repr__(self) -> str:
+        return f"Dispatch.{self.name}"
 
-    members: ClassVar[dict[str, Execute]] = {}
-    ALL: ClassVar[Execute]
-    RANK_ZERO: ClassVar[Execute]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dispatch.from_name, (self.name,)
+
+    @classmethod
+    def register(cls, name: str) -> Dispatch:
+        """Return the member of this name (in upper case), which is added if there is none."""
+        member = cls.members.setdefault(name.upper(), cls(name.upper()))
+        setattr(cls, member.name, member)
+        return member
+
+    @classmethod
+    def remove(cls, name: str) -> None:
+        """Remove a member."""
+        member = cls.members.pop(cls.from_name(name).name)
+        delattr(cls, member.name)
+
+    @classmethod
+    def from_name(cls, name: str) -> Dispatch:
+        """Return the member of this name, in upper or lower case."""
+        if name.upper() not in cls.members:
+            raise DispatchError(
+                f"unknown Dispatch '{name}'.{nearest(name.upper(), cls.members)} Known: "
+                f"{', '.join(cls.members)}."
+            )
+        return cls.members[name.upper()]
 
 
-Execute.register("ALL")
-Execute.register("RANK_ZERO")
+class Execute(Enum):
+    """The workers that run a method: all of them, or only rank 0."""
+
+    ALL = "ALL"
+    RANK_ZERO = "RANK_ZERO"
 
 
 class Scatter(list[Any]):
-    """A list that says "one element per worker" to the modes that would broadcast a plain list."""
+    """A list with one element per worker, for modes that would broadcast a plain list."""
+
+
+def all_ranks(target: CallTarget) -> list[int]:
+    """Return the places of all workers that a call runs on."""
+    return list(range(target.world_size))
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to split a call and collect its results.
+    """A way to split a call and to collect its results.
 
-    `form` tells what the results are together: one `batch`, a `list`, the `first` of them, or
-    something of the collect function's `own`. `collecting_ranks` gives those whose results count,
-    where it is not all of them.
+    `form` tells what the results make together: one `batch`, a `list`, the `first` of them, or a
+    value of the collect function's `own`. `collecting_ranks` returns the places whose results
+    count.
     """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     collect_fn: Callable[[Any, list[Any]], Any]
     form: str = "own"
-    collecting_ranks: Callable[[CallTarget], list[int]] | None = None
+    collecting_ranks: Callable[[CallTarget], list[int]] = all_ranks
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What `@register` wrote on a method."""
+    """The mark that `@register` leaves on a method."""
 
     dispatch_mode: Any
     execute_mode: Execute
@@ -173,8 +174,11 @@ class Registration:
     """The form that the method's annotation declares (`verl_like.calls.result`)."""
 
 
-def split_over(target: CallTarget, value: Any, name: str, num_chunks: int) -> list[Any]:
-    """Chunks of a batch, or of the future of one, for `num_chunks` data-parallel ranks."""
+def split_over(target: CallTarget, value: Any, key: int | str, num_chunks: int) -> list[Any]:
+    """Return the chunks of a batch, or of the future of one, for `num_chunks` data-parallel ranks.
+
+    `key` is the argument's position or name, for messages.
+    """
     if isinstance(value, WorkerFuture):
         if value.can_be_passed_to(target.transport, num_chunks):
             headers = value.headers_of_chunks
@@ -183,53 +187,53 @@ def split_over(target: CallTarget, value: Any, name: str, num_chunks: int) -> li
     value = rows_of(value)
     if not isinstance(value, DataProto):
         raise DispatchError(
-            f"{target.call_site}: {name} must be a DataProto or TensorDict (or the future of one) "
-            f"to be split over {num_chunks} worker(s), got {type(value).__name__}. Put other "
-            "values into meta_info, or register the method with Dispatch.ONE_TO_ALL."
+            f"{target.call_site}: {target.argument(key)} must be a DataProto or TensorDict (or the "
+            f"future of one) to be split over {num_chunks} worker(s), got {type(value).__name__}. "
+            "Put other values into meta_info, or register the method with Dispatch.ONE_TO_ALL."
         )
     if len(value) == 0:
         raise BatchError(
-            f"{target.call_site}: {name} has no rows, nothing to split over {num_chunks} worker(s)."
+            f"{target.call_site}: {target.argument(key)} has no rows, nothing to split over "
+            f"{num_chunks} worker(s)."
         )
     return split_rows(value, num_chunks)
 
 
-def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[..., Any]:
-    """A `dispatch_fn` that treats every argument alike."""
+def _per_argument(split: Callable[[CallTarget, Any, int | str], list[Any]]) -> Callable[..., Any]:
+    """Return a `dispatch_fn` that splits every argument by the same function."""
 
-    @functools.wraps(fn)
+    @functools.wraps(split)
     def dispatch_fn(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
-        split = tuple(fn(target, value, target.argument(i)) for i, value in enumerate(args))
-        named = {name: fn(target, value, f"argument '{name}'") for name, value in kwargs.items()}
-        return split, named
+        split_args = tuple(split(target, value, place) for place, value in enumerate(args))
+        return split_args, {name: split(target, value, name) for name, value in kwargs.items()}
 
     return dispatch_fn
 
 
-@_per_worker
-def dispatch_one_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
+@_per_argument
+def dispatch_one_to_all(target: CallTarget, value: Any, key: int | str) -> list[Any]:
     """Every worker gets the same arguments."""
     return [value] * target.world_size
 
 
-@_per_worker
-def dispatch_all_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
-    """A `Scatter` gives each worker its element; anything else goes to every worker as it is."""
+@_per_argument
+def dispatch_all_to_all(target: CallTarget, value: Any, key: int | str) -> list[Any]:
+    """Every worker gets its element of a `Scatter`, and the same of anything else."""
     if isinstance(value, Scatter):
-        return _checked_list(target, value, name)
+        return _checked_list(target, value, key)
     return [value] * target.world_size
 
 
-@_per_worker
-def dispatch_dp_compute(target: CallTarget, value: Any, name: str) -> list[Any]:
-    """The caller has split already: a list or tuple with one element per worker."""
-    return _checked_list(target, value, name)
+@_per_argument
+def dispatch_dp_compute(target: CallTarget, value: Any, key: int | str) -> list[Any]:
+    """Every worker gets its element of a list or tuple that the caller has split."""
+    return _checked_list(target, value, key)
 
 
-@_per_worker
-def dispatch_dp_compute_proto(target: CallTarget, value: Any, name: str) -> list[Any]:
-    """Contiguous chunks of equal length; the last ones are padded with marked rows."""
-    return split_over(target, value, name, target.world_size)
+@_per_argument
+def dispatch_dp_compute_proto(target: CallTarget, value: Any, key: int | str) -> list[Any]:
+    """Every worker gets a contiguous chunk; chunks have equal length, with marked pad rows."""
+    return split_over(target, value, key, target.world_size)
 
 
 def dispatch_dp_compute_proto_with_func(
@@ -242,11 +246,20 @@ def dispatch_dp_compute_proto_with_func(
             f"{type(func).__name__}."
         )
     size = target.world_size
-    split_args = [
-        split_over(target, value, target.argument(i), size) for i, value in enumerate(args, 1)
-    ]
+    split_args = [split_over(target, value, place, size) for place, value in enumerate(args, 1)]
     _, split_kwargs = dispatch_dp_compute_proto(target, **kwargs)
     return ([func] * size, *split_args), split_kwargs
+
+
+def _checked_list(target: CallTarget, value: Any, key: int | str) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or len(value) != target.world_size:
+        size = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
+        raise DispatchError(
+            f"{target.call_site}: {target.argument(key)} must be a list with one element for each "
+            f"of {target.world_size} workers, got {type(value).__name__}{size}. To send one value "
+            "to all of them, use Dispatch.ONE_TO_ALL."
+        )
+    return list(value)
 
 
 def collect_list(target: CallTarget, outputs: list[Any]) -> list[Any]:
@@ -260,10 +273,7 @@ def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
 
 
 def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
-    """One batch of the workers' batches, in rank order.
-
-    Chunks of ranks that held padding only are left out.
-    """
+    """One batch of the workers' batches, in rank order, without chunks that hold only padding."""
     if any(type(output) is not type(outputs[0]) for output in outputs):
         raise DispatchError(
             f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others: "
@@ -272,31 +282,16 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
     return join_chunks(outputs)
 
 
-def _checked_list(target: CallTarget, value: Any, name: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)) or len(value) != target.world_size:
-        size = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
-        raise DispatchError(
-            f"{target.call_site}: {name} must be a list with one element for each of "
-            f"{target.world_size} workers, got {type(value).__name__}{size}. To send one value to "
-            "all of them, use Dispatch.ONE_TO_ALL."
-        )
-    return list(value)
-
-
-MODES: dict[str, Mode] = {}
-"""The modes by name; `Dispatch` has a member of each name."""
-
-
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
     """Add a dispatch mode; `Dispatch.<NAME>` exists from then on."""
-    if dispatch_mode_name.upper() in MODES:
+    member = Dispatch.register(dispatch_mode_name)
+    if member.mode is not None:
         raise DispatchError(
             f"dispatch mode {dispatch_mode_name} exists already: update_dispatch_mode changes it."
         )
-    MODES[dispatch_mode_name.upper()] = Mode(dispatch_fn, collect_fn)
-    member: Dispatch = Dispatch.register(dispatch_mode_name)
+    member.mode = Mode(dispatch_fn, collect_fn)
     return member
 
 
@@ -305,19 +300,19 @@ def update_dispatch_mode(
 ) -> None:
     """Replace the functions of a mode that exists."""
     name = getattr(dispatch_mode, "name", dispatch_mode)
-    MODES[Dispatch.from_name(str(name)).name] = Mode(dispatch_fn, collect_fn)
+    Dispatch.from_name(str(name)).mode = Mode(dispatch_fn, collect_fn)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
-    """Split over a mesh's data axis: ranks that share a dp rank get the same chunk.
+    """Return a mode that splits over a mesh's data axis.
 
-    One of them gives the result.
+    Ranks that share a dp rank get the same chunk, and one of them collects the result.
     """
 
-    @_per_worker
-    def dispatch_fn(target: CallTarget, value: Any, name: str) -> list[Any]:
+    @_per_argument
+    def dispatch_fn(target: CallTarget, value: Any, key: int | str) -> list[Any]:
         dp_ranks = [dp for dp, _ in target.mesh_facts(mesh_name)]
-        chunks = split_over(target, value, name, max(dp_ranks) + 1)
+        chunks = split_over(target, value, key, max(dp_ranks) + 1)
         return [chunks[dp] for dp in dp_ranks]
 
     def collecting_ranks(target: CallTarget) -> list[int]:
@@ -332,7 +327,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
 
 
 def mode_of(dispatch_mode: Any, where: str) -> Mode:
-    """The pair of functions behind whatever was given to `@register`."""
+    """Return the functions of the `dispatch_mode` that was given to `@register`."""
     if isinstance(dispatch_mode, Mode):
         return dispatch_mode
     if isinstance(dispatch_mode, dict):
@@ -343,13 +338,14 @@ def mode_of(dispatch_mode: Any, where: str) -> Mode:
                 f"{', '.join(sorted(missing))}."
             )
         return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
-    name = getattr(dispatch_mode, "name", dispatch_mode)
-    if name not in MODES:
+    name = str(getattr(dispatch_mode, "name", dispatch_mode))
+    known = {member.name: member.mode for member in Dispatch.members.values() if member.mode}
+    if name not in known:
         raise DispatchError(
-            f"{where}: unknown dispatch mode {dispatch_mode!r}.{nearest(str(name), MODES)} "
-            f"Known: {', '.join(MODES)}."
+            f"{where}: unknown dispatch mode {dispatch_mode!r}.{nearest(name, known)} "
+            f"Known: {', '.join(known)}."
         )
-    return MODES[name]
+    return known[name]
 
 
 def register(
@@ -361,19 +357,18 @@ def register(
 ) -> Callable[[F], F]:
     """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
-    Where its mode splits a batch, the method's return annotation says what it gives: a batch,
+    If the mode splits a batch, the method's return annotation declares what it returns: a batch,
     metrics, or both (`verl_like.calls.result`).
 
     Args:
         dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result
-            of `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
-        execute_mode: `Execute.ALL` (unless given) or `Execute.RANK_ZERO`.
+            of `make_nd_compute_dataproto_dispatch_fn`. The default is `Dispatch.ALL_TO_ALL`.
+        execute_mode: `Execute.ALL` (the default) or `Execute.RANK_ZERO`.
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
-        readonly: the method promises not to write into its batch, which is then handed over without
-            a private copy.
-        past_queue: the method runs at once, in a thread of its own, beside the call that is running
-            and before those that wait: to stop a generation, say. It takes small values only, and
-            must mind the other thread.
+        readonly: the method does not write into its batch, so it gets no private copy.
+        past_queue: the method runs at once in its own thread, next to the call that is running and
+            before those that wait, for example to stop a generation. It takes only small values
+            and must be safe to run next to another thread.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")
@@ -400,7 +395,7 @@ def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Reg
             yield name, method, mark
 
 
-MODES |= {
+for _name, _mode in {
     "RANK_ZERO": Mode(dispatch_all_to_all, collect_first, "first"),
     "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_list, "list"),
     "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_list, "list"),
@@ -410,6 +405,5 @@ MODES |= {
     "DP_COMPUTE_PROTO_WITH_FUNC": Mode(
         dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"
     ),
-}
-for _name in MODES:
-    Dispatch.register(_name)
+}.items():
+    Dispatch.register(_name).mode = _mode

@@ -47,25 +47,25 @@ class ClassWithInitArgs:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
-        """The roles that one process will hold: this one, under a default name.
+        """Return the roles that one process will hold: this one, under a default name.
 
-        Those that its class has beside itself (`create_colocated_worker_raw_cls`) come first.
+        The roles that `create_colocated_worker_raw_cls` gave to the class come first.
         """
         if default in self.prefixed:
             raise PlacementError(
                 f"name_prefix '{default}' is the name of a role in {self.cls.__name__}, too; take "
                 "another."
             )
-        return {**self._beside, default: self}
+        return {**self._colocated, default: self}
 
     @property
     def prefixed(self) -> frozenset[str]:
         """The roles whose methods are called `<role>_<method>` on a group of all."""
-        return frozenset(self._beside)
+        return frozenset(self._colocated)
 
     @property
-    def _beside(self) -> dict[str, ClassWithInitArgs]:
-        """The roles that a class of `create_colocated_worker_raw_cls` has in its process."""
+    def _colocated(self) -> dict[str, ClassWithInitArgs]:
+        """The other roles in the process of a class of `create_colocated_worker_raw_cls`."""
         classes: dict[str, ClassWithInitArgs] = getattr(self.cls, "_colocated_classes", {})
         return classes
 
@@ -96,7 +96,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 
 
 class BoundMethod:
-    """A registered method on a group: call it, or call `.remote` for a future in any case."""
+    """A registered method on a group: call it, or call `.remote` to get a future in any case."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class BoundMethod:
         function: Callable[..., Any],
         mark: Registration,
     ):
-        """Made by `WorkerGroup` for every registered method."""
+        """`WorkerGroup` makes one for every registered method of its workers."""
         self.group, self.mark, self.role, self.function = group, mark, role, function
         self.name = f"{role}.{method}"
         self.mode = mode_of(mark.dispatch_mode, self.name)
@@ -122,42 +122,40 @@ class BoundMethod:
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; waits if the method was registered with `blocking=True`."""
+        """Run the method, and wait for it if it was registered with `blocking=True`."""
         future = self.remote(*args, **kwargs)
         return future.get() if self.mark.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run it and return a future at once."""
+        """Run the method and return a future at once."""
         return self._launch(self._target(0 if self.first_rank_only else None), args, kwargs)
 
     def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run it on one rank only, which gets all rows: a future of the result of that rank."""
+        """Run the method on one rank, which gets all rows, and return a future of its result."""
         return self._launch(self._target(rank), args, kwargs)
 
     def collecting_ranks(self) -> list[int]:
-        """The ranks whose results count: one of those that share a model.
-
-        There are as many as a batch has chunks.
-        """
-        return self._collecting_ranks(self._target())
+        """Return the ranks whose results count: one for each chunk of a batch."""
+        return self.mode.collecting_ranks(self._target())
 
     def _target(self, rank: int | None = None) -> CallTarget:
-        """All ranks of the group, or one."""
+        """Return all ranks of the group as this call sees them, or one rank."""
         group = self.group
-        ranks: Sequence[int] = range(group.world_size)
-        find_mesh: Callable[[str], MeshFacts] = functools.partial(
-            group.state.mesh, role=self.role, where=self.name
-        )
         if rank is not None:
-            ranks, find_mesh = [rank], _mesh_of_one
-        return CallTarget(group.name, self.name, self.function, group.transport, ranks, find_mesh)
+            alone = [(0, True)]
+            return CallTarget(group, self.name, self.function, [rank], lambda mesh: alone)
+        meshes = functools.partial(group.state.mesh, role=self.role, where=self.name)
+        return CallTarget(group, self.name, self.function, range(group.world_size), meshes)
 
     def _launch(
         self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> WorkerFuture:
-        """Split the arguments, submit a call to each rank, and make the future of the result."""
-        transport = target.transport
-        self.group.state.refuse_after_shutdown(self.name, self.group.name)
+        """Split the arguments, submit a call to each rank, and return the future of the result."""
+        if self.group.state.ended.is_set():
+            raise WorkerDiedError(
+                f"{self.name}: the group {self.group.name} was shut down, and its processes are "
+                "gone; call it before shutdown(), or inside the group's `with` block."
+            )
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
             if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
@@ -167,15 +165,16 @@ class BoundMethod:
                     f"gave {type(values).__name__}."
                 )
 
-        collecting = self._collecting_ranks(target)
+        transport = target.transport
+        collecting = self.mode.collecting_ranks(target)
         packer, pending = Packer(transport.share), []
         for place, rank in enumerate(target.ranks):
             parts: list[Any] = []
             call = replace(
                 self.call,
-                args=tuple(packer.pack(_here(values[place]), parts) for values in split_args),
+                args=tuple(packer.pack(_resolved(values[place]), parts) for values in split_args),
                 kwargs={
-                    name: packer.pack(_here(values[place]), parts)
+                    name: packer.pack(_resolved(values[place]), parts)
                     for name, values in split_kwargs.items()
                 },
                 counts=not self.call.returns_batch or place in collecting,
@@ -187,68 +186,55 @@ class BoundMethod:
                 )
             pending.append(transport.submit(rank, call, parts))
 
-        kind = DataProtoFuture if self.form == "batch" else WorkerFuture
+        future_type = DataProtoFuture if self.form == "batch" else WorkerFuture
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
-        return kind(
+        return future_type(
             self.name,
             transport,
             pending,
-            functools.partial(self._collect, target),
+            functools.partial(self._collect, target, collecting),
             form=self.form,
             chunks=[pending[place] for place in collecting],
             rows=max(map(len, batches), default=0),
             keeps=packer.keeps,
         )
 
-    def _collecting_ranks(self, target: CallTarget) -> list[int]:
-        """The ranks whose results count, in the order of their rows."""
-        if self.mode.collecting_ranks is not None:
-            return self.mode.collecting_ranks(target)
-        return list(range(target.world_size))
-
-    def _collect(self, target: CallTarget, headers: list[Header], payloads: list[Any]) -> Any:
-        """The result of the call, of the answers of all its ranks."""
+    def _collect(
+        self,
+        target: CallTarget,
+        collecting: Sequence[int],
+        headers: list[Header],
+        payloads: list[Any],
+    ) -> Any:
+        """Return the result of the call, from the answers of all its ranks."""
         self.group.state.learn(headers)
-        outputs = [
-            _without_padding(payload, header)
-            for payload, header in zip(payloads, headers, strict=True)
-        ]
-        if not self.call.returns_batch:
-            values = [_private(output) for output in outputs]
+        outputs = []
+        for payload, header in zip(payloads, headers, strict=True):
+            if isinstance(payload, DataProto) and header.rows not in (None, len(payload)):
+                rows = view_rows(payload, 0, header.rows or 0)  # without padding
+                rows.shard = payload.shard
+                payload = rows
+            outputs.append(payload)
+        if not self.call.returns_batch:  # each output in memory of its own
+            values = [
+                value_of(output.slice(0, len(output)) if isinstance(output, DataProto) else output)
+                for output in outputs
+            ]
             return values[0] if self.form == "first" else self.mode.collect_fn(target, values)
 
-        collecting = [headers[rank] for rank in self._collecting_ranks(target)]
-        form = form_of(collecting, self.name)
+        reporting = [headers[rank] for rank in collecting]
+        form = form_of(reporting, self.name)
         if form == METRICS:
-            return collect_metrics(collecting)
+            return collect_metrics(reporting)
         batch = value_of(self.mode.collect_fn(target, outputs))
-        return Result(batch, collect_metrics(collecting)) if form == BOTH else batch
+        return Result(batch, collect_metrics(reporting)) if form == BOTH else batch
 
 
-def _mesh_of_one(mesh_name: str) -> MeshFacts:
-    """Any mesh, for a call on one rank."""
-    return [(0, True)]
-
-
-def _here(value: Any) -> Any:
-    """A future that is no chunk of a batch, as its value: only the driver has all of it."""
+def _resolved(value: Any) -> Any:
+    """Return the value of a future that is no chunk of a batch: only the driver has all of it."""
     if isinstance(value, WorkerFuture):
         return value.batch() if value.form == "batch" else value.get()
     return value
-
-
-def _without_padding(payload: Any, header: Header) -> Any:
-    """A payload without what the method made of pad rows; it shares storage and keeps its shard."""
-    if not isinstance(payload, DataProto) or header.rows in (None, len(payload)):
-        return payload
-    rows = view_rows(payload, 0, header.rows or 0)
-    rows.shard = payload.shard
-    return rows
-
-
-def _private(value: Any) -> Any:
-    """What one rank has returned, in memory of its own."""
-    return value_of(value.slice(0, len(value)) if isinstance(value, DataProto) else value)
 
 
 class GroupState:
@@ -260,24 +246,16 @@ class GroupState:
         """By role and mesh: the place of every rank."""
         self._mesh_known_at: dict[int, float] = {}
         self._layouts: dict[tuple[str, str], MeshFacts] = {}
-        """By mesh and role: what was found and checked since anything changed."""
-
-    def refuse_after_shutdown(self, call: str, group: str) -> None:
-        """Raise if `group` cannot answer `call` any more."""
-        if self.ended.is_set():
-            raise WorkerDiedError(
-                f"{call}: the group {group} was shut down, and its processes are gone; call it "
-                "before shutdown(), or inside the group's `with` block."
-            )
+        """By mesh and role: the layouts that were checked since a worker last registered a mesh."""
 
     def learn(self, headers: Sequence[Header]) -> None:
-        """Take in the meshes that workers registered: headers carry them, nothing is asked for.
+        """Note the meshes that workers registered.
 
-        The first header of a rank does, and later ones once something else was registered.
+        The first header of a rank carries them, and so do later ones if a call registered more.
         """
         for header in headers:
             if not header.mesh_facts or header.end < self._mesh_known_at.get(header.rank, 0.0):
-                continue  # read late: the group has heard of a later call on this rank
+                continue  # a header of a later call on this rank was read before
             self._mesh_known_at[header.rank] = header.end
             self._layouts.clear()
             for role, meshes in header.mesh_facts.items():
@@ -285,9 +263,9 @@ class GroupState:
                     self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
 
     def mesh(self, mesh_name: str, role: str, where: str) -> MeshFacts:
-        """The layout of a mesh for a call of a role, which `where` names.
+        """Return the layout of a mesh for a call of `role`; errors name the call by `where`.
 
-        A mesh of that role comes before one that another role in the same processes registered.
+        A mesh of that role precedes one that another role in the same processes registered.
         """
         if layout := self._layouts.get((mesh_name, role)):
             return layout
@@ -336,7 +314,7 @@ class WorkerGroup(VerlGroup):
     ):
         """`roles` maps role to class; methods of `prefixed` roles are named `<role>_<method>`.
 
-        `state` is that of the group on the same processes that this one is spawned from.
+        A group that is spawned from another one gets its `state`.
         """
         self.transport, self.roles, self.prefixed = transport, dict(roles), frozenset(prefixed)
         self.state = state or GroupState(self.name, transport.world_size)
@@ -355,7 +333,7 @@ class WorkerGroup(VerlGroup):
         return self.transport.world_size
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """One group per role on these same processes; its methods have no prefix."""
+        """Return one group per role on these same processes; its methods have no prefix."""
         spawned = {}
         for role in prefix_set:
             if role not in self.roles:
@@ -370,7 +348,7 @@ class WorkerGroup(VerlGroup):
     def bind(
         self, role: str, method: str, function: Callable[..., Any], mark: Registration
     ) -> BoundMethod:
-        """A method of the workers as one of this group."""
+        """Return a method of this group for a method of its workers."""
         return BoundMethod(self, role, method, function, mark)
 
     def shares_processes_with(self, other: WorkerGroup) -> bool:
@@ -378,7 +356,7 @@ class WorkerGroup(VerlGroup):
         return self.transport.process_key == other.transport.process_key
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
-        """(dp rank, collects?) of every rank on a mesh of the group's first role."""
+        """Return (dp rank, collects?) of every rank on a mesh of the group's first role."""
         return self.state.mesh(mesh_name, role=next(iter(self.roles)), where=self.name)
 
     def shutdown(self) -> None:
@@ -395,7 +373,7 @@ class WorkerGroup(VerlGroup):
         self.shutdown()
 
     def __repr__(self) -> str:
-        """The group's kind and ranks, and whether it still is there."""
+        """The group's class, roles and size, and whether it was shut down."""
         ended = ", shut down" if self.state.ended.is_set() else ""
         return f"<{type(self).__name__} {self.name}, world_size={self.world_size}{ended}>"
 
@@ -403,7 +381,7 @@ class WorkerGroup(VerlGroup):
 def method_table(
     roles: Mapping[str, type], prefixed: Collection[str]
 ) -> dict[str, tuple[str, str, Callable[..., Any], Registration]]:
-    """The methods of a group: name on the group -> role, method, function, registration."""
+    """Return the methods of a group: name on the group -> role, method, function, registration."""
     table: dict[str, tuple[str, str, Callable[..., Any], Registration]] = {}
     for role, cls in roles.items():
         for method, function, mark in registered_methods(cls):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.calls.dispatch import (
     ATTRIBUTE,
-    MODES,
     CallTarget,
     Dispatch,
     Execute,
@@ -38,7 +37,7 @@ def scatter_lists() -> None:
     `execute_all_sync` and the like do so, too. It is a guess: a list that has that length by chance
     is scattered as well, so drivers written for this project say `Scatter`.
     """
-    MODES[Dispatch.ALL_TO_ALL.name] = Mode(_dispatch_lists, collect_list, "list")
+    Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list, "list")
 
 
 def _dispatch_lists(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:

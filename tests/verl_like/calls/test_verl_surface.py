@@ -16,12 +16,13 @@ from tests.verl_like.hybrid_workers import Hybrid
 from verl_like import (
     DataProto,
     DataProtoFuture,
+    Dispatch,
     Scatter,
     Worker,
     create_colocated_worker_raw_cls,
 )
 from verl_like.batch.tensordict_rows import TensorDictRows
-from verl_like.calls.dispatch import MODES, collect_dataproto
+from verl_like.calls.dispatch import collect_dataproto
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.verl_surface import scatter_lists
 from verl_like.errors import ConfigError, DispatchError, PlacementError
@@ -157,7 +158,7 @@ def test_facts_without_rows_are_those_of_the_first_rank(group) -> None:
 
 def test_lists_are_scattered_for_drivers_that_ask_for_it(group, monkeypatch) -> None:
     ranks = range(group.world_size)
-    monkeypatch.setitem(MODES, "ALL_TO_ALL", MODES["ALL_TO_ALL"])
+    monkeypatch.setattr(Dispatch.ALL_TO_ALL, "mode", Dispatch.ALL_TO_ALL.mode)
     scatter_lists()
     assert group.execute_all_sync("adder_plain", [10 * rank for rank in ranks]) == [
         (rank, 10 * rank, 0) for rank in ranks
