@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
-from verl_like.backends.local import Done
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Pending
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
+
+
+@dataclass(frozen=True, eq=False)
+class Done:
+    """A reference to a value that is there already."""
+
+    value: Any
 
 
 class FakeTransport(Transport):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.verl_like.fake_transport import FakeTransport
+from tests.verl_like.fake_transport import Done, FakeTransport
 from verl_like import WorkerGroup
-from verl_like.backends.local import Done
 from verl_like.calls.wire import Pending
 from verl_like.errors import WorkerDiedError
 

@@ -14,10 +14,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,14 +28,13 @@ from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import Call, Pending
+from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
 from verl_like.process.environment import ONE_THREAD, checked_worker_env
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes, WorkerHost
-from verl_like.process.store import new_secret
 from verl_like.process.worker import Worker
 
 
@@ -75,17 +73,9 @@ class LocalWorkerGroup(WorkerGroup):
         recipes: Recipes = {
             role: (made.cls, made.args, made.kwargs) for role, made in roles.items()
         }
-
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         facts = resource_pool.facts(
-            "+".join(roles),
-            device_kind=device_name,
-            seed=seed,
-            log_dir=log_dir,
-            rendezvous_s=limits.rendezvous_s,
-            call_s=limits.call_s,
-            collective_s=limits.collective_s,
-            secret=new_secret(),
+            "+".join(roles), limits, device_kind=device_name, seed=seed, log_dir=log_dir
         )
         transport: Transport
         if resource_pool.world_size == 1 and not own_processes:
@@ -109,41 +99,30 @@ class LocalWorkerGroup(WorkerGroup):
 # --------------------------------------------------------------------------------------- references
 
 
-@dataclass(frozen=True, eq=False)
-class Done:
-    """A reference to something that is there already."""
-
-    value: Any
-
-
 def _resolve(value: Any) -> Any:
-    """References anywhere in a message's lists and tuples, as values; waits for them."""
+    """Return a message with values in place of its references, after waiting for them."""
     if isinstance(value, Part):
         return value.value()
     if isinstance(value, Future):
         return value.result()
-    if isinstance(value, Done):
-        return value.value
     if type(value) in (list, tuple):
         return type(value)(map(_resolve, value))
     return value
 
 
 class _LocalTransport(Transport):
-    """References of the local backend: to values that are there, and to answers to come."""
+    """A transport whose references are futures, or parts of what a future gives."""
 
     kind = "local"
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """The references that are answered or have failed: at least one, unless time runs out."""
-        here = [one for one in references if isinstance(one, Done)]
-        coming = [one for one in references if not isinstance(one, Done)]
-        futures = {one.answer if isinstance(one, Part) else one for one in coming}
-        done = wait_futures(futures, 0.0 if here else seconds, FIRST_COMPLETED).done
-        return here + [one for one in coming if getattr(one, "answer", one) in done]
+        """Return the references that are answered or have failed: at least one before the time."""
+        futures = {getattr(reference, "answer", reference) for reference in references}
+        done = wait_futures(futures, seconds, FIRST_COMPLETED).done
+        return [each for each in references if getattr(each, "answer", each) in done]
 
     def fetch(self, reference: Any) -> Any:
-        """The value behind the reference."""
+        """Return the value behind the reference."""
         return _resolve(reference)
 
 
@@ -157,9 +136,9 @@ environment. A call within a call is in the same thread."""
 class InlineTransport(_LocalTransport):
     """One process: the caller's, in the caller's thread.
 
-    A call runs when it is made; its future keeps the result or the error. Values are copied on the
-    way in and out. Calls of several threads run in turn, whichever inline group they are for. A
-    call past the queue runs in a thread of its own, beside the others.
+    A call runs when it is made, and its future keeps the result or the error. Values are copied on
+    the way in and out. Calls of several threads take turns, whichever inline group they are for. A
+    call past the queue runs in its own thread, next to the others.
     """
 
     def __init__(
@@ -173,38 +152,42 @@ class InlineTransport(_LocalTransport):
         super().__init__([facts], deadlines)
         self.process_key = id(neighbours)
         self.host = WorkerHost(recipes, facts, neighbours)
-        with _one_call:
-            header = self.host.start(None)
-        self.started = wait_for_start(self, [Done(header)])
+        self._construct(lambda: self.host.start(None))
 
-    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Run the call now; one past the queue may last, as a checkpoint's writing does."""
-        isolated = copy.deepcopy(call)
-        if call.past_queue:
-            answer = Future[Any]()
-            work = isolated, answer
-            threading.Thread(target=self._call_beside, args=work, daemon=True).start()
-            return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
+    def _construct(self, work: Callable[[], Header]) -> None:
+        answer = Future[Header]()
         with _one_call:
-            value, header = self.host.call(isolated, [_resolve(part) for part in parts])
-        return Pending(rank, Done(_private(value)), Done(header), call.role)
-
-    def _call_beside(self, call: Call, answer: Future[Any]) -> None:
-        try:
-            value, header = self.host.call(call, ())
-        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
-            answer.set_exception(error)
-        else:
-            answer.set_result((_private(value), header))
+            answer.set_result(work())
+        self.started = wait_for_start(self, [answer])
 
     def construct_again(self) -> None:
         """Construct the roles again in the caller's thread."""
-        with _one_call:
-            header = self.host.construct_again()
-        self.started = wait_for_start(self, [Done(header)])
+        self._construct(self.host.construct_again)
+
+    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
+        """Run the call now, in a thread if it goes past the queue: it may take long."""
+        isolated, answer = copy.deepcopy(call), Future[Any]()
+        if call.past_queue:
+            work = isolated, (), answer
+            threading.Thread(target=self._run, args=work, daemon=True).start()
+        else:
+            values = [_resolve(part) for part in parts]
+            with _one_call:
+                self._run(isolated, values, answer)
+        return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
+
+    def _run(self, call: Call, parts: Sequence[Any], answer: Future[Any]) -> None:
+        try:
+            value, header = self.host.call(call, parts)
+            is_batch = isinstance(value, DataProto)
+            answer.set_result((value.writable_copy() if is_batch else copy.deepcopy(value), header))
+        except BaseException as error:
+            answer.set_exception(error)
+            if not call.past_queue:
+                raise
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """The caller's own stack is where it waits."""
+        """Return the caller's own stack, which is where it waits."""
         return {0: self.host.stacks()}
 
     def place(self, rank: int) -> str:
@@ -216,19 +199,14 @@ class InlineTransport(_LocalTransport):
         self.host.close()
 
 
-def _private(value: Any) -> Any:
-    """A copy for the caller."""
-    return value.writable_copy() if isinstance(value, DataProto) else copy.deepcopy(value)
-
-
 # --------------------------------------------------------------------------------- child processes
 
 
 class _Child(Requests):
-    """The process of one rank, with a thread that sends its calls in turn.
+    """The process of one rank, with a thread that sends its calls one after another.
 
-    A call may refer to the result of another child. That thread waits for it, so no worker ever
-    waits inside a call for its arguments.
+    A call may refer to the result of another child. The thread waits for that result, so that no
+    worker ever waits for its arguments inside a call.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], connection: Connection):
@@ -238,7 +216,7 @@ class _Child(Requests):
         threading.Thread(target=self._send_in_turn, name=f"{name} pipe", daemon=True).start()
 
     def ask_in_turn(self, method: str, *args: Any) -> Future[Any]:
-        """Ask the host, after what it was asked before."""
+        """Send a request to the host after all earlier requests."""
         number, answer = self.expect()
         self._outgoing.put((number, method, args))
         return answer
@@ -248,7 +226,7 @@ class _Child(Requests):
             number, method, args = message
             try:
                 self.send(number, method, _resolve(args))
-            except WorkerError as error:  # of a call that this one refers to
+            except WorkerError as error:  # from a call that this one refers to
                 self.settle(number, error)
 
     def _why_dead(self) -> str:
@@ -298,7 +276,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
 
     def construct_again(self) -> None:
-        """Asked of every child in its turn."""
+        """Construct every rank's roles again, after the calls that are queued."""
         asked = [child.ask_in_turn("construct_again") for child in self.children]
         self.started = wait_for_start(self, asked)
 
@@ -311,7 +289,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         return f"pid {self.children[rank].process.pid}"
 
     def shutdown(self) -> None:
-        """Kill the children: they have nothing to finish, and one that is stopped hears no more."""
+        """Kill the children: they have nothing to finish, and a stopped one hears nothing."""
         for child in self.children:
             child.process.kill()
         deadline = time.monotonic() + 5.0

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.facts import ProcessFacts, new_secret
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,26 @@ class ResourcePool:
         """For every rank, the position of its node in `store`."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
 
-    def facts(self, name: str, **settings: Any) -> list[ProcessFacts]:
-        """What every rank of a group of this name is started with; `settings` are those of all."""
+    def facts(
+        self, name: str, deadlines: Deadlines | None = None, **settings: Any
+    ) -> list[ProcessFacts]:
+        """Return the facts of every rank of a group of this name, which share a new secret."""
+        limits, secret = deadlines or Deadlines(), new_secret()
         here = zip(self.local_rank_list(), self.local_world_size_list(), strict=True)
         return [
-            ProcessFacts(name, rank, self.world_size, *place, **settings)
-            for rank, place in enumerate(here)
+            ProcessFacts(
+                name=name,
+                rank=rank,
+                world_size=self.world_size,
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+                rendezvous_s=limits.rendezvous_s,
+                call_s=limits.call_s,
+                collective_s=limits.collective_s,
+                secret=secret,
+                **settings,
+            )
+            for rank, (local_rank, local_world_size) in enumerate(here)
         ]
 
     def release(self) -> None:

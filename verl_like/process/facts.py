@@ -1,12 +1,18 @@
-"""What is settled about a process before it starts: its rank, its host, its log, its ports.
+"""The facts of a process that are known before it starts, such as its rank and its log.
 
-The ground floor of `verl_like`: nothing but the standard library is imported here.
+This is the ground floor of `verl_like`: it imports only the standard library.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+def new_secret() -> str:
+    """Return a secret that nobody can guess."""
+    return secrets.token_hex(16)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,11 +34,6 @@ def open_store(address: str, port: int = 0) -> TCPStore:
     port = listening.getsockname()[1]
     fd = listening.detach()
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-
-
-def new_secret() -> str:
-    """One that nobody guesses."""
-    return secrets.token_hex(16)
 
 
 class SignedStore(Store):

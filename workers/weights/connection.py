@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from verl_like.errors import WeightSyncError
-from verl_like.process.store import SignedStore, new_secret, open_store
+from verl_like.process.facts import new_secret
+from verl_like.process.store import SignedStore, open_store
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)

@@ -21,9 +21,9 @@ from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
 from verl_like.calls.wire import Call
 from verl_like.errors import WorkerError
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.facts import ProcessFacts, new_secret
 from verl_like.process.host import WorkerHost
-from verl_like.process.store import new_secret, open_store
+from verl_like.process.store import open_store
 from verl_like.process.worker import construction
 
 

@@ -26,7 +26,6 @@ from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
-from verl_like.process.store import new_secret
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -105,15 +104,7 @@ class RayWorkerGroup(_RunningWorkers):
         kind = _device_kind(device_name, resource_pool)
         name = "+".join(roles)
         facts = resource_pool.facts(
-            name,
-            device_kind=kind,
-            seed=seed,
-            log_dir=log_dir,
-            rendezvous_s=limits.rendezvous_s,
-            call_s=limits.call_s,
-            collective_s=limits.collective_s,
-            one_node=has_one_node(),
-            secret=new_secret(),
+            name, limits, device_kind=kind, seed=seed, log_dir=log_dir, one_node=has_one_node()
         )
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(len(facts))]
