@@ -1,14 +1,14 @@
-"""Results that are still being made, and the wait for them.
+"""Futures of calls on a group, and the loop that waits for them.
 
 A future holds references to chunks on the workers; `get()` brings them to the driver.
 
     ref = reference.compute_ref_log_prob.remote(batch)
     values = critic.compute_values.remote(batch)
-    update = critic.update_critic.remote(values)    # its chunks travel from worker to worker
+    update = critic.update_critic.remote(values)    # chunks travel from worker to worker
     ref, values = gather(ref, values)               # waits for both, also when one fails
 
-`wait_for` is the one loop that waits. It reads everything by one request if all goes well and comes
-soon; otherwise it looks for ranks that are gone, late, or stand still.
+`wait_for` is the only loop that waits. It reads all answers by one request if they come within a
+second. Otherwise it looks for ranks that are lost, late, or stand still.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, W
 
 logger = logging.getLogger(__name__)
 SOON_S = 1.0
-"""Answers that come within this time are read by one request, before anybody is looked for."""
+"""Answers that come within this time are read by one request, before the wait looks at ranks."""
 AFTER_DEATH_S = 1.0
-"""How long the other ranks may go on when one has died: its death explains the rest."""
+"""How long the other ranks may go on after one has died: its death explains their failures."""
 NOTED = 8
-"""Other failures that the notes of the raised one tell."""
+"""The notes of a raised failure name this many others."""
 Outcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
 
@@ -64,18 +64,18 @@ class WorkerFuture:
     ):
         """`collect` turns headers and payloads, by rank, into the result.
 
-        `form` says how `chunks`, the answers that count, make the result: a `batch`, `metrics`, a
-        `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
-        `rows` is the length of the call's batches, where it is known. `keeps` is what the call was
-        sent: it is held until the call has ended, because other calls may share it. `limit` is a
-        deadline instead of that of calls, with the way to raise it.
+        `form` says what `chunks`, the answers that count, make together: a `batch`, `metrics`, a
+        `list`, the `first` of them, or a value that only `collect` knows (`own`). `rows` is the
+        length of the call's batches, or 0. `keeps` holds the arguments until the call has ended,
+        because other calls may share them. `limit` replaces the deadline of calls: seconds, and
+        how to raise it.
         """
         self.name, self.transport, self.form, self.rows = name, transport, form, rows
         self.pending, self.chunks = list(pending), list(chunks)
         self._collect, self._keeps, self._limit = collect, keeps, limit
         self._launched = time.time()
         self._open = {call.header: call for call in pending}
-        """By the reference to the header: calls without an answer."""
+        """Calls without an answer, by the reference to their header."""
         self._headers: dict[int, Header] = {}
         self._payloads: dict[int, Any] = {}
         self._failures: dict[int, BaseException] = {}
@@ -94,7 +94,7 @@ class WorkerFuture:
         return value
 
     def batch(self, timeout: float | None = None) -> Any:
-        """The batch of the result, without the metrics beside it."""
+        """Wait for the result and return its batch, without its metrics."""
         batch = Result.of(self.get(timeout)).batch
         if batch is None:
             raise DispatchError(
@@ -103,37 +103,37 @@ class WorkerFuture:
         return batch
 
     def done(self) -> bool:
-        """Whether `get` would return (or raise) at once."""
+        """Return whether `get` would return (or raise) at once."""
         headers = list(self._open)
         return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Ranks that waits for this call have found gone."""
+        """The ranks that were lost while this call was waited for."""
         return [rank for rank, why in self._failures.items() if isinstance(why, WorkerDiedError)]
 
     @functools.cached_property
     def headers_of_chunks(self) -> list[Any]:
-        """References to the headers of all chunks: each, or one to the list of them."""
+        """References to the headers of all chunks: one for each, or one for the whole list."""
         headers = [chunk.header for chunk in self.chunks]
         joined = self.transport.join(headers)
         return headers if joined is None else [joined]
 
     def can_be_passed_to(self, transport: Transport, num_chunks: int) -> bool:
-        """Whether that many ranks of another group can each be given a chunk by reference."""
+        """Return whether `num_chunks` ranks of another group can get a chunk each by reference."""
         is_split_so = self.form == "batch" and len(self.chunks) == num_chunks
         return is_split_so and self.transport.kind == transport.kind
 
     def where(self, call: Pending) -> str:
-        """The call of one rank, in words."""
+        """Describe the call of one rank."""
         return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
 
     def late(self) -> str:
-        """The ranks without an answer, in words; of many the first ones, and how many more."""
+        """Describe the ranks without an answer: the first ones, and how many more."""
         return few([self.transport.describe(p.rank, p.role) for p in self._open.values()])
 
     def note(self, reference: Any, answer: Any) -> None:
-        """Note the answer of a rank; an error says that it died, or its answer cannot travel."""
+        """Note the answer of a rank, or the error that it died or that its answer cannot travel."""
         call = self._open.pop(reference)
         if isinstance(answer, WorkerError):
             self._failures[call.rank] = type(answer)(f"{self.where(call)}: {answer}")
@@ -146,7 +146,7 @@ class WorkerFuture:
             self._payloads[call.rank] = payload_of(answer)
 
     def settle(self, failure: BaseException | None = None) -> None:
-        """Make the result of all answers, or keep the failure: every `get` gives the same."""
+        """Make the result from all answers, or keep the failure, for every later `get`."""
         if failure is None and not self._failures:
             headers = [self._headers[call.rank] for call in self.pending]
             computed = max(header.end - header.start for header in headers)
@@ -163,7 +163,7 @@ class WorkerFuture:
         self._keeps = ()
 
     def __del__(self) -> None:
-        """A failed call that nobody looked at is reported when the transport next waits."""
+        """Let the transport report the failure of a call that nobody waited for."""
         if getattr(self, "_outcome", True) is None:
             self.transport.abandoned.append((self.name, [p.header for p in self.pending]))
 
@@ -172,21 +172,21 @@ class WorkerFuture:
         return f"<{type(self).__name__} {self.name}: {len(self.pending)} chunks, {state}>"
 
     def __str__(self) -> str:
-        """The call, and the ranks whose answers are not known."""
+        """The call, and the ranks without an answer."""
         late = self.late()
         return f"{self.name} of {late}" if late else self.name
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`; `get()` gives a `Result` where the method returns metrics, too.
+    """The future of a `DataProto`, or of a `Result` if the method returns metrics, too.
 
-    Passed to a group that has as many data-parallel ranks, its chunks go from worker to worker as
-    the batch: nothing is fetched to the driver.
+    If it is passed to a group with as many data-parallel ranks, its chunks go from worker to worker
+    and not through the driver.
     """
 
 
 def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Header]:
-    """Wait until every rank's roles are constructed: their headers in rank order."""
+    """Wait until every rank has constructed its roles, and return the headers in rank order."""
     name = transport.facts[0].name
     pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
     limit = transport.deadlines.start_s, "raise watch.start_s"
@@ -200,7 +200,7 @@ def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Head
 
 
 class _Wait:
-    """One try to wait for a future: its clock, and the grace of the other ranks after a failure."""
+    """The clock of one wait for a future, and the grace of the other ranks after a failure."""
 
     def __init__(self, future: WorkerFuture, timeout: float | None) -> None:
         self.future = future
@@ -252,7 +252,7 @@ class _Wait:
         return True
 
     def too_late(self, stacks: Callable[[], dict[int, str]]) -> WaitTimeoutError | None:
-        """The error of a call past its deadline, which may be waited for again."""
+        """Return the error of a call past its deadline; the call may be waited for again."""
         if self.future._failures or not self.clock.over():
             self.clock.warn_if_old(self.future.late)
             return None
@@ -269,15 +269,14 @@ class _Wait:
 def wait_for(
     futures: Sequence[WorkerFuture], timeout: float | None = None
 ) -> Iterator[tuple[int, WaitTimeoutError | None]]:
-    """Wait for calls on one kind of backend: gives the place of each one that has ended.
+    """Wait for calls on one kind of backend, and yield the place of each call that has ended.
 
-    With it comes an error if the wait has passed its deadline; the call may then be waited for
-    again. However many calls there are, each pool is looked at once for all of them.
+    An error comes with the place if the wait has passed its deadline; the call may then be waited
+    for again. Each pool is looked at once for all its calls.
     """
     waits = {place: _Wait(future, timeout) for place, future in enumerate(futures)}
-    pools = {id(future.transport): future.transport for future in futures}
-    watches = {key: HangWatch(transport) for key, transport in pools.items()}
-    for transport in pools.values():
+    watches = {future.transport: HangWatch(future.transport) for future in futures}
+    for transport in watches:
         transport.report_abandoned()
     _read_together(list(waits.values()))
     while waits:
@@ -291,9 +290,9 @@ def wait_for(
         if not waits:
             return
         _read_answers(list(waits.values()))
-        for key, transport in pools.items():
-            in_pool = {n: wait for n, wait in waits.items() if id(wait.future.transport) == key}
-            for place, error in _look(transport, in_pool, watches[key]):
+        for transport, watch in watches.items():
+            of_pool = {n: wait for n, wait in waits.items() if wait.future.transport is transport}
+            for place, error in _look(transport, of_pool, watch):
                 del waits[place]
                 yield place, error
 
@@ -316,7 +315,7 @@ def _read_together(waits: Sequence[_Wait]) -> None:
 
 
 def _read_answers(waits: Sequence[_Wait]) -> None:
-    """Read the headers that come within the next moment."""
+    """Read the headers that come within the next second."""
     future_of = {reference: wait.future for wait in waits for reference in wait.future._open}
     transport = waits[0].future.transport
     ready = transport.wait(list(future_of), min(wait.clock.remaining() for wait in waits))
@@ -330,7 +329,7 @@ def _read_answers(waits: Sequence[_Wait]) -> None:
 
 
 def _bring_payloads(futures: Sequence[WorkerFuture]) -> None:
-    """Fetch the payloads of calls whose headers are there; what cannot be had is a failure."""
+    """Fetch the payloads of calls whose headers are there; a payload that is lost is a failure."""
     calls = [
         (future, call)
         for future in futures
@@ -353,7 +352,7 @@ def _bring_payloads(futures: Sequence[WorkerFuture]) -> None:
 def _look(
     transport: Transport, waits: dict[int, _Wait], watch: HangWatch
 ) -> Iterator[tuple[int, WaitTimeoutError | None]]:
-    """Look which ranks of a pool are gone or stand still; gives the calls that this ends."""
+    """Look for ranks of a pool that are lost or stand still; yield the calls that this ends."""
     lost = transport.lost(sorted({rank for wait in waits.values() for rank in wait.late}))
     for wait in waits.values():
         for reference, call in list(wait.future._open.items()):
@@ -388,7 +387,7 @@ def _look(
 
 
 def _with_others(failures: Sequence[BaseException]) -> BaseException:
-    """The failure that explains most: a death before an exception. The others become its notes."""
+    """Return the failure that explains most, a death if there is one, with the others as notes."""
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
     others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
     _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
@@ -408,17 +407,17 @@ def _note_some(error: BaseException, notes: Sequence[str]) -> None:
 
 
 class _GivenUpError(WaitTimeoutError):
-    """A call that was not waited for to its end, since another one had failed."""
+    """A call that `gather` did not wait for to its end, because another call had failed."""
 
 
 def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = None) -> list[Any]:
-    """The results of all the futures, in order.
+    """Wait for all the futures and return their results in order.
 
-    All are waited for (together `timeout` seconds), even when one fails. With `grace_s` the others
-    are waited for no longer than that after a failure, and a second after a death: use it for calls
-    of two groups that wait for each other. A failure is logged at once. In the end the first in
-    order is raised, a death before others; the other ones are in its attribute `others` and in its
-    notes.
+    All are waited for (together `timeout` seconds), even when one fails. With `grace_s`, the wait
+    ends that many seconds after a failure, and a second after a death: use it for calls of two
+    groups that wait for each other. A failure is logged at once. In the end the first failure in
+    order is raised, a death before others. The other failures are in its attribute `others` and in
+    its notes.
     """
     outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
@@ -434,10 +433,10 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
 def _outcomes(
     futures: Sequence[Any], timeout: float | None, grace_s: float | None
 ) -> list[Outcome]:
-    """The value or the error of every future, in order."""
+    """Return the value or the error of every future, in order."""
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     by_kind: dict[object, list[int]] = defaultdict(list)
-    """The calls of one kind of backend have one wait, and so has each future of another sort."""
+    """The calls of one kind of backend share one wait; any other future has its own."""
     for place, future in enumerate(futures):
         kind = future.transport.kind if isinstance(future, WorkerFuture) else place
         by_kind[kind].append(place)
@@ -479,7 +478,7 @@ def _wait_in_turn(
     timeout: float | None,
     arrived: queue.SimpleQueue[tuple[int, Outcome]],
 ) -> None:
-    """Wait for the futures at these places, and hand in each one's outcome as it comes."""
+    """Wait for the futures at these places, and put each outcome into the queue as it comes."""
     left = list(places)
     try:
         if isinstance(futures[places[0]], WorkerFuture):

@@ -1,8 +1,8 @@
-"""`WorkerHost`: what runs in a worker process, one instance per role and one call at a time.
+"""`WorkerHost` runs in a worker process: it has one instance per role, and runs one call at a time.
 
-Each backend puts a host where its processes are (a Ray actor, a child process, the caller's thread)
-and carries `Call`s to it. The host gives every role its own random state and log file, hands
-batches over as private copies, and turns exceptions into headers.
+Each backend has a host in every process (a Ray actor, a child process, the caller's thread) and
+carries `Call`s to it. The host gives every role its own random state and log file, passes batches
+as private copies, and turns exceptions into headers.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
 
 Outcome = tuple[Any, dict[str, Any]]
-"""The payload of a result, and what its header says of it."""
+"""The payload of a result, and the fields of its header that describe it."""
 NOTHING: Outcome = None, {}
 START = "__init__"
-"""What headers call the construction of roles."""
+"""The method that headers name for the construction of roles."""
 
 
 class WorkerHost:
     """The roles of one process.
 
-    `start` constructs them, `call` runs a method, `stacks` answers from another thread.
+    `start` constructs them, `call` runs a method, and `stacks` answers from another thread.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class WorkerHost:
     ):
         """`roles` maps a role to its class and constructor arguments.
 
-        Pickled roles are unpickled by `start`, which can say what went wrong. The instances go into
-        `workers`, by role; whoever gives this dict makes the calls in a thread of their own.
+        Pickled roles are unpickled by `start`, whose header carries the error if that fails. The
+        instances go into `workers`, by role, if the calls run in the caller's own thread.
         """
         self.facts = replace(facts, device_index=device_of(facts).index)
         self._in_callers_thread = workers is not None
         self._turn: RoleState | None = None
-        # nobody waits for it; `nullcontext` would be slower on every call
+        # never contended; `nullcontext` would be slower on every call
         self._one_call = threading.RLock()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._known_meshes: dict[str, Any] | None = None
-        """What a driver knows that the roles have registered; None if a call registered more."""
+        """The meshes that constructors registered; None if a call registered more."""
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
         self._master: tuple[str, int] | None = None
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._making_loop = threading.Lock()  # two calls past the queue may want it at once
+        self._making_loop = threading.Lock()  # two calls past the queue may need it at once
 
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
-        """Bind the group's rendezvous store and keep it, so that nobody takes the port before.
+        """Bind the group's rendezvous store on this node, and keep it so that its port stays taken.
 
-        The address is this node's; ranks of one node meet on its loopback interface.
+        Ranks of one node meet on the loopback interface.
         """
         if self.facts.one_node:
             address = "127.0.0.1"
@@ -109,41 +109,37 @@ class WorkerHost:
 
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
-        return self._timed(lambda *_: self._begin(master), Call(self.facts.name, START), ())[1]
+        return self._answer(START, lambda: self._begin(master))[1]
 
     def started(self) -> Header:
-        """What `start` has said, for another driver."""
-        return self._timed(lambda *_: NOTHING, Call(self.facts.name, START), ())[1]
+        """Return the header that `start` has returned, for another driver."""
+        return self._answer(START, lambda: NOTHING)[1]
 
     def construct_again(self) -> Header:
-        """Construct every role anew, with the random state that it began with.
+        """Construct every role again, with the random state that it began with.
 
-        The process stays, and so does its process group; what the roles held is freed before.
+        The process and its process group stay. The objects of the old roles are freed before.
         """
-        again = Call(self.facts.name, START)
-        return self._timed(lambda *_: self._construct_again(), again, ())[1]
+        return self._answer(START, self._construct_again)[1]
 
     def located(self, place: Callable[[], Any]) -> tuple[Any, Header]:
-        """Where the process is, as the answer of a call: an error goes into its header."""
-        return self._timed(lambda *_: (place(), {}), Call(self.facts.name, "location"), ())
+        """Return where the process is; the header carries an error of `place`."""
+        return self._answer("location", lambda: (place(), {}))
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
-        """Run one method. Never raises what the method raises: the header carries it.
+        """Run one method. Its header carries whatever the method raises.
 
-        One that goes past the queue has come in a thread of its own, and shares random state and
-        log with the rest.
+        A call past the queue comes in its own thread, and shares random state and log with the
+        others.
         """
-        return self._timed(self._beside if call.past_queue else self._run, call, parts)
+        return self._answer(call.method, lambda: self._run(call, parts), call.role)
 
     def stacks(self) -> str:
-        """The Python stacks of this process's threads but the one that asks, newest frame last."""
-        return stacks_of_calls(self._loop, WorkerHost._timed.__code__)
+        """Return the Python stacks of the threads that are in a call, newest frame last."""
+        return stacks_of_calls(self._loop, WorkerHost._answer.__code__)
 
     def close(self) -> None:
-        """Give back what outlives a call: log files and the loop thread.
-
-        A process of its own just ends.
-        """
+        """Close the log files and stop the event loop, in the caller's process."""
         for state in self._states.values():
             state.close()
         if self._loop is not None:
@@ -175,9 +171,9 @@ class WorkerHost:
         return self._construct()
 
     def _construct(self) -> Outcome:
-        # a worker may write into its arguments, and they may be needed again
-        given = self._recipes
-        recipes = pickle.loads(given) if isinstance(given, bytes) else copy.deepcopy(given)
+        # copies: a worker may write into its arguments, and they may be needed again
+        roles = self._recipes
+        recipes: Recipes = pickle.loads(roles) if isinstance(roles, bytes) else copy.deepcopy(roles)
         for role, (cls, args, kwargs) in recipes.items():
             learn_secrets([args, kwargs])
             self._states[role] = state = RoleState(role, self.facts)
@@ -187,7 +183,7 @@ class WorkerHost:
         return NOTHING
 
     def _own_the_process(self, master: tuple[str, int] | None) -> None:
-        """Set a process of our own up: torchrun's environment, stack dumps on signal and crash."""
+        """Set torchrun's environment, and write stacks to the log on a signal and on a crash."""
         os.environ.update(torchrun_environment(self.facts, master))
         os.environ.update(loopback_environment(self.facts))
         path = self.facts.log_path()
@@ -199,52 +195,48 @@ class WorkerHost:
             faulthandler.register(SIGNAL, self._crash_log)
 
     def _run(self, call: Call, parts: Sequence[Any]) -> Outcome:
-        """Fill the arguments, run the method in its role's turn, take the result apart."""
+        """Fill in the arguments, run the method in its role's turn, and take the result apart."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
+        if call.past_queue:
+            return self._finished(method(*call.args, **call.kwargs)), {}
         mark: Registration | None = getattr(method, ATTRIBUTE, None)
-        args, kwargs, given = list(call.args), call.kwargs, None
+        args, kwargs, chunk = list(call.args), call.kwargs, None
         if args or kwargs:
             readonly = mark is not None and mark.readonly
             args = [unpack(value, parts, readonly) for value in args]
             kwargs = {name: unpack(value, parts, readonly) for name, value in kwargs.items()}
-            given = chunk_of([*args, *kwargs.values()])
+            chunk = chunk_of([*args, *kwargs.values()])
             args = [value_of(value) for value in args]
             kwargs = {name: value_of(value) for name, value in kwargs.items()}
         with self._turn_of(state):
-            result = self._result(method(*args, **kwargs))
+            result = self._finished(method(*args, **kwargs))
 
+        where = f"{call.role}.{call.method} on rank {self.facts.rank}"
         about: dict[str, Any] = {}
         if call.returns_batch:
             declared = "" if mark is None else mark.returns
-            result, metrics, form = take_apart(result, declared, self._where(call))
+            result, metrics, form = take_apart(result, declared, where)
             about = {"metrics": metrics, "returned": form}
-        elif given is not None:
+        elif chunk is not None:
             result = rows_of(result)
         if about.get("metrics") is None and not isinstance(result, DataProto):
             return result, about
 
-        given = given or chunk_of([*args, *kwargs.values()])
-        about["only_padding"] = given is not None and given.shard.rows == 0
+        chunk = chunk or chunk_of([*args, *kwargs.values()])
+        about["only_padding"] = chunk is not None and chunk.shard.rows == 0
         if not isinstance(result, DataProto):
             return None, about
         result = copy.copy(result)
-        result.shard = given.shard if given else None
+        result.shard = chunk.shard if chunk else None
         about["keys"] = *result.columns, *result.non_tensor_batch
-        about["rows"] = count_real_rows(result, given.num_rows if given else 0, self._where(call))
+        about["rows"] = count_real_rows(result, chunk.num_rows if chunk else 0, where)
         return result if call.counts else None, about
 
-    def _beside(self, call: Call, _: Sequence[Any]) -> Outcome:
-        method = getattr(self._states[call.role].worker, call.method)
-        return self._result(method(*call.args, **call.kwargs)), {}
-
-    def _where(self, call: Call) -> str:
-        return f"{call.role}.{call.method} on rank {self.facts.rank}"
-
     def _turn_of(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
-        """The role's log is open and its random state is the process's.
+        """Open the role's log and make its random state the process's.
 
-        Both are swapped when another role's turn comes.
+        Both stay until another role's turn comes.
         """
         if self._in_callers_thread:
             return self._borrowing(state)
@@ -273,16 +265,14 @@ class WorkerHost:
             state.random_state, self._turn = get_random_state(), outer
             set_random_state(caller)
 
-    def _timed(
-        self,
-        work: Callable[[Call, Sequence[Any]], Outcome],
-        call: Call,
-        parts: Sequence[Any],
+    def _answer(
+        self, method: str, work: Callable[[], Outcome], role: str | None = None
     ) -> tuple[Any, Header]:
+        """Do the work and return its payload with a header, which carries its time or its error."""
         start, cpu = time.time(), time.process_time()
         (payload, about), error = NOTHING, None
         try:
-            payload, about = work(call, parts)
+            payload, about = work()
         except UpstreamError as upstream:
             error = upstream.error
         except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
@@ -290,32 +280,32 @@ class WorkerHost:
                 raise
             error = RemoteError.of(failure)
 
-        mesh_facts = self._news_of_meshes(call)
         header = Header(
-            role=call.role,
-            method=call.method,
+            role=role or self.facts.name,
+            method=method,
             rank=self.facts.rank,
             pid=self._pid,
             start=start,
             end=time.time(),
             cpu_s=time.process_time() - cpu,
             error=error,
-            mesh_facts=mesh_facts,
+            mesh_facts=self._new_meshes(method),
             **about,
         )
         return payload, header
 
-    def _news_of_meshes(self, call: Call) -> dict[str, Any] | None:
-        """What the roles have registered of meshes, unless constructors did all of it.
+    def _new_meshes(self, method: str) -> dict[str, Any] | None:
+        """Return the registered meshes, or None if constructors have registered all of them.
 
-        Drivers read the header of `start`; a call's they may leave unread, so all others tell then.
+        Drivers read the header of `start`. They may leave that of a call unread, so once a call has
+        registered a mesh every later header carries the meshes.
         """
         registered = {
             role: dict(facts)
             for role, state in self._states.items()
             if (facts := getattr(state.worker, "_mesh_facts", None))
         }
-        if call.method == START:
+        if method == START:
             self._known_meshes = registered
         elif registered == self._known_meshes:
             return None
@@ -324,17 +314,14 @@ class WorkerHost:
         return registered
 
     def _ends_the_process(self, failure: BaseException) -> bool:
-        """Whether an error is meant for the process: Ctrl-C in the driver's, an exit in our own."""
+        """Return whether an error is Ctrl-C in the driver's process, or an exit in a worker's."""
         if self._in_callers_thread:
             return isinstance(failure, KeyboardInterrupt)
         is_in_turn = threading.current_thread() is threading.main_thread()
         return is_in_turn and isinstance(failure, SystemExit)
 
-    def _result(self, value: Any) -> Any:
-        """The value itself; of a coroutine what it gives.
-
-        It runs on a loop in a thread of its own, while this one waits.
-        """
+    def _finished(self, value: Any) -> Any:
+        """Return the value, or the result of a coroutine, which runs in a loop's own thread."""
         if not isinstance(value, CoroutineType):
             return value
         with self._making_loop:
@@ -351,7 +338,7 @@ class WorkerHost:
 
 
 async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """What a coroutine gives, or its error: an exit would end the loop, and nobody would hear."""
+    """Return the result of a coroutine, or its error, because an exit would end the loop."""
     try:
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -361,11 +348,11 @@ async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseExc
 # --------------------------------------------------------------------------- one role of a process
 
 LONE_SURROGATES = "backslashreplace"
-"""How a text is printed that has characters which no file can hold: a sample may."""
+"""The error handler for characters that no file can hold; samples may contain them."""
 
 
 class RoleState:
-    """One role of a process; inside `with state:` what is printed goes to the role's log too."""
+    """One role of a process. Inside `with state:` all output goes to the role's log, too."""
 
     def __init__(self, role: str, facts: ProcessFacts):
         """The random state starts from (seed, role, rank), whoever shares the process."""
@@ -382,19 +369,19 @@ class RoleState:
         np.random.seed(seed)
         if torch.cuda.is_available():
             torch.manual_seed(seed)
-        else:  # for each kind of device that is not there the above keeps the stack as text
+        else:  # `torch.manual_seed` would keep a stack as text for every absent kind of device
             torch.default_generator.manual_seed(seed)
         self.random_state = get_random_state()
         set_random_state(saved)
 
     def close(self) -> None:
-        """Close the log; what is printed later goes to the process's own stream only."""
+        """Close the log; later output goes only to the process's own stream."""
         if self.log is not None:
             self.log.close()
             self.log = None
 
     def __enter__(self) -> None:
-        """From now on what is printed goes to the role's log too."""
+        """Send output to the role's log, too."""
         self._streams = sys.stdout, sys.stderr
         if self.log is not None:
             if self._teed != self._streams:
@@ -403,27 +390,27 @@ class RoleState:
             sys.stdout, sys.stderr = self._tees
 
     def __exit__(self, *_: object) -> None:
-        """As it was before."""
+        """Restore the streams."""
         sys.stdout, sys.stderr = self._streams
 
 
 class RotatingLog(io.TextIOBase):
-    """A log that does not grow for ever: what is older than its newest megabytes goes to `.1`.
+    """A log of limited size: older megabytes go to a second file, `.1`.
 
-    The file keeps its place and whoever has it open: a crash is written into it, too.
+    The file is emptied in place, because the process writes a crash into the same open file.
     """
 
     LIMIT = 16 * 2**20
     """Bytes of each of the two."""
 
     def __init__(self, path: Path) -> None:
-        """Go on at the file's end."""
+        """Append to the file."""
         self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8", errors=LONE_SURROGATES)
         self._num_bytes = path.stat().st_size
 
     def write(self, text: str) -> int:
-        """At the end of the file, which is emptied first where it is full."""
+        """Write at the end of the file, which is emptied first if it is full."""
         if self._num_bytes > self.LIMIT:
             self._file.flush()
             shutil.copyfile(self._path, self._path.with_name(self._path.name + ".1"))
@@ -443,7 +430,7 @@ class RotatingLog(io.TextIOBase):
 
 
 class _Tee(io.TextIOBase):
-    """Writes to the process's own stream and to the role's log, without secrets."""
+    """A stream that writes to the process's own stream and to the role's log, without secrets."""
 
     def __init__(self, *streams: TextIO | RotatingLog):
         self.streams = streams
