@@ -1,8 +1,7 @@
 """The local backend: worker groups without a cluster, with the numbers of Ray bit for bit.
 
-A pool of one process is the caller's own thread (`InlineTransport`), so `breakpoint()` in a worker
-works. Larger pools, and those that are to run beside the driver, are child processes
-(`ChildTransport`).
+A pool of one process runs in the caller's own thread (`InlineTransport`), so `breakpoint()` works
+in a worker. Larger pools, and pools with `own_processes`, are child processes (`ChildTransport`).
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class LocalWorkerGroup(WorkerGroup):
         own_processes: bool = False,
         detached: bool = False,
     ) -> None:
-        """Arguments as for `RayWorkerGroup`.
+        """The arguments are those of `RayWorkerGroup`.
 
-        With `own_processes` a pool of one is a child process, too. Groups that are given the same
-        `neighbours` are siblings when they run inline.
+        With `own_processes`, a pool of one is a child process, too. Inline groups with the same
+        `neighbours` are siblings.
         """
         if detached:
             raise PlacementError(
@@ -129,8 +128,8 @@ class _LocalTransport(Transport):
 # -------------------------------------------------------------------------- in the caller's thread
 
 _one_call = threading.RLock()
-"""Held by the thread whose call runs: inline groups share the process's random state and
-environment. A call within a call is in the same thread."""
+"""The thread whose call runs holds this lock, because inline groups share the process's random
+state and environment. A call within a call runs in the same thread."""
 
 
 class InlineTransport(_LocalTransport):
@@ -251,7 +250,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         env: Mapping[str, str],
         master_port: int,
     ):
-        """Start the processes, let rank 0 bind the rendezvous, construct the roles."""
+        """Start the processes, bind the rendezvous on rank 0, and construct the roles."""
         super().__init__(facts, deadlines)
         pickled, variables = cloudpickle.dumps(recipes), {**ONE_THREAD, **env}
         self.requests = self.children = [
@@ -269,7 +268,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
             raise
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Queue the call for the child's pipe; one past the queue is sent at once."""
+        """Queue the call for the child's pipe, or send it at once if it goes past the queue."""
         if call.past_queue:
             return self.call_past_queue(rank, call)
         answer = self.children[rank].ask_in_turn("call", call, list(parts))

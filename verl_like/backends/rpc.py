@@ -1,14 +1,14 @@
-"""Requests of a driver to a worker process over one connection, and their answers.
+"""Requests from a driver to a worker process over one connection, and their answers.
 
     requests = Requests(connection, how_it_ended)          # at the driver
     stacks = requests.ask("stacks").result()               # any thread may ask
 
-    Answering(connection, host).run(in_turn)               # in the process, a thread of its own
+    Answering(connection, host).run(in_turn)               # in the process, in its own thread
 
-Requests of `AT_ONCE` are answered beside whatever the process computes, in a thread each. When one
-end is gone the connection breaks, and the other end knows. A process that the driver has not
-started itself waits for it in `listen`; `connect` is for whoever has its key. `main` is the program
-of the local backend's child processes.
+Each request of `AT_ONCE` is answered in its own thread while the process computes. When one end
+dies the connection breaks, and the other end knows. A process that the driver has not started
+itself waits in `listen` for a driver that comes with its key by `connect`. `main` is the program of
+the local backend's child processes.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from verl_like.process.machine import process_state
 logger = logging.getLogger(__name__)
 AT_ONCE = ("stacks", "past_queue", "kill")
 KEY_S = 5.0
-"""How long who connects may take to send the key."""
+"""Time that a new connection has to send the key."""
 KEY_BYTES = 16
 STOPPED_S = 15.0
-"""A process that is stopped for this time is given up."""
+"""A process that is stopped for this time counts as lost."""
 Load = Callable[[], Any]
-"""Unpickles the content of a message: whoever can answer for it does so."""
+"""Unpickles the content of a message, where an error can be answered."""
 
 
 def send(
     connection: Connection, lock: threading.Lock, number: int, method: str, content: Any
 ) -> None:
-    """One message: number and method, the pickled content, then its out-of-band buffers."""
+    """Send one message: number and method, the pickled content, then its out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     body = cloudpickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
@@ -70,7 +70,7 @@ def send(
 
 
 def receive(connection: Connection) -> tuple[int, str, Load]:
-    """The counterpart of `send`. EOFError: nobody is there."""
+    """Receive one message of `send`, or raise EOFError if the other end is gone."""
     number, method, body, sizes = connection.recv()
     buffers = []
     for size in sizes:
@@ -82,10 +82,10 @@ def receive(connection: Connection) -> tuple[int, str, Load]:
 
 
 class Requests:
-    """The driver's end: requests that are not answered yet."""
+    """The driver's end of a connection, with the requests that are not answered yet."""
 
     def __init__(self, connection: Connection, how_it_ended: Callable[[], str]) -> None:
-        """`how_it_ended` says what became of the process once its end is closed."""
+        """`how_it_ended` explains the end of the process after its connection has closed."""
         self.dead: WorkerDiedError | None = None
         self._connection, self._how_it_ended = connection, how_it_ended
         self._lock, self._sending = threading.Lock(), threading.Lock()
@@ -96,7 +96,7 @@ class Requests:
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """Send a request of `AT_ONCE`."""
         number, answer = self.expect()
-        if self._sending.locked():  # a large message is under way, maybe to a stopped process
+        if self._sending.locked():  # by a large message, maybe to a stopped process
             work = number, method, args
             threading.Thread(target=self.send, args=work, daemon=True).start()
         else:
@@ -104,7 +104,7 @@ class Requests:
         return answer
 
     def expect(self) -> tuple[int, Future[Any]]:
-        """The number of a request that is to be sent, and its answer to come."""
+        """Return the number of a request that is about to be sent, and the future of its answer."""
         answer = Future[Any]()
         with self._lock:
             number = next(self._numbers)
@@ -114,17 +114,17 @@ class Requests:
         return number, answer
 
     def send(self, number: int, method: str, args: Sequence[Any]) -> None:
-        """Send a request; if its arguments cannot be sent, that is its answer."""
+        """Send a request; if its arguments cannot be sent, the answer is that error."""
         try:
             send(self._connection, self._sending, number, method, args)
         except OSError:
-            return  # `_receive` finds out why
+            return  # `_receive` finds the reason
         except Exception as error:  # noqa: BLE001 - it belongs to this request
             what = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
             self.settle(number, WorkerError(f"{what}: {error}"))
 
     def settle(self, number: int, value: Any) -> None:
-        """Hand in an answer, or the error instead of it."""
+        """Set the answer of a request, or its error."""
         with self._lock:
             answer = self._unanswered.pop(number, None)
         if answer is not None and isinstance(value, WorkerError):
@@ -138,14 +138,9 @@ class Requests:
                 number, kind, load = receive(self._connection)
                 try:
                     content = load()
-                except Exception as error:  # noqa: BLE001 - what a class does when it is unpickled
-                    kind, content = (
-                        "error",
-                        (
-                            "the answer of the worker process cannot be read here: "
-                            f"{type(error).__name__}: {error}"
-                        ),
-                    )
+                except Exception as error:  # noqa: BLE001 - classes may raise anything when unpickled
+                    what = "the answer of the worker process cannot be read here"
+                    kind, content = "error", f"{what}: {type(error).__name__}: {error}"
                 self.settle(number, WorkerError(content) if kind == "error" else content)
         except (EOFError, OSError):
             self.dead = WorkerDiedError(self._how_it_ended())
@@ -159,18 +154,18 @@ class Requests:
 
 
 class Answering:
-    """The process's end: what it is asked, it asks its host."""
+    """The process's end of a connection, which passes requests to the host."""
 
     def __init__(self, connection: Connection, host: WorkerHost | None = None) -> None:
-        """The first request may be `host`, with the arguments of one."""
+        """The first request may be `host`, with the arguments of a `WorkerHost`."""
         self._connection, self._host = connection, host
         self._sending = threading.Lock()
         self._at_once: queue.SimpleQueue[tuple[int, str, Load]] = queue.SimpleQueue()
         self._num_idle = threading.Semaphore(0)
-        """Threads that wait for another request: to start one takes longer than most answers."""
+        """Counts idle threads, because to start a thread takes longer than most answers."""
 
     def run(self, in_turn: Callable[[tuple[int, str, Load]], None]) -> None:
-        """Until the driver is gone; what is not answered at once is handed to `in_turn`."""
+        """Serve until the driver is gone; requests that are not `AT_ONCE` go to `in_turn`."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 request = receive(self._connection)
@@ -187,13 +182,13 @@ class Answering:
             self._num_idle.release()
 
     def answer(self, number: int, method: str, load: Load) -> None:
-        """Answer a request; one whose driver is gone needs none."""
+        """Answer a request, unless the driver is gone."""
         with contextlib.suppress(OSError):
             try:
                 self._send(number, "answer", self._asked(method, load()))
             except WorkerError as error:
                 self._send(number, "error", str(error))
-            except (SystemExit, OSError):  # of a call in its turn: the process ends
+            except (SystemExit, OSError):  # raised by a call in its turn: the process ends
                 raise
             except BaseException as error:  # noqa: BLE001 - the process edge: the driver gets a text
                 text = traceback.format_exception_only(error)[-1].strip()
@@ -212,12 +207,12 @@ class Answering:
 
 
 def main(connection: Connection) -> None:
-    """Serve the driver that started this process, which alone ends it.
+    """Serve the driver that started this process.
 
     A reader thread takes requests off the pipe: calls go to the main thread's queue, others are
-    answered at once. When the driver is gone the pipe closes and the process ends, in the middle of
-    a call too. A scheduler may send signals to all processes of a job, and a driver then saves
-    first, so they are ignored here.
+    answered at once. When the driver is gone the pipe closes and the process ends, even in the
+    middle of a call. Signals are ignored: a scheduler may send them to all processes of a job, and
+    the driver ends its workers after it has saved.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -239,7 +234,7 @@ def main(connection: Connection) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a process waits for its driver, and the key that it asks for."""
+    """The address where a process waits for its driver, and the key of the connection."""
 
     address: str
     port: int
@@ -247,7 +242,7 @@ class Endpoint:
 
 
 def listen(address: str, host: WorkerHost) -> Endpoint:
-    """Wait at this address for a driver, whose requests are answered then; nobody else comes in."""
+    """Wait at this address for a driver that has the key, and answer its requests."""
     listening = socket.create_server((address, 0))
     endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(KEY_BYTES))
     work = listening, endpoint.key, host
@@ -256,7 +251,7 @@ def listen(address: str, host: WorkerHost) -> Endpoint:
 
 
 def connect(endpoint: Endpoint, how_it_ended: Callable[[], str]) -> Requests:
-    """The driver's end of a connection to such a process. WorkerDiedError: nobody is there."""
+    """Connect to such a process and return the driver's end, or raise `WorkerDiedError`."""
     try:
         connected = socket.create_connection((endpoint.address, endpoint.port), KEY_S)
         connected.sendall(endpoint.key)
@@ -266,8 +261,8 @@ def connect(endpoint: Endpoint, how_it_ended: Callable[[], str]) -> Requests:
 
 
 def _accept(listening: socket.socket, key: bytes, host: WorkerHost) -> None:
-    """Hear everyone who comes, until one has the key."""
-    with contextlib.suppress(OSError):  # it has been shut down
+    """Accept connections until one of them has sent the key."""
+    with contextlib.suppress(OSError):  # `_let_in` has shut the socket down
         while True:
             work = listening.accept()[0], listening, key, host
             threading.Thread(target=_let_in, args=work, name="pipe", daemon=True).start()
@@ -285,7 +280,7 @@ def _let_in(
         connected.close()
         logger.warning("a connection without the key was turned away")
         return
-    with contextlib.suppress(OSError):  # another one has come before
+    with contextlib.suppress(OSError):  # another connection has shut it down before
         listening.shutdown(socket.SHUT_RDWR)
     listening.close()
     Answering(_connection_over(connected), host).run(_reject)
@@ -307,18 +302,18 @@ def _connection_over(connected: socket.socket) -> Connection:
 
 @dataclass(frozen=True)
 class Part:
-    """A reference to the payload (0) or the header (1) of an answer over a connection."""
+    """A reference to the payload (0) or the header (1) of an answer that a future gives."""
 
     answer: Future[Any]
     position: int
 
     def value(self) -> Any:
-        """Wait for it."""
+        """Wait for the answer and return this part of it."""
         return self.answer.result()[self.position]
 
 
 class ProcessTransport(Transport):
-    """A transport to processes of their own, each with a connection for what is asked at once."""
+    """A transport to worker processes, each with a connection for requests that are `AT_ONCE`."""
 
     can_kill = True
 
@@ -326,23 +321,23 @@ class ProcessTransport(Transport):
         """A subclass starts the processes, and makes the connections."""
         super().__init__(facts, deadlines)
         self._stopped_since: dict[int, float] = {}
-        """By process: since when it has been stopped, as far as somebody has looked."""
+        """Since when a process has been stopped, by its id, as far as `lost` has seen."""
         self.requests: Sequence[Requests] = ()
-        """By rank, once the processes are there."""
+        """The connections by rank, after the processes have started."""
 
     def call_past_queue(self, rank: int, call: Call) -> Pending:
-        """A call that waits neither for its turn nor for other calls' results."""
+        """Submit a call that waits neither for its turn nor for the results of other calls."""
         answer = self.requests[rank].ask("past_queue", call, ())
         return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Asked beside the queue; a silent process on this machine is asked by signal."""
+        """Ask every process past its queue, and a silent process on this machine by a signal."""
         asked = [requests.ask("stacks") for requests in self.requests]
         wait_futures(asked, seconds)
         shown = {}
         for rank, facts in enumerate(self.facts):
             if rank < len(asked) and asked[rank].done():
-                if asked[rank].exception() is None:  # or its process has ended
+                if asked[rank].exception() is None:  # its process has not ended
                     shown[rank] = asked[rank].result()
                 continue
             path, pid = facts.log_path(), self.pid_here(rank)
@@ -352,10 +347,10 @@ class ProcessTransport(Transport):
 
     @abstractmethod
     def pid_here(self, rank: int) -> int | None:
-        """The process of a rank, where that is on this machine."""
+        """Return the process id of a rank, or None if it is on another machine."""
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The ranks whose connection is closed or whose process is stopped, and why."""
+        """Return the ranks whose connection is closed or whose process is stopped, and why."""
         gone = {}
         for rank in ranks:
             pid = self.pid_here(rank)
@@ -369,7 +364,7 @@ class ProcessTransport(Transport):
         return gone
 
     def _stays_stopped(self, pid: int) -> bool:
-        """Whether a process has been stopped so long that nobody counts on its going on."""
+        """Return whether a process has been stopped for `STOPPED_S`."""
         if process_state(pid) != "T":
             self._stopped_since.pop(pid, None)
             return False
@@ -377,5 +372,5 @@ class ProcessTransport(Transport):
         return now - self._stopped_since.setdefault(pid, now) >= STOPPED_S
 
     def kill(self, rank: int) -> None:
-        """Asked of the process itself, whose end is the answer."""
+        """Ask the process to kill itself, and wait until its connection breaks."""
         wait_futures([self.requests[rank].ask("kill")], KEY_S)

@@ -1,14 +1,14 @@
-"""Deadlines of waits, and what is said of a wait that grows old: who waits for whom, and where.
+"""Diagnosis of waits: deadlines, usual times, stacks, and who waits for whom.
 
-`Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` says
-how long the calls of a method usually take. A `HangWatch` looks at the Python stacks of a pool
-every 5 s while a call on it is waited for. Ranks that show the same stacks twice, and are in a
-collective or at a lock, are explained in a warning. `late_in_words` explains a call that has passed
-its deadline.
+`Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` knows
+how long the calls of a method usually take. While a call is waited for, a `HangWatch` looks at the
+Python stacks of its pool every 5 s. If the ranks show the same stacks twice, and are in a
+collective or at a lock, a warning explains who waits for whom. `late_in_words` explains a call that
+has passed its deadline.
 
-`stacks_of_calls` runs in a worker, past its queue of calls. Where native code holds the
-interpreter, the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it
-and `stack_by_signal` sends it, to processes of this machine.
+`stacks_of_calls` runs in a worker, past its queue of calls. If native code holds the interpreter,
+the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it, and
+`stack_by_signal` sends it to processes of this machine.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SIGNAL = signal.SIGUSR1
 LATE_AT = 10.0
 """A call is late at this multiple of the median of its method's calls."""
 TIMES_KEPT = 25
-"""The median is over this many calls of a method."""
+"""The median is over this many last calls of a method."""
 LOOK_EVERY_S = 5.0
 """Time between two looks at the stacks of a pool that is waited for."""
 LOOK_FROM = 2.0
-"""A call is looked at from this multiple of its method's median on."""
+"""The watch looks at a call from this multiple of its method's median on."""
 STACKS_S = 5.0
-"""Time that a process has to show its stack before it is asked by signal."""
+"""Time that a process has to show its stack before it gets a signal."""
 SHOWN_STACKS = 8
-"""Different stacks that a message shows, those of the fewest ranks first."""
+"""A message shows this many different stacks, those of the fewest ranks first."""
 NAMED_SPANS = 16
 """Spans of ranks that a message names."""
 
@@ -71,8 +71,8 @@ class Deadlines:
     collective_s: float = 1800.0
     """A collective of GPUs, from when the first rank enters it: then NCCL ends the process."""
     late_s: float = 60.0
-    """A call of a method that has been called before is late at ten times the median of its calls,
-    and not before this."""
+    """The shortest limit of a method's later calls: ten times the median of its earlier calls, or
+    this if it is longer."""
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0
@@ -80,12 +80,12 @@ class Deadlines:
 
     @classmethod
     def settings(cls) -> dict[str, float]:
-        """The deadlines that a configuration may set, with their defaults."""
+        """Return the deadlines that a configuration may set, with their defaults."""
         return {name: seconds for name, seconds in asdict(cls()).items() if name != "grace_s"}
 
     @classmethod
     def of(cls, settings: Mapping[str, float]) -> Deadlines:
-        """Deadlines from a configuration's settings."""
+        """Return the deadlines that a configuration sets."""
         known = cls.settings()
         for name, seconds in settings.items():
             if name not in known:
@@ -99,10 +99,10 @@ class Deadlines:
 
 
 class WaitClock:
-    """The clock of one named wait. It warns each time the wait doubles its age."""
+    """The clock of one named wait, which warns each time the age of the wait has doubled."""
 
     def __init__(self, what: str, limit_s: float, warn_s: float, since: float | None = None):
-        """Start to run, now or `since` a reading of `time.monotonic`."""
+        """Start now, or at `since`, a reading of `time.monotonic`."""
         self.what, self.limit_s, self.next_warning_s = what, limit_s, warn_s
         self.began = time.monotonic() if since is None else since
 
@@ -112,12 +112,12 @@ class WaitClock:
         return time.monotonic() - self.began
 
     def remaining(self, slice_s: float = 1.0) -> float:
-        """Seconds to wait before looking again; 0 when the deadline has passed."""
+        """Return the seconds to wait before the next look; 0 when the deadline has passed."""
         until_warning = max(self.next_warning_s - self.age_s, 0.01)
         return max(0.0, min(slice_s, self.limit_s - self.age_s, until_warning))
 
     def over(self) -> bool:
-        """Whether the deadline has passed."""
+        """Return whether the deadline has passed."""
         return self.age_s >= self.limit_s
 
     def warn_if_old(self, waiting_for: Callable[[], str]) -> None:
@@ -134,7 +134,7 @@ class WaitClock:
 
 
 class CallTimes:
-    """Duration and rows of the last calls of every method of a group. Threads may share it."""
+    """Duration and rows of the last calls of every method of a group, for several threads."""
 
     def __init__(self) -> None:
         self._calls: dict[str, deque[tuple[float, int]]] = defaultdict(
@@ -142,26 +142,27 @@ class CallTimes:
         )
 
     def add(self, name: str, seconds: float, rows: int) -> None:
-        """Note a call that has ended; `rows` is 0 where nobody knows them."""
+        """Note a call that has ended; `rows` is 0 if they are not known."""
         self._calls[name].append((seconds, rows))
 
     def usual_s(self, name: str) -> float | None:
-        """Median duration of a method's calls; None before the first one has ended."""
+        """Return the median duration of a method's calls, or None before the first has ended."""
         calls = list(self._calls.get(name, ()))
         return statistics.median_high(seconds for seconds, _ in calls) if calls else None
 
     def limit_s(self, name: str, rows: int, limits: Deadlines) -> float:
-        """Seconds after which a call is late: never before `late_s`, nor after `call_s`.
+        """Return the seconds after which a call is late, between `late_s` and `call_s`.
 
         A call of more rows than usual, such as a validation, gets more time in proportion. Of two
-        earlier calls the slower one counts, and the fewer rows: first calls compile, fill caches.
+        earlier calls the slower duration and the fewer rows count, because first calls compile and
+        fill caches.
         """
         usual_s = self.usual_s(name)
         if usual_s is None:
             return limits.call_s
         usual_rows = statistics.median_low(rows for _, rows in list(self._calls[name]))
         if rows > 0 and usual_rows == 0:
-            return limits.call_s  # the duration of a call without rows says nothing of this one
+            return limits.call_s  # calls without rows do not predict a call with rows
         share = max(1.0, rows / usual_rows) if usual_rows else 1.0
         return min(limits.call_s, max(limits.late_s, LATE_AT * usual_s * share))
 
@@ -170,9 +171,9 @@ class CallTimes:
 
 
 def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
-    """The stacks of this process's calls and coroutines, newest frame last.
+    """Return the stacks of this process's calls and coroutines, newest frame last.
 
-    A thread is in a call when the code `runs_calls` is on its stack.
+    A thread is in a call if the code `runs_calls` is on its stack.
     """
     asking = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -191,10 +192,10 @@ def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType
 
 
 def _gpu_collective() -> str:
-    """The oldest collective that this process's GPU has not ended, in words; "" if there is none.
+    """Describe the oldest collective that this process's GPU has not ended; "" if there is none.
 
-    NCCL runs beside Python, which may be anywhere: torch's flight recorder knows. Sends and
-    receives are left out, because the record does not say which belong together.
+    NCCL does not run on Python's stack, so torch's flight recorder is read. Sends and receives are
+    left out, because the record does not say which belong together.
     """
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
     if dump is None:
@@ -216,7 +217,7 @@ def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
 
 
 def stack_by_signal(pid: int, file: Path) -> str | None:
-    """What a process on this machine writes into its crash log when it gets the signal."""
+    """Send the signal to a process on this machine, and return what it writes to its crash log."""
     before = file.stat().st_size if file.exists() else 0
     with contextlib.suppress(OSError):
         os.kill(pid, SIGNAL)
@@ -259,7 +260,7 @@ _LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
 
 
 def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
-    """Who of these ranks waits for whom, by the stacks of a pool; "" if none of them waits."""
+    """Explain who of these ranks waits for whom, by the stacks of a pool; "" if none waits."""
     silent = [rank for rank in ranks if rank not in stacks]
     if silent:
         return (
@@ -289,13 +290,13 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
 
 
 def likely_cause(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
-    """One sentence on why these ranks do not answer, read off the stacks of their pool."""
+    """Return one sentence on why these ranks do not answer, from the stacks of their pool."""
     computing = f"{ranks_in_words(ranks)} is still computing (or sleeping); see its stack."
     return f"Likely cause: {who_waits(stacks, ranks) or computing}"
 
 
 def ranks_alike(values: Mapping[int, str]) -> list[list[int]]:
-    """The ranks of each value, the rarest value first: of a thousand ranks, the odd one tells."""
+    """Return the ranks of each value, the rarest value first."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, value in sorted(values.items()):
         alike[value].append(rank)
@@ -303,7 +304,7 @@ def ranks_alike(values: Mapping[int, str]) -> list[list[int]]:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, `rank 1, 2`, `rank 0-511, 513-1023`."""
+    """Return words such as `rank 3`, `rank 1, 2`, or `rank 0-511, 513-1023`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -320,7 +321,7 @@ def _by_place(place_of: Mapping[int, str]) -> str:
 
 
 def _collective_of(stack: str) -> str:
-    """The collective that a rank is in, and the frame outside torch that entered it; or ""."""
+    """Return a rank's collective and the frame outside torch that entered it, or ""."""
     if on_gpu := _ON_GPU.search(stack):
         return f"{on_gpu['name']} ({on_gpu['place']})"
     entered = list(_COLLECTIVE.finditer(stack))
@@ -333,7 +334,7 @@ def _collective_of(stack: str) -> str:
 
 
 def _lock_of(stack: str) -> str | None:
-    """The function that waits for another thread of its process; None if none does."""
+    """Return the function that waits for another thread of its process, or None."""
     frames = list(_FRAME.finditer(stack))
     if not frames:
         return None
@@ -348,19 +349,19 @@ def _lock_of(stack: str) -> str | None:
 
 
 class Pool(Protocol):
-    """The processes of one pool, as its transport shows them."""
+    """The part of a transport that shows the processes of its pool."""
 
     world_size: int
 
     def describe(self, rank: int, role: str | None = None) -> str:
-        """A rank for messages."""
+        """Describe a rank for messages."""
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """The Python stacks of every process that answers in that time."""
+        """Return the Python stack of every process that answers in that time."""
 
 
 def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
-    """A wait that hangs: what is late, the likely cause, and the stacks of all ranks."""
+    """Describe a wait that hangs: what is late, the likely cause, and the stacks of all ranks."""
     lines = [what, cause]
     shown = {rank: stacks.get(rank, "no answer") for rank in range(transport.world_size)}
     alike = ranks_alike(shown)
@@ -377,9 +378,9 @@ class HangWatch:
     """Explains why the calls on one pool do not end, while the driver waits for them.
 
     Ranks that show the same stacks in two looks, 5 s apart, stand still. If one of them is in a
-    collective, at a lock, or does not answer, the warning says who waits for whom, with the stacks.
-    A rank that computes is left alone. Each look has a thread of its own, so that a process that
-    does not answer holds nobody up.
+    collective, at a lock, or does not answer, a warning explains who waits for whom, with the
+    stacks. There is no warning about ranks that only compute. Each look has its own thread, so that
+    the driver does not wait for a process that does not answer.
     """
 
     def __init__(self, transport: Pool) -> None:
@@ -390,7 +391,7 @@ class HangWatch:
         self._explained: dict[int, str] | None = None
 
     def look_if_due(self, late: Mapping[str, Sequence[int]]) -> None:
-        """Look if it is time to; `late` has the ranks that each call waits for, by its name."""
+        """Look if it is time; `late` has the ranks that each call waits for, by the call's name."""
         now, is_looking = time.monotonic(), self._looking is not None and self._looking.is_alive()
         if late and now >= self._next_look and not is_looking:
             self._next_look, arguments = now + LOOK_EVERY_S, (dict(late),)

@@ -1,4 +1,4 @@
-"""What a worker's method returns: a batch, metrics, or both as one `Result`.
+"""The results of a worker's methods: a batch, metrics, or both as one `Result`.
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto: ...       # get() gives a DataProto
@@ -9,10 +9,9 @@
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> Result: ...        # get() gives a Result
 
-The annotation is the declaration (`declared_form`), and each worker holds what the method returned
-against it (`take_apart`). Of a method without one, the first of the three forms that fits is taken,
-as drivers and workers that were written for verl expect. Metrics travel in the call's header, so a
-future that is passed on travels as its batch.
+The annotation declares the form (`declared_form`), and each worker checks the result against it
+(`take_apart`). The result of a method without an annotation may have any of the three forms, as in
+verl. Metrics travel in the call's header, so a future that is passed on travels as its batch.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 
 Metrics = dict[str, Any]
-"""Names to numbers, strings, or lists of these; of a whole group, to the list over its ranks."""
+"""Name -> a number, a string, or a list of these; for a whole group, the list over its ranks."""
 
 
 class Result(NamedTuple):
-    """A batch and the metrics beside it."""
+    """A batch and its metrics."""
 
     batch: Any = None
     metrics: Metrics = {}
 
     @classmethod
     def of(cls, value: Any) -> Result:
-        """What a future gave, in whatever form its method declares.
+        """Return the value of a future as a `Result`, whatever form its method declares.
 
-        Metrics in `meta_info["metrics"]` of a batch, where verl's workers put them, count.
+        It includes metrics in `meta_info["metrics"]` of a batch, where verl's workers put them.
         """
         if isinstance(value, dict):
             return cls(None, value)
@@ -60,12 +59,12 @@ _NO_RESULT = (int, float, str, bool, list, torch.Tensor, np.ndarray)
 
 
 def declared_form(method: Callable[..., Any]) -> str:
-    """The form that a method's annotation promises; "" where it has none that says so."""
+    """Return the form that a method's annotation declares, or "" if it declares none."""
     annotation = getattr(method, "__annotations__", {}).get("return")
     if isinstance(annotation, str):
         try:
             annotation = eval(annotation, getattr(method, "__globals__", {}))
-        except Exception:  # noqa: BLE001 - a name of type checkers, or of a function
+        except Exception:  # noqa: BLE001 - the name exists only for type checkers
             return ""
     kind: Any = get_origin(annotation) or annotation
     if kind in _NO_RESULT:
@@ -79,7 +78,7 @@ def declared_form(method: Callable[..., Any]) -> str:
 
 
 def take_apart(value: Any, declared: str, where: str) -> tuple[Any, Metrics | None, str]:
-    """Payload, metrics and form of what a method returned; `where` names the method and rank."""
+    """Return payload, metrics and form of a result; `where` names the method and rank."""
     payload, metrics, form = rows_of(value), None, type(value).__name__
     if isinstance(value, dict):
         payload, metrics, form = None, value, METRICS
@@ -93,7 +92,7 @@ def take_apart(value: Any, declared: str, where: str) -> tuple[Any, Metrics | No
 
 
 def form_of(headers: Sequence[Header], where: str) -> str:
-    """The form in which these ranks returned; refuses what is none, and a mixture."""
+    """Return the form of these ranks' results; raise if one has none, or if the forms differ."""
     forms = {header.rank: header.returned for header in headers}
     alone = [rank for rank, form in forms.items() if form == METRICS]
     if alone and len(alone) < len(forms):
@@ -114,9 +113,9 @@ def form_of(headers: Sequence[Header], where: str) -> str:
 
 
 def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:
-    """Name -> the values of these ranks, in their order.
+    """Return name -> the values of these ranks, in their order.
 
-    A rank's own list is chained in. Ranks that held padding only are left out if others have some.
+    A rank's list is chained in. Ranks with only padding are left out unless all have only padding.
     """
     reporting = [header for header in headers if header.metrics is not None]
     with_real_rows = [header for header in reporting if not header.only_padding]
@@ -144,7 +143,7 @@ def _plain_metrics(metrics: dict[Any, Any], where: str) -> Metrics:
 
 
 def _plain_value(value: Any, name: str, where: str) -> Any:
-    """A number or string of Python's own, of numpy's and torch's scalars too."""
+    """Return a number or string of Python for a scalar of Python, numpy or torch."""
     if type(value) in (float, int, bool, str):
         return value
     if isinstance(value, torch.Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:

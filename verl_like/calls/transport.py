@@ -1,8 +1,9 @@
 """The base class of every backend's transport, which carries calls to worker processes.
 
 pending = transport.submit(rank, call, parts)   # references to payload and header
-ready = transport.wait(references, seconds)     # those that are there
+ready = transport.wait(references, seconds)     # the references that are answered
 value = transport.fetch(reference)              # the value, or the error of a dead process
+transport.kill(rank)                            # for an injected fault
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from verl_like.process.facts import ProcessFacts
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FINISHED_KEPT = 100_000
-"""Headers of finished calls that are kept until somebody takes them."""
+"""Headers of finished calls that are kept until they are taken."""
 
 
 class Transport(ABC):
@@ -32,9 +33,9 @@ class Transport(ABC):
     """
 
     kind: str
-    """References of one kind may be waited for, fetched and passed on by any transport of it."""
+    """Transports of one kind can wait for, fetch and pass on each other's references."""
     can_kill: ClassVar[bool] = False
-    """Whether the ranks have processes of their own, apart from the driver's."""
+    """Whether the ranks have their own processes, apart from the driver's."""
     started: list[Header]
     """The header of every rank's construction of its roles."""
 
@@ -46,12 +47,12 @@ class Transport(ABC):
         self.finished: deque[Header] = deque(maxlen=FINISHED_KEPT)
         """Headers of the last finished calls, oldest first, for `take_finished`."""
         self.abandoned: deque[tuple[str, list[Any]]] = deque()
-        """Name and header references of every call whose future nobody read."""
+        """Name and header references of every call whose future was dropped before it was read."""
         self.call_times = CallTimes()
         self.companions: Sequence[Transport] = ()
-        """Those of other pools without which a run cannot go on."""
+        """The transports of other pools without which a run cannot go on."""
         self.is_replaceable = False
-        """Whether others may finish their work when this one is lost."""
+        """Whether other pools may finish their work when a rank of this one is lost."""
         self._is_said_lost = False
 
     @abstractmethod
@@ -73,7 +74,7 @@ class Transport(ABC):
         """
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
-        """The values behind all these references; None if one is late or cannot be had."""
+        """Return the values behind all these references, or None if one is late or lost."""
         missing = set(references)
         until = time.monotonic() + seconds
         while missing:
@@ -87,7 +88,7 @@ class Transport(ABC):
 
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
-        """The Python stacks of every process that answers in that time, past the queue of calls."""
+        """Return the Python stack of every process that answers in time, past its queue."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -95,27 +96,27 @@ class Transport(ABC):
 
     @abstractmethod
     def construct_again(self) -> None:
-        """Construct every rank's roles again, in the same processes; waits for it."""
+        """Construct every rank's roles again in the same processes, and wait for it."""
 
     @abstractmethod
     def place(self, rank: int) -> str:
-        """Process and machine of a rank, in words."""
+        """Describe the process and machine of a rank."""
 
     def describe(self, rank: int, role: str | None = None) -> str:
-        """A rank for messages: role, place, and where that role's log is."""
+        """Describe a rank for messages: role, place, and that role's log."""
         facts = self.facts[rank]
         place = ", ".join(part for part in (self.place(rank), facts.log_in_words(role)) if part)
         return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The ranks that can never answer, each with the reason: its process is gone or stopped.
+        """Return the ranks whose process is gone or stopped, each with the reason.
 
-        References to calls do not always say so, and an idle rank has none.
+        References to calls do not always report it, and an idle rank has none.
         """
         return {}
 
     def kill(self, rank: int) -> None:
-        """End the process of a rank by SIGKILL, for an injected fault."""
+        """Send SIGKILL to the process of a rank, for an injected fault."""
         raise NotImplementedError(f"the processes of {self.kind} are not killed")
 
     def check_companions(self, what: str) -> None:
@@ -126,7 +127,7 @@ class Transport(ABC):
     def check_idle(self, what: str) -> None:
         """Raise if a rank is gone, while `what` is waited for.
 
-        The loss of a pool that can be replaced is logged once: whoever calls it next will see.
+        The loss of a pool that can be replaced is only logged, once. The next call on it fails.
         """
         for rank, why in self.lost(range(self.world_size)).items():
             words = f"{self.describe(rank)}, idle during {what}: {why}"
@@ -137,18 +138,18 @@ class Transport(ABC):
             self._is_said_lost = True
 
     def take_finished(self) -> list[Header]:
-        """The headers of the calls finished since the last time: what a timeline is drawn from."""
+        """Return the headers of the calls finished since the last time, for a timeline."""
         return list(take_all(self.finished))
 
     def share(self, value: Any) -> tuple[Any, Any]:
-        """A large value as ranks will get it, and what keeps it alive.
+        """Return a large value as a part of calls, and the object that keeps the part alive.
 
         A backend with an object store puts the value there.
         """
         return value, None
 
     def join(self, references: Sequence[Any]) -> Any | None:
-        """One reference to a list of these values; None where they are passed one by one.
+        """Return one reference to a list of these values, or None to pass them one by one.
 
         Each of N ranks that gets a future's chunk needs all N headers.
         """
@@ -170,7 +171,7 @@ class Transport(ABC):
 
 
 def take_all(entries: deque[T]) -> Iterator[T]:
-    """Take out the entries that are there now; other threads may add and take meanwhile."""
+    """Take out the entries that are there now, while other threads may add and take some."""
     for _ in range(len(entries)):
         try:
             entry = entries.popleft()

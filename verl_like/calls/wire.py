@@ -1,9 +1,9 @@
-"""What travels between the driver and a worker process.
+"""The wire format: the messages between the driver and a worker process.
 
-A `Call` goes there; a payload and its `Header` come back. The header is small and tells the driver
-what came back without the data. Small arguments travel inside the call. Large ones, and the results
-of other calls, travel beside it as parts, and slots stand for them in the call: `Packer` makes
-these in the driver, and `unpack` fills them in the worker.
+A `Call` goes to the worker; a payload and its `Header` come back. The header is small and describes
+the payload. Small arguments travel inside the call. Large ones, and the results of other calls,
+travel next to it as parts. A slot in the call stands for each part: `Packer` makes the slots in the
+driver, and `unpack` fills them in the worker.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import DispatchError, WorkerError
 
 SHARED_BYTES = 100_000
-"""Values from this size on travel as parts of their own.
+"""Larger values travel as parts.
 
-A value that goes to several ranks is shared: a backend with an object store puts it there once.
+A part that goes to several ranks is shared: a backend with an object store puts it there once.
 """
 BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
-"""The forms of what a data-parallel method returns (`verl_like.calls.result`)."""
+"""The forms of a data-parallel method's result (`verl_like.calls.result`)."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for the value of part number `part`."""
+    """The place of the value of part number `part`."""
 
     part: int
 
 
 @dataclass(frozen=True)
 class ChunkSlot:
-    """Stands for one chunk of another group's result.
+    """The place of one chunk of another group's result.
 
-    `payload` is the number of its part, `headers` those of the headers of all chunks.
+    `payload` is the number of its part, and `headers` are the numbers of all chunks' headers.
     """
 
     payload: int
@@ -55,7 +55,7 @@ class ChunkSlot:
 
 @dataclass(frozen=True)
 class FutureChunk:
-    """A chunk of a result that is still being made: it travels as references."""
+    """A chunk of a result that another group still computes: it travels as references."""
 
     payload: Any
     headers: Sequence[Any]
@@ -67,9 +67,9 @@ class Call:
     """One method call on one worker.
 
     `returns_batch`: the result may be passed on to other workers, so the payload travels apart
-    from its header. `counts` is False for a rank whose result another one, which shares its model,
-    gives as well: only its header comes back. A call that goes `past_queue` runs at once, in a
-    thread of its own beside whatever is running; it has no slots.
+    from its header. `counts` is False for a rank that shares its model with a rank whose result is
+    collected: only its header comes back. A call `past_queue` runs at once in its own thread, and
+    has no slots.
     """
 
     role: str
@@ -82,7 +82,7 @@ class Call:
 
 
 class RemoteError(NamedTuple):
-    """An exception as it left a worker: pickled, if it can be, and its traceback as text."""
+    """An exception of a worker: pickled if possible, with its traceback as text."""
 
     pickled: bytes | None
     type_name: str
@@ -90,9 +90,9 @@ class RemoteError(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteError:
-        """Pickle an exception that the driver can raise and show.
+        """Pickle an exception if the driver can raise and show it.
 
-        Anything but an `Exception`, such as an exit, would pass the driver's own handlers.
+        The driver cannot raise an exit, for example: it would pass the driver's own handlers.
         """
         text = "".join(traceback.format_exception(error))
         pickled: bytes | None = None
@@ -103,10 +103,7 @@ class RemoteError(NamedTuple):
         return cls(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)
 
     def rebuild(self, where: str) -> BaseException:
-        """The exception to raise on the driver, of its own type.
-
-        The worker's place and traceback are in a note.
-        """
+        """Return the exception with its type, and a note of the worker's place and traceback."""
         error: BaseException | None = None
         if self.pickled is not None:
             with contextlib.suppress(Exception):  # its class may be importable in the worker only
@@ -121,16 +118,16 @@ class RemoteError(NamedTuple):
 
 
 def _can_be_shown(error: object) -> bool:
-    """Whether it is an exception with a text, as all that report it expect."""
+    """Return whether this is an exception with a text."""
     return isinstance(error, Exception) and isinstance(str(error), str)
 
 
 class Header(NamedTuple):
-    """What the driver learns of a finished call at once: who ran it, when, what came, or why not.
+    """The description of a finished call: who ran it, when, and its result or error.
 
     `rows` counts the real rows of the payload; rows after them are padding. `metrics` are what the
-    method returned beside its batch, or instead of one. `only_padding`: the rank had no real row.
-    `returned` is the form of what a data-parallel method returned.
+    method returned with its batch, or instead of one. `only_padding`: the rank had no real row.
+    `returned` is the form of a data-parallel method's result.
     """
 
     role: str
@@ -149,13 +146,13 @@ class Header(NamedTuple):
     returned: str = ""
 
     def packed(self) -> bytes:
-        """The values alone, in the quickest way there is: a header comes with every call."""
+        """Return the values in the fastest format: a header comes with every call."""
         error: Any = None if self.error is None else tuple(self.error)
         return marshal.dumps(tuple(self._replace(error=error)))
 
     @staticmethod
     def read(value: Any) -> Header:
-        """A header as it arrived: packed, packed with its payload, or as it is."""
+        """Return the header of an answer: packed, packed with its payload, or not packed."""
         if isinstance(value, Header):
             return value
         header = Header._make(marshal.loads(value if isinstance(value, bytes) else value[0]))
@@ -165,24 +162,24 @@ class Header(NamedTuple):
 
 
 Answer = bytes | tuple[bytes, Any]
-"""A packed header and its payload as one value; a payload of None takes no room."""
+"""A packed header and its payload as one value; a payload of None is left out."""
 
 
 def answer_of(payload: Any, header: Header) -> Answer:
-    """Header and payload as one value."""
+    """Return header and payload as one value."""
     return header.packed() if payload is None else (header.packed(), payload)
 
 
 def payload_of(answer: Any) -> Any:
-    """The payload of an answer."""
+    """Return the payload of an answer."""
     return answer[1] if type(answer) is tuple else None
 
 
 @dataclass(frozen=True)
 class Pending:
-    """The references that a submitted call gives at once.
+    """The references to the payload and the header of a submitted call.
 
-    Where header and payload travel as one `Answer`, both are the same reference.
+    They are the same if header and payload travel as one `Answer`.
     """
 
     rank: int
@@ -192,7 +189,7 @@ class Pending:
 
     @property
     def is_one_answer(self) -> bool:
-        """Whether header and payload travel as one value."""
+        """Return whether header and payload travel as one value."""
         return self.payload is self.header
 
 
@@ -200,18 +197,18 @@ class Pending:
 
 
 class Packer:
-    """Packs the arguments of one call for several ranks: a value that they share is shared once."""
+    """Packs the arguments of one call for several ranks, and shares each large value once."""
 
     def __init__(self, share: Callable[[Any], tuple[Any, Any]]) -> None:
-        """`share` is the transport's."""
+        """`share` is the method of the transport."""
         self._share = share
         self._shared: dict[int, tuple[Any, Any]] = {}
-        """By identity: a large value (held, so that it keeps its identity), and its part."""
+        """By `id`: a large value, which is held so that the id stays valid, and its part."""
         self.keeps: list[Any] = []
-        """What must be held until the call has ended, because other calls may share it."""
+        """Shared parts, which must be held until the call has ended."""
 
     def pack(self, value: Any, parts: list[Any]) -> Any:
-        """The value as it travels in a call, with what it needs added to the call's `parts`."""
+        """Return the value as it travels in a call, after its parts were added to `parts`."""
         if isinstance(value, FutureChunk):
             first = len(parts)
             parts += [value.payload, *value.headers]
@@ -227,7 +224,7 @@ class Packer:
 
 
 def num_bytes(value: Any) -> int:
-    """The bytes of a tensor, an array or a batch; anything else is taken to be small: 0."""
+    """Return the bytes of a tensor, an array or a batch, and 0 for any other value."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.nbytes)
     if isinstance(value, DataProto):
@@ -239,17 +236,14 @@ def num_bytes(value: Any) -> int:
 
 
 class UpstreamError(Exception):
-    """An argument could not be had because the call that makes it failed."""
+    """An argument is missing because the call that computes it failed."""
 
     def __init__(self, error: RemoteError):
         self.error = error
 
 
 def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
-    """An argument with its slots filled.
-
-    A batch is a private copy unless the method promised not to write.
-    """
+    """Return an argument with its slot filled, as a copy unless the method is `readonly`."""
     if isinstance(value, ChunkSlot):
         headers = _headers_of(value, parts)
         header = headers[value.index]
@@ -270,7 +264,7 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
 
 
 def _headers_of(slot: ChunkSlot, parts: Sequence[Any]) -> list[Header]:
-    """The headers of all chunks of a result; the error of a call that failed is raised."""
+    """Return the headers of all chunks of a result, or raise the error of a call that failed."""
     values = [parts[number] for number in slot.headers]
     if len(values) == 1 and isinstance(values[0], list):
         values = values[0]
@@ -282,14 +276,14 @@ def _headers_of(slot: ChunkSlot, parts: Sequence[Any]) -> list[Header]:
 
 
 class Chunk(NamedTuple):
-    """Rows of a split batch that a method got, padding included, and whose they are."""
+    """The number of rows of a split batch that a method got, with padding, and their `Shard`."""
 
     num_rows: int
     shard: Shard
 
 
 def chunk_of(arguments: Iterable[Any]) -> Chunk | None:
-    """The chunk that the results of a call are measured by: the first among its arguments."""
+    """Return the first chunk among the arguments, which the result's rows are compared with."""
     for value in arguments:
         if isinstance(value, DataProto) and value.shard is not None:
             return Chunk(len(value), value.shard)

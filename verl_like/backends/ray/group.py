@@ -29,17 +29,17 @@ from verl_like.process.facts import ProcessFacts
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class and its arguments, with options for the Ray actor that will hold it."""
+    """A worker class and its arguments, with options for its Ray actor."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        # what `ray.remote(Worker)` made: take the worker out again
+        # a class that `ray.remote(Worker)` made holds the worker
         metadata = getattr(cls, "__ray_metadata__", None)
         worker = metadata.modified_class.__ray_actor_class__ if metadata else cls
         super().__init__(worker, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """More options for the actor, as `ray.remote` takes them.
+        """Add options of `ray.remote` for the actor.
 
         Variables of its `runtime_env` are added to the group's `worker_env`.
         """
@@ -74,10 +74,10 @@ class RayWorkerGroup(_RunningWorkers):
         device_name: str | None = None,
         detached: bool = False,
     ) -> None:
-        """Starts one actor per process of the pool and constructs the roles.
+        """Start one actor per process of the pool, and construct the roles.
 
-        The actors have names that no other run has. They compute on `device_name` ("cpu" or
-        "cuda"), unless given on what the pool has. Detached ones outlive this driver.
+        The actors have unique names. They compute on `device_name` ("cpu" or "cuda"; the default is
+        what the pool has). Detached actors outlive this driver.
         """
         if not isinstance(resource_pool, RayResourcePool):
             raise PlacementError(
@@ -120,10 +120,10 @@ class RayWorkerGroup(_RunningWorkers):
         name_prefix: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> _RunningWorkers:
-        """The group of workers that run already, by the `worker_names` of theirs.
+        """Return a group of the running workers with these names.
 
-        `ray_cls_with_init` says which methods they have; nothing is constructed. `name_prefix` is
-        that of the group that started them, and need not be said.
+        `ray_cls_with_init` has the classes of their roles; nothing is constructed. `name_prefix` is
+        the one of the group that started them, and may be left out.
         """
         try:
             actors = [ray.get_actor(name) for name in worker_names]
@@ -154,7 +154,7 @@ def _start_actors(
     bundles: Sequence[Bundle],
     options: Mapping[str, Any],
 ) -> list[Any]:
-    """An actor on every place, which has yet to construct its roles."""
+    """Start an actor on every place, without its roles."""
     packages = own_packages()
     actors = []
     for name, fact, bundle in zip(names, facts, bundles, strict=True):
@@ -165,7 +165,7 @@ def _start_actors(
 
 
 def _device_kind(device_name: str | None, pool: RayResourcePool) -> str:
-    """What the workers compute on: what was asked for, if the pool has it."""
+    """Return the kind of device that the workers compute on, which the pool must have."""
     has = "cuda" if pool.use_gpu else "cpu"
     if device_name not in (None, "cpu", has):
         raise PlacementError(
@@ -178,7 +178,7 @@ def _device_kind(device_name: str | None, pool: RayResourcePool) -> str:
 def _actor_options(
     roles: Mapping[str, ClassWithInitArgs], worker_env: dict[str, str]
 ) -> dict[str, Any]:
-    """What the roles ask for the actor that holds them all, with the variables of all in one."""
+    """Return the options of the actor that holds all the roles, with the variables of all."""
     options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
     variables, runtime_env = dict(worker_env), {}
     for role, made in roles.items():
@@ -198,7 +198,7 @@ def _actor_options(
 
 
 def _place(bundle: Bundle) -> dict[str, Any]:
-    """The options that put an actor on its place of the pool."""
+    """Return the options that put an actor on its place of the pool."""
     return {
         "num_cpus": bundle.cpus,
         "num_gpus": bundle.gpus,

@@ -1,4 +1,4 @@
-"""The actor that a worker process is on Ray: a `WorkerHost` behind Ray's method calls."""
+"""The actor of a worker process on Ray: a `WorkerHost` behind Ray's method calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl_like.process.host import WorkerHost
 
 @dataclass(frozen=True)
 class Location:
-    """Where a worker process lives, and waits for its driver's connection."""
+    """The node of a worker process, and the address where it waits for its driver."""
 
     node: str
     endpoint: rpc.Endpoint
@@ -35,7 +35,7 @@ class RayHost:
     """
 
     def __init__(self, recipes: bytes, facts: ProcessFacts, own_packages: list[str]) -> None:
-        """The roles come pickled: what they import is found only once the import path is right."""
+        """The roles come pickled, because they import modules after the import path was set."""
         prefer_own_packages(own_packages)
         import torch
 
@@ -43,15 +43,15 @@ class RayHost:
         self._host = WorkerHost(recipes, replace(facts, device_index=_device_index(facts)))
 
     def facts(self) -> ProcessFacts:
-        """What this process was started with."""
+        """Return the facts that this process was started with."""
         return self._host.facts
 
     def location(self) -> Answer:
-        """A `Location`: a driver that comes there asks beside the queue of calls."""
+        """Return the `Location` where a driver connects to ask past the queue of calls."""
         return answer_of(*self._host.located(self._wait_for_driver))
 
     def _wait_for_driver(self) -> Location:
-        # on one machine nobody comes from elsewhere
+        # on one machine no driver comes from another one
         one_node = self._host.facts.one_node
         address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
@@ -69,29 +69,30 @@ class RayHost:
         return self._host.start(master).packed()
 
     def construct_again(self) -> bytes:
-        """Construct the roles anew."""
+        """Construct the roles again."""
         return self._host.construct_again().packed()
 
     def roles_there(self) -> bytes:
-        """What `start` has said: another driver learns the meshes from it."""
+        """Return the header of `start`, from which another driver learns the meshes."""
         return self._host.started().packed()
 
     def call(self, call: bytes | tuple[Any, ...], *parts: Any) -> Answer:
-        """Run one method: header and payload in one object, for each has its price.
+        """Run one method, and return header and payload as one object, which is faster than two.
 
-        `call` holds role and method, then the arguments, if there are any; mostly it is pickled.
+        `call` holds role and method, then the arguments, if there are any. It is pickled unless
+        only Ray can pickle it.
         """
         payload, header = self._host.call(_unpacked(call), parts)
         return answer_of(payload, header)
 
     @ray.method(num_returns=2)
     def call_for_batch(self, call: bytes | tuple[Any, ...], *parts: Any) -> tuple[Any, bytes]:
-        """Run one method whose payload may go to other workers, without its header."""
+        """Run one method whose payload may go to other workers without its header."""
         payload, header = self._host.call(_unpacked(call, returns_batch=True), parts)
         return payload, header.packed()
 
     def call_for_header(self, call: bytes | tuple[Any, ...], *parts: Any) -> bytes:
-        """Run one method whose payload comes from another rank."""
+        """Run one method whose payload another rank returns."""
         does_not_count = _unpacked(call, returns_batch=True, counts=False)
         return self._host.call(does_not_count, parts)[1].packed()
 
@@ -117,14 +118,14 @@ def _device_index(facts: ProcessFacts) -> int | None:
 def _unpacked(
     call: bytes | tuple[Any, ...], returns_batch: bool = False, counts: bool = True
 ) -> Call:
-    """The call; one without arguments travels as role and method alone."""
+    """Return the call; one without arguments travels as role and method only."""
     parts: tuple[Any, ...] = pickle.loads(call) if isinstance(call, bytes) else call
     role, method, args, kwargs = parts if len(parts) == 4 else (*parts, (), {})
     return Call(role, method, args, kwargs, returns_batch, counts)
 
 
 def own_packages() -> list[str]:
-    """The packages that this process has found in the same folder as ours."""
+    """Return the imported packages that are in the same folder as ours."""
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -134,7 +135,7 @@ def own_packages() -> list[str]:
 
 
 def prefer_own_packages(names: Iterable[str]) -> None:
-    """Import these from our folder: those that hold namesakes move behind it on the import path.
+    """Move folders with packages of the same names behind our folder on the import path.
 
     Ray puts the driver's folder first.
     """

@@ -1,11 +1,11 @@
-"""Calls as tasks of Ray actors.
+"""The transport of Ray: calls are tasks of actors.
 
-Payloads stay in the object store and go from worker to worker as references. Requests for stacks,
-and calls that go past the queue, take a connection of their own (`verl_like.backends.rpc`).
+Payloads stay in the object store and go from worker to worker as references. Requests for stacks
+and calls past the queue take a separate connection (`verl_like.backends.rpc`).
 
-Calls and batches are pickled before Ray sees them, because its own pickler takes several times as
-long (`pack`). Equal batches are put into the store once (`put_once`): several roles read the same
-columns of a step.
+Calls and batches are pickled before Ray sees them, because Ray's own pickler takes several times as
+long (`pack`). Equal batches are put into the store once (`put_once`), because several roles read
+the same columns in a step.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
 
 MOST_APART = 64
-"""References to headers that a task gets one by one."""
+"""A task gets up to this many references to headers one by one."""
 ONLY_FOR_RAY = (b"__main__", b"\x03ray", b"ray.")
-"""A pickle that holds one of these is left to Ray: other processes cannot import the first module,
-and Ray has to count its own objects. (`\\x03` is the length of the name that follows.)
+"""Ray itself pickles a value whose pickle holds one of these: other processes cannot import the
+first module, and Ray has to count its own objects. (`\\x03` is the length of the name after it.)
 """
 
 
@@ -56,7 +56,7 @@ def _joined(*values: Any) -> list[Any]:
 
 
 class RayTransport(ProcessTransport):
-    """Calls travel as actor tasks; a payload stays in the object store until it is asked for."""
+    """Calls travel as actor tasks; a payload stays in the object store until it is fetched."""
 
     kind = "ray"
 
@@ -68,10 +68,10 @@ class RayTransport(ProcessTransport):
         names: Sequence[str],
         master_port: int | None = None,
     ):
-        """Wait until every actor says that its roles are there.
+        """Wait until every actor has its roles.
 
-        With a port, which 0 leaves to rank 0, they construct them; another driver had them do so
-        where there is none.
+        With a `master_port` (0: rank 0 chooses one) the actors construct the roles now. Without
+        one, another driver has constructed them.
         """
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
@@ -95,7 +95,7 @@ class RayTransport(ProcessTransport):
             raise
 
     def _start(self, master_port: int | None) -> list[Any]:
-        """The answers to come of roles that are there."""
+        """Return references to the headers of the roles' construction."""
         if master_port is None:
             return [actor.roles_there.remote() for actor in self.actors]
         master = self.actors[0].open_store.remote(master_port)
@@ -129,7 +129,7 @@ class RayTransport(ProcessTransport):
         return self._tasks[key]
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """The references that are in the store or have failed; none when Ray has been shut down."""
+        """Return the references that are in the store or have failed; none after Ray's shutdown."""
         if not ray.is_initialized():
             return []
         until = time.monotonic() + seconds
@@ -143,7 +143,7 @@ class RayTransport(ProcessTransport):
         return here
 
     def fetch(self, reference: Any) -> Any:
-        """Bring it to this process."""
+        """Return the value behind the reference, in this process."""
         if isinstance(reference, Part):
             return reference.value()
         try:
@@ -167,7 +167,7 @@ class RayTransport(ProcessTransport):
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
-        """One request for everything; a failure among them is for `fetch` to explain."""
+        """Fetch all values by one request, or return None if one failed: `fetch` explains it."""
         if any(isinstance(reference, Part) for reference in references):
             return super().fetch_together(references, seconds)
         try:
@@ -176,13 +176,13 @@ class RayTransport(ProcessTransport):
             return None
 
     def place(self, rank: int) -> str:
-        """The process and its node; before it has started, the actor's name."""
+        """Return the process and its node, or the actor's name before it has started."""
         if not self._nodes:
             return f"actor {self.names[rank]}"
         return f"pid {self.started[rank].pid} on {self._cluster.address(self._nodes[rank])}"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Ranks without a head, a node's daemon, or a process."""
+        """Return the ranks whose cluster's head, node or process is gone, and why."""
         if not self._nodes:
             return {}
         ranks, head = list(ranks), self._cluster.why_head_gone()
@@ -197,12 +197,12 @@ class RayTransport(ProcessTransport):
         return f"the worker process (pid {pid}) is gone: it broke off (its log may say why)."
 
     def pid_here(self, rank: int) -> int | None:
-        """The actor's process, if its node is this one."""
+        """Return the actor's process id if it is on this node."""
         is_here = self._nodes and self._nodes[rank] == self._here
         return self.started[rank].pid if is_here else None
 
     def shutdown(self) -> None:
-        """Kill the actors; a cluster that does not answer is left alone."""
+        """Kill the actors, in bounded time if the cluster does not answer."""
         if ray.is_initialized():
             within(RELEASE_S, self._kill, f"ending the workers of {self.facts[0].name}")
 
@@ -211,11 +211,11 @@ class RayTransport(ProcessTransport):
             ray.kill(actor)
 
     def join(self, references: Sequence[Any]) -> Any | None:
-        """By a task, where they are many: each reference among a call's arguments has its price."""
+        """Join many references by a task, because each one among a call's arguments takes time."""
         return _joined.remote(*references) if len(references) > MOST_APART else None
 
     def share(self, value: Any) -> tuple[Any, Any]:
-        """Into the object store, once for all ranks, unless it is small without its padding."""
+        """Put the value into the object store once, unless it is small without its padding."""
         return small_or_stored(value)
 
 
@@ -261,10 +261,10 @@ def _memory_in_words(text: str) -> str:
 
 
 class Packed:
-    """A pickle whose buffers are apart: whoever unpickles this gets the value itself."""
+    """A pickle with separate buffers, which unpickles to the value itself."""
 
     def __init__(self, head: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
-        """As `pack` made them."""
+        """`head` and `buffers` come from `pack`."""
         self.head, self.buffers = head, list(buffers)
 
     @property
@@ -273,7 +273,7 @@ class Packed:
         return len(self.head) + sum(buffer.raw().nbytes for buffer in self.buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The buffers travel as buffers again, without a copy."""
+        """Let the buffers travel as buffers again, without a copy."""
         return _value_of, (self.head, self.buffers)
 
 
@@ -282,25 +282,25 @@ def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
 
 
 def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
-    """The value pickled, its buffers put into that list if there is one; None: only Ray can."""
+    """Pickle the value, with its buffers in that list; None if only Ray can do it."""
     if cloudpickle.list_registry_pickle_by_value():
         return None
     try:
         head = pickle.dumps(value, 5, buffer_callback=None if buffers is None else buffers.append)
-    except Exception:  # noqa: BLE001 - objects of the user's may refuse in any way
+    except Exception:  # noqa: BLE001 - users' objects may raise anything
         return None
     return None if any(word in head for word in ONLY_FOR_RAY) else head
 
 
 def pack_batch(value: Any) -> Packed | None:
-    """A batch pickled with its buffers; None for other values and for what only Ray can pickle."""
+    """Pickle a batch with its buffers; None for other values and if only Ray can pickle it."""
     buffers: list[pickle.PickleBuffer] = []
     head = pack(value, buffers) if type(value) is DataProto else None
     return None if head is None else Packed(head, buffers)
 
 
 class Stored:
-    """A value in the store, as long as this is held."""
+    """A value in the store, which stays there as long as this object is held."""
 
     def __init__(self, reference: Any) -> None:
         """`reference` is a Ray `ObjectRef`."""
@@ -308,15 +308,15 @@ class Stored:
 
 
 _held: weakref.WeakValueDictionary[tuple[str, bytes], Stored] = weakref.WeakValueDictionary()
-"""By connection to a cluster, and content."""
+"""The batches in the store, by connection to a cluster and digest of the content."""
 _putting = threading.Lock()
 
 
 def small_or_stored(value: Any) -> tuple[Any, Stored | None]:
-    """A value as a call gets it beside it, and what must be held for that.
+    """Return a value as a part of calls, and the object that keeps it in the store.
 
-    A batch that is small without its padding goes with the call: to put it, and to pass a
-    reference, would cost the driver several times as much.
+    A batch that is small without its padding travels with the call: to put it and to pass a
+    reference would take the driver several times as long.
     """
     packed = pack_batch(value)
     if packed is not None and packed.num_bytes < SHARED_BYTES:
@@ -326,7 +326,7 @@ def small_or_stored(value: Any) -> tuple[Any, Stored | None]:
 
 
 def put_once(value: Any) -> Stored:
-    """The value in the store; an equal batch that somebody holds is not put again."""
+    """Put the value into the store, unless an equal batch is held there."""
     packed = value if isinstance(value, Packed) else pack_batch(value)
     if packed is None:
         return Stored(ray.put(value))
