@@ -38,7 +38,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.test_freq": {"False": "-1"},
 }
 """Key -> verl's word for a value -> ours."""
-TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
+TRACKERS = ("console", "tensorboard", "wandb")
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 

@@ -61,9 +61,8 @@ from workers.training.manifest import add_files
 LATEST = "latest_checkpointed_iteration.txt"
 MOST = 2**53
 """Of what a count may be: from there on JSON does not keep whole numbers apart."""
-WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
-"""What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
-"""
+WANDB_ID = "wandb_run_id.txt"
+"""The file with the id of the W&B run, in which a resumed run continues."""
 IS_LAST = "is_last_step"
 """In the driver's state of a checkpoint: no step of that run comes after it."""
 AFTER_LOSS_S = 10.0
@@ -310,8 +309,7 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         last = self.start_step if self.goes_on_here else -1
         if not self.goes_on_here:
-            for name in (WANDB_ID, MLFLOW_ID):  # this run's numbers go to one of their own there
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / WANDB_ID).unlink(missing_ok=True)  # the run starts a new one there
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
             lines = [line for line in json_objects(metrics)[0] if _is_of(line, last)]

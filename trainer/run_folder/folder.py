@@ -8,7 +8,6 @@
   placement.txt      which role runs where                  (trainer.launch, at start)
   metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
-  mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.tracking)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   chaos.jsonl        faults on purpose, if there are any    (trainer.roadside.fault_injection)
   restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)

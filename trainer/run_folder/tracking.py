@@ -22,10 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from trainer.config.flat import flat_config
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.report.read import spread
-from trainer.run_folder.checkpoint import MLFLOW_ID, WANDB_ID
+from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.notebook import NotebookConsole, is_in_notebook
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, json_objects, write_whole
@@ -39,8 +38,6 @@ MOST_SAMPLES = 16
 """Rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """Short beside the bar, so that the first number is seen on a terminal of 40 columns, too."""
-LONGEST_VALUE = 500
-"""Characters of a parameter's value that every version of MLflow takes."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
 """The few numbers of a step that a person watches, in words; empty where the recipe has none."""
 
@@ -214,78 +211,7 @@ class WandB:
         self._run.finish()
 
 
-class MLflow:
-    """A run of MLflow, with the configuration.
-
-    A resumed run goes on in the one that the run folder names.
-
-    MLflow itself is told where its server is, by MLFLOW_TRACKING_URI; without it, it keeps
-    the numbers in `mlflow.db` and `mlruns/` of the working directory.
-    """
-
-    def __init__(self, config: RunConfig, total_steps: int) -> None:
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-
-        # `Checkpoints.cut_back` has taken it away where the run begins anew
-        name = Path(config.trainer.default_local_dir) / MLFLOW_ID
-        try:
-            self._client = MlflowClient()
-            if name.is_file():
-                self._id = name.read_text(encoding="utf-8")
-                self._client.update_run(self._id, "RUNNING")
-            else:
-                self._id = self._new_run(config)
-        except MlflowException as error:
-            raise ConfigError(
-                f"trainer.logger names mlflow, which does not answer: {error}. Set "
-                "MLFLOW_TRACKING_URI to its server or to sqlite:///FILE, or take mlflow out."
-            ) from error
-        write_whole(name, self._id)
-
-    def _new_run(self, config: RunConfig) -> str:
-        """The id of a run in the experiment of the project's name."""
-        from mlflow.entities import Param
-
-        trainer = config.trainer
-        there = self._client.get_experiment_by_name(trainer.project_name)
-        where = (
-            self._client.create_experiment(trainer.project_name)
-            if there is None
-            else there.experiment_id
-        )
-        run_id: str = self._client.create_run(where, run_name=trainer.experiment_name).info.run_id
-        values = flat_config(config).items()
-        params = [Param(_in_mlflow(key), str(value)[:LONGEST_VALUE]) for key, value in values]
-        self._client.log_batch(run_id, params=params)
-        return run_id
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        entries = [Metric(_in_mlflow(name), value, now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._id, metrics=entries)
-
-    def write_samples(self, name: str, rows: Rows, step: int) -> None:
-        """As MLflow's own `log_table` writes it, which needs pandas."""
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-        self._client.log_dict(self._id, table, f"samples/{name}/{step}.json")
-
-    def close(self) -> None:
-        """End the run, as failed where an error ends ours."""
-        failure: Any = sys.exception()
-        stopped = isinstance(failure, KeyboardInterrupt)
-        status = "FINISHED" if failure is None else "KILLED" if stopped else "FAILED"
-        self._client.set_terminated(self._id, status)
-
-
-def _in_mlflow(name: str) -> str:
-    """The name in MLflow's letters: `mean@4` is mean_at_4 there."""
-    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB}
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
 

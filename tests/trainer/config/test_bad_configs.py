@@ -158,7 +158,7 @@ SETTINGS = [
         "trainer.logger=[wandbb]",
         [
             "'wandbb'",
-            "console, mlflow, tensorboard, wandb",
+            "console, tensorboard, wandb",
             "Did you mean 'wandb'",
             "metrics.jsonl is always written",
         ],
