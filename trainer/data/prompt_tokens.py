@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_like.errors import ConfigError
-from workers.models.chat_templates import TooMuchError
-
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: JSON can write it, UTF-8 and tokenizers cannot hold it."""
 OF_A_TEMPLATE = (
@@ -70,20 +67,6 @@ def check_length(text: str) -> None:
         raise ValueError(
             f"it has {len(text):,} characters, of which at most {LONGEST_TEXT:,} are tokenized"
         )
-
-
-def check_template(tokenizer: Any) -> None:
-    """Refuse a template that passes its bounds (`workers.models.chat_templates`) at once."""
-    if tokenizer.chat_template is None:
-        return
-    try:
-        written([{"role": "user", "content": "a"}], tokenizer, add_generation_prompt=True)
-    except ValueError as error:
-        if isinstance(error.__cause__, TooMuchError):
-            raise ConfigError(
-                f"{tokenizer.name_or_path}: {error}, for a message of one letter. Give the model "
-                "folder another."
-            ) from error
 
 
 def check_messages(column: str, messages: Any) -> None:

@@ -24,11 +24,10 @@ from trainer.data.config import DataConfig
 from trainer.data.files import listing, row_limit
 from trainer.data.loader import digest_of_rows, epoch_order, refuse_other_rows
 from trainer.data.prompt_table import read_prompts
-from trainer.data.prompt_tokens import check_template
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
-from workers.models.chat_templates import bound_templates
+from workers.models.chat_templates import check_template
 from workers.models.folder import model_folder
 from workers.rewards.code import find_open_assert
 
@@ -41,7 +40,6 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
 
     folder = model_folder(path, weights=False)
     try:
-        bound_templates()
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"

@@ -19,7 +19,6 @@ from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import Call, check_call, check_methods
 from workers.config.policy import replays_routing
 from workers.config.rollout import AUTO, ENGINES, FP8
-from workers.models.chat_templates import bound_templates
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.quantize import check_device
@@ -200,7 +199,6 @@ def tokenizer_of(path: str) -> Any:
     """The tokenizer of a model's folder."""
     from transformers import AutoTokenizer
 
-    bound_templates()
     folder = model_folder(path, weights=False)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
