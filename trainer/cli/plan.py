@@ -3,7 +3,7 @@ r"""usage: verl-like plan [RECIPE] plan.gpus=16 plan.device=H100 [key=value ...]
 Proposes on which GPUs each role should run, from the model's config.json and data sheets only. It
 takes the same key=value settings as `verl-like RECIPE` (ppo, detached, sft, reward-model or dpo; by
 default ppo) and prints the five best placements with their seconds per step and their memory, the
-keys of the best to paste, why others lose, and how many GPUs are needed. Keys that you set keep
+keys of the best to paste, and why others lose. Keys that you set keep
 their values. The others are searched: pools, parallel sizes, recomputation, offloading, the size of
 a pass, engines, makers.
 
@@ -17,7 +17,6 @@ a pass, engines, makers.
   plan.lengths=FILE        tokens of responses or rows, as a JSON list, instead of a mean
   plan.rewards=2.5         seconds per step in which the driver scores
   plan.environment=8       seconds per sample in which it waits for its environment
-  plan.from_run=DIR        takes settings, lengths, rewards and the speed of calls from a run
 
   verl-like plan plan.gpus=16 plan.device=H100 actor_rollout_ref.model.path=y
   verl-like plan sft plan.gpus=8 plan.device=A100 model.path=y
@@ -29,7 +28,6 @@ import gc
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ from trainer.config import compose
 from trainer.planner.cost import POINTS, spread
 from trainer.planner.devices import NUMBERS, device_of
 from trainer.planner.job import Job, cluster_keys
-from trainer.planner.measured import MeasuredRun, settings_of_run
 from trainer.planner.ppo import PPOJob
 from trainer.planner.words import MOST_GPUS, plan_text
 from trainer.rows.preflight import longest_row
@@ -60,8 +57,8 @@ JOBS = {
 ON_SAMPLES = ("ppo", "detached")
 """Recipes that plan samples; the others plan rows of a file."""
 ABBREVIATED = {"rm": "reward-model", "grpo": "ppo", "async": "detached"}
-TEXTS = ("device", "lengths", "from_run")
-OF_PPO = ("mean_prompt", "mean_response", "from_run", "rewards", "environment")
+TEXTS = ("device", "lengths")
+OF_PPO = ("mean_prompt", "mean_response", "rewards", "environment")
 OF_ROWS = ("mean_length",)
 OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *OF_PPO, *OF_ROWS)
 
@@ -111,47 +108,39 @@ def job_of(arguments: Sequence[str]) -> Job:
             f"plan.gpus={num_gpus} are no whole nodes of plan.per_node={per_node}: give "
             f"{below} or {below + per_node}."
         )
-    run = MeasuredRun.of(options["from_run"]) if "from_run" in options else None
-    defaults = settings_of_run(run.folder) if run else []
     cls = load_object(JOBS[recipe], "plan")
     cluster = cluster_keys(device, num_gpus, per_node)
-    config = compose.load_config([*keys, *cluster], cls.recipe, defaults)
+    config = compose.load_config([*keys, *cluster], cls.recipe)
     common = {
         "config": config,
         "settings": keys,
         "device": device,
         "num_gpus": num_gpus,
         "per_node": per_node,
-        "defaults": defaults,
     }
     if not issubclass(cls, PPOJob):
-        rows = _lengths(options, "length", "the longest row", longest_row(config), None)
+        rows = _lengths(options, "length", "the longest row", longest_row(config))
         job: Job = cls(**common, lengths=rows)
     else:
         data = config.data
         prompt_key, response_key = "data.max_prompt_length", "data.max_response_length"
-        of_run = (run.prompt, run.response) if run else (None, None)
-        mean_prompt = _mean(options, "prompt", prompt_key, data.max_prompt_length, of_run[0])
-        responses = _lengths(options, "response", response_key, data.max_response_length, of_run[1])
+        mean_prompt = _mean(options, "prompt", prompt_key, data.max_prompt_length)
+        responses = _lengths(options, "response", response_key, data.max_response_length)
         job = cls(
             **common,
             mean_prompt=mean_prompt,
             responses=responses,
             waits=options.get("environment", 0.0),
-            rewards=options.get("rewards", run.rewards if run else 0.0),
+            rewards=options.get("rewards", 0.0),
         )
-        if run is not None and isinstance(job, PPOJob):
-            job = replace(job, factors=run.factors(job))
     job.check()
     return job
 
 
-def _lengths(
-    options: Mapping[str, Any], part: str, limit_key: str, most: int, measured: float | None
-) -> Sequence[float]:
+def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> Sequence[float]:
     """Return equally likely lengths of responses or rows, from a file or by their mean."""
     if "lengths" not in options:
-        return spread(_mean(options, part, limit_key, most, measured), most)
+        return spread(_mean(options, part, limit_key, most), most)
     if f"mean_{part}" in options:
         raise ConfigError(f"plan.lengths and plan.mean_{part} say the same twice: drop one.")
     lengths = read_lengths(options["lengths"])
@@ -165,12 +154,10 @@ def _lengths(
     return lengths
 
 
-def _mean(
-    options: Mapping[str, Any], part: str, limit_key: str, most: int, measured: float | None
-) -> float:
+def _mean(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> float:
     """Return the mean tokens of prompts, responses or rows."""
     name = f"mean_{part}"
-    mean: float = options.get(name, measured or most / 2)
+    mean: float = options.get(name, most / 2)
     if mean > most:
         raise ConfigError(f"plan.{name}={mean:g} is above {limit_key}={most}.")
     return mean

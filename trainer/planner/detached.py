@@ -17,7 +17,7 @@ from trainer.detached.plan import setup_of
 from trainer.detached.recipe import DETACHED
 from trainer.detached.topology import TRAINER_POOL, maker_pool
 from trainer.planner.cost import Gpus
-from trainer.planner.job import PLACING, layout_keys, pool_key, sizes_of
+from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement, PoolPlan
 from trainer.planner.simulate import Phases, Setup, simulate, what_limits
@@ -82,11 +82,6 @@ class DetachedJob(PPOJob):
             raise ConfigError(
                 "detached.score_on=maker is not planned: seconds of scores are counted on the "
                 "trainer's GPUs. Leave it out to plan."
-            )
-        if self.own_pools:
-            raise ConfigError(
-                "A detached run places its roles by detached.makers and detached.trainers: set "
-                f"them, and leave {', '.join(PLACING)} out to plan."
             )
         super().check()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
@@ -44,7 +44,7 @@ SIZES = (2, 4, 8)
 WORTH_A_KEY = 0.01
 """Seconds that a key must save before it is changed."""
 PLACING = ("placement", "resource_pool_spec", "role_mapping")
-"""Keys that say where roles run. They are searched, and the user's are compared with the best."""
+"""Keys that say where roles run: the plan sets them."""
 LONG = 8192
 """Tokens of a row from which ranks share rows, also where there are rows for all ranks."""
 Keys = dict[str, Any]
@@ -63,10 +63,6 @@ class Job(ABC):
     device: Device
     num_gpus: int
     per_node: int
-    defaults: Sequence[str] = ()
-    """Settings that the user's override: those of a run."""
-    factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(role, method) -> ratio of the seconds that its calls took to the predicted ones."""
 
     # ------------------------------------------------------------------ what a recipe says
 
@@ -175,21 +171,6 @@ class Job(ABC):
         """Whether a GPU has room for the role without others."""
         return fit_together(self.device, [[layout]]) is not None
 
-    @functools.cached_property
-    def own_pools(self) -> list[tuple[tuple[str, ...], int]]:
-        """Roles and GPUs of every pool that the user has set; none where no key places a role."""
-        if not any(map(places_roles, self.keys)):
-            return []
-        pools = nominal_placement(self.config).pools.values()
-        found = [(tuple(r for r in self.roles if r in p.roles), p.world_size) for p in pools]
-        return [(roles, gpus) for roles, gpus in found if roles]
-
-    def own_placement(self) -> PlannedPlacement | None:
-        """Return the user's pools with layouts that fit; None where none do."""
-        pools = [self.lay_out(roles, gpus) for roles, gpus in self.own_pools]
-        fitting = tuple(pool for pool in pools if pool is not None)
-        return PlannedPlacement(fitting, self.least) if len(fitting) == len(pools) else None
-
     def overrides(self, placement: PlannedPlacement) -> list[str]:
         """Return the keys that place and lay out the roles so."""
         pools = placement.pools
@@ -206,9 +187,8 @@ class Job(ABC):
     def configured(self, placement: PlannedPlacement) -> Any:
         """Return the configuration of a run with these keys."""
         cluster = cluster_keys(self.device, self.num_gpus, self.per_node)
-        others = [setting for setting in self.settings if not places_roles(setting)]
-        settings = [*others, *cluster, *self.overrides(placement)]
-        config, _ = compose.checked_config(settings, self.recipe, self.defaults)
+        settings = [*self.settings, *cluster, *self.overrides(placement)]
+        config, _ = compose.checked_config(settings, self.recipe)
         return config
 
     def why_rejected(self, placement: PlannedPlacement) -> str | None:
@@ -227,7 +207,10 @@ class Job(ABC):
         return self.memories(config), devices_of(config.trainer)
 
     def check(self) -> None:
-        """Raise if a model cannot have the axes that the user has set."""
+        """Raise if the user places roles, or if a model cannot have the axes that the user set."""
+        placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
+        if placing:
+            raise ConfigError(f"{placing[0]}: the plan chooses where roles run; leave the key out.")
         for role, held in self.models.items():
             axes = held.sharding
             self._check_axes(role, ParallelDims(tp=axes.tp, sp=axes.sp, pp=axes.pp))
@@ -318,7 +301,7 @@ class Job(ABC):
         self, config: Any, role: str, method: str, held: HeldModel, gpus: Gpus
     ) -> float:
         """Return the seconds of one call of the role with this configuration."""
-        return self.factors.get((role, method), 1.0) * pass_seconds(
+        return pass_seconds(
             self.costs[role],
             self.rows(role),
             dims_of(gpus.count, held.sharding),
@@ -378,11 +361,6 @@ def _has_few_factors(number: int) -> bool:
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)
-
-
-def places_roles(setting: str) -> bool:
-    """Whether this key, with a value or without, says where roles run."""
-    return setting.lstrip("+~").partition("=")[0].partition(".")[0] in PLACING
 
 
 def pool_key(name: str, gpus: int, per_node: int) -> str:

@@ -25,7 +25,6 @@ from workers.config.passes import tokens_per_pass
 from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
 
 ROLLOUT = "actor_rollout_ref.rollout"
-GENERATION = "generate_sequences"
 ENGINE_SIZES = (1, 2, 4, 8)
 UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """Shares of a GPU's memory that are tried for an engine."""
@@ -169,7 +168,6 @@ class PPOJob(Job):
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
             seconds, memory = self.decoding(role, replace(policy, rollout=tried), rows, gpus)
             if seconds is not None:
-                seconds *= self.factors.get((role, GENERATION), 1.0)
                 values = {tp_key: (tp, tp_now), share_key: (share, share_now)}
                 keys = {key: str(new) for key, (new, old) in values.items() if new != old}
                 yield Layout(role, (seconds, 0.0, 0.0, sync), memory, keys)

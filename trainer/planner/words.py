@@ -1,4 +1,4 @@
-"""A plan in words: the best placements, their memory, why others lose, what more GPUs bring."""
+"""A plan in words: the best placements, their memory, and why others lose."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from trainer.memory import memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
-from trainer.planner.job import Job, layout_keys, sizes_of
+from trainer.planner.job import Job, layout_keys
 from trainer.planner.search import Layout, PlannedPlacement
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
@@ -15,6 +15,10 @@ from workers.memory import GIB
 SHOWN = 5
 MOST_LOSERS = 10
 MOST_GPUS = 4096
+ASSUMED = (
+    f"Seconds are arithmetic, nothing is measured: GPUs are taken to reach {FLOPS_REACHED:g} "
+    f"of their operations and {BYTES_REACHED:g} of their bytes per second."
+)
 
 
 def plan_text(job: Job, max_columns: int | None = None) -> str:
@@ -30,16 +34,14 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     roles, devices = job.memory(first)
     parts = [
         f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.rows_in_words}\n"
-        f"{_source(job)}",
+        f"{ASSUMED}",
         "\n".join(draw_table(_table(job, best), max_columns)),
-        _own_placement(job, first),
         _listed("Keys of the first:", job.overrides(first)),
         memory_table(roles, devices, max_columns),
         _listed(
             f"Why other {'layouts' if is_single else 'placements'} lose:", losers[:MOST_LOSERS]
         ),
         _listed("A run would reject:", rejected),
-        _listed("Seconds per step on fewer GPUs, from the fewest that fit:", _curve(job)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -87,19 +89,6 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
 
 
-def _source(job: Job) -> str:
-    """Say where the seconds come from."""
-    if job.factors:
-        factors = ", ".join(
-            f"{role}.{name} {ratio:.2f}" for (role, name), ratio in job.factors.items()
-        )
-        return f"Seconds are corrected by the run. Measured / predicted: {factors}"
-    return (
-        f"Seconds are arithmetic, nothing is measured: GPUs are taken to reach {FLOPS_REACHED:g} "
-        f"of their operations and {BYTES_REACHED:g} of their bytes per second."
-    )
-
-
 def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
     lines = [("", "seconds", *job.stages, "GiB", "limited by", "placement")]
     for number, placement in enumerate(best, 1):
@@ -111,19 +100,6 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
         cells = f"{placement.step:.1f}", *stages, f"{most:.0f}", placement.limit(job.stages), words
         lines.append((str(number), *cells))
     return lines
-
-
-def _own_placement(job: Job, first: PlannedPlacement) -> str:
-    """Compare the user's placement with the first, if there is one."""
-    if not job.own_pools:
-        return ""
-    words = " | ".join(f"{' + '.join(roles)} on {gpus}" for roles, gpus in job.own_pools)
-    placement = job.own_placement()
-    if placement is None:
-        return f"Your placement has no layout that fits: {words}."
-    times = placement.step / first.step
-    title = f"Your placement: {placement.step:.1f} s, {times:.2f} times the first: {words}."
-    return "\n".join([title, *(f"  {key}" for key in layout_keys(placement))])
 
 
 def _other_partitions(
@@ -159,12 +135,3 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
         else:
             least = min(layout.memory.kept + layout.memory.call for layout in having) / GIB
             yield f"{key}: takes {least:.1f} GiB at least"
-
-
-def _curve(job: Job) -> list[str]:
-    doubling = {2**power for power in range(job.num_gpus.bit_length())} | {job.num_gpus}
-    lines = []
-    for number in sorted(doubling & set(sizes_of(job.num_gpus, job.per_node))):
-        for best in job.best(number)[:1]:
-            lines.append(f"{number:>5,} GPUs  {best.step:>8.1f} s  {best.in_words}")
-    return lines

@@ -1,0 +1,45 @@
+"""Lengths of responses from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import plan
+from trainer.planner.ppo import PPOJob
+from verl_like.errors import ConfigError
+
+
+def planned(*arguments: str) -> PPOJob:
+    job = plan.job_of(["plan.gpus=1", "plan.device=H100", *arguments])
+    assert isinstance(job, PPOJob)
+    return job
+
+
+def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps([10] * 900 + [500] * 100))
+    found = plan.read_lengths(str(file))
+    assert sum(found) / len(found) == pytest.approx(59, rel=0.1)
+    assert found[-1] == 500
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "give a list of lengths in tokens, above 0"),
+        ("[3, 0]", "above 0"),
+        ("{", "is no JSON list"),
+        ("[3, 4000]", "has a response of 4,000 tokens, above data.max_response_length=512"),
+    ],
+)
+def test_lengths_that_contradict_are_refused(
+    tiny_dir: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(text)
+    asked = ["plan.gpus=1", "plan.device=H100", f"plan.lengths={file}"]
+    with pytest.raises(ConfigError, match=words):
+        plan.plan([*asked, f"actor_rollout_ref.model.path={tiny_dir}/model"])
