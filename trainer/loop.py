@@ -236,7 +236,7 @@ class Trainer(Hooks, ABC):
             return bool(settings.val_before_train)
         if step == self.total_steps:
             return bool(settings.test_freq >= 0)
-        return settings.test_freq > 0 and step % settings.test_freq == 0
+        return bool(settings.test_freq > 0 and step % settings.test_freq == 0)
 
     def why_to_end(self) -> str:
         """Why the run ends with this step though there are more; empty: it goes on."""
