@@ -96,12 +96,10 @@ class Trainer(WeightSender, Worker):
 class Rollout:
     """Takes the place of a rollout engine."""
 
-    hash_s = 0.0
-
     def __init__(self, size: str) -> None:
         self.module, self.version = layers(size), -1
 
-    def load_weights(self, tensors: NamedTensors, hashes: Any = None) -> None:
+    def load_weights(self, tensors: NamedTensors) -> None:
         """Into the module."""
         writer = ModuleWriter(self.module)
         for name, tensor in tensors:

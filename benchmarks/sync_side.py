@@ -62,12 +62,10 @@ class Trainer:
 class Engine:
     """Takes the place of a rollout engine."""
 
-    hash_s = 0.0
-
     def __init__(self) -> None:
         self.module = Weights()
 
-    def load_weights(self, tensors: Any, hashes: Any = None) -> None:
+    def load_weights(self, tensors: Any) -> None:
         """Write and verify."""
         from workers.weights.module_writer import ModuleWriter
 

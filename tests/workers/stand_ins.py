@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -56,14 +56,10 @@ class PlainTrainer:
 class PlainEngine:
     """Stands for a rollout engine that has the weights for itself."""
 
-    hash_s = 0.0
-
     def __init__(self, seed: int) -> None:
         self.module, self.version = TiedModel(seed), None
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], hashes: Mapping[str, int] | None = None
-    ) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.version = None
         writer = ModuleWriter(self.module)
         for name, tensor in tensors:

@@ -129,7 +129,7 @@ class StandIn(WorkerExtension):
     def end_requests(self) -> None:
         self.tables.sampling = None
 
-    def begin_load(self, reads_back: bool) -> None:
+    def begin_load(self) -> None:
         self._arrivals = Arrivals()
 
     def load_tensors(self, tensors: Any) -> None:

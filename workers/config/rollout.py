@@ -117,8 +117,6 @@ class RolloutConfig(Section):
     """Size of the buckets in which weights travel."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
     """Send all weights, or only changed ones and LoRA factors."""
-    read_back_every: int = key(10, above=0, may_change_on_resume=True)
-    """Syncs between readings of a GPU engine's weights; on CPUs each sync reads."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",

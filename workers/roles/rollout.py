@@ -249,7 +249,7 @@ class RolloutWorker(WeightReceiver, Worker):
         except WeightSyncError as problem:
             error = f"rollout rank {self.rank}: {problem}"
         self.commit_if_all_loaded(version, error)
-        return SyncReport(error, self.engine.num_bytes, self.engine.hash_s)
+        return SyncReport(error, self.engine.num_bytes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

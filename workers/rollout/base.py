@@ -17,8 +17,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.sample import CUT_BY_LENGTH, UNFINISHED, Sample, ends_with_stop_string
-from workers.weights.checksum import CopyCheck, checksum_of
-from workers.weights.module_writer import refuse_problems
+from workers.weights.checksum import checksum_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,7 @@ class SamplingParams:
 class EngineLimits:
     """What an engine is built for: widths of columns, how much it decodes and stores at once.
 
-    With `keep_kv` new weights leave the KV cache of unfinished samples as it is. What an engine
-    holds after a load is compared with what came at the first of every `read_back_every` loads.
+    With `keep_kv` new weights leave the KV cache of unfinished samples as it is.
     """
 
     prompt_width: int
@@ -80,7 +78,6 @@ class EngineLimits:
     max_num_seqs: int = 256
     kv_cache_gb: float = 4.0
     keep_kv: bool = False
-    read_back_every: int = 1
 
 
 class Budget:
@@ -130,8 +127,6 @@ class RolloutEngine(ABC):
     follows: bool = False
     """Another rank of this engine decides what is drawn, and answers."""
     num_bytes: int = 0
-    hash_s: float = 0.0
-    """What it cost to compare the weights of the last load with what the engine holds."""
     vocab_size: int
 
     def __init__(
@@ -140,7 +135,6 @@ class RolloutEngine(ABC):
         """`decode` turns token ids into text; only stop strings need it."""
         self.limits = limits
         self.decode = decode
-        self._came = CopyCheck()
         self._num_loads = 0
         self._ids = itertools.count()
         self._running: dict[int, Sample] = {}
@@ -222,30 +216,15 @@ class RolloutEngine(ABC):
         finished = self.take()
         return [finished[number] for number in numbers]
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
-    ) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
 
-        Where the engine `reads_back`, what it then holds is compared with what came, whose hashes
-        are taken on the way unless `hashes` has them by then. Leaves the engine stale. Samples that
-        are running go on with them.
+        The engine is stale afterwards. Samples that are running continue with the new weights.
         """
         self.version = None
         self.wake_up()
-        self._came = CopyCheck()
-        if self.reads_back:
-            tensors = _noted(tensors, self._came, {} if hashes is None else hashes)
         self._load(tensors)
-        damaged = self._damaged() if self.reads_back else []
-        self.hash_s = self._came.watch.seconds
         self._num_loads += 1
-        refuse_problems("engine", **{"held otherwise than they were sent": damaged})
-
-    @property
-    def reads_back(self) -> bool:
-        """Whether the weights of this load are compared with what the engine then holds."""
-        return self._num_loads % self.limits.read_back_every == 0
 
     def commit(self, version: int) -> None:
         """Declare the loaded weights verified: from here on samples are those of `version`."""
@@ -337,10 +316,6 @@ class RolloutEngine(ABC):
             return False
         return ends_with_stop_string(tokens, strings, decode)
 
-    def _damaged(self) -> list[str]:
-        """Names of the weights of this load that the engine does not hold as they came."""
-        return self._came.damaged(self.named_weights())
-
     def _check_ready(self) -> None:
         if self.version is None or self.asleep:
             state = "has no verified weights (it is new, was asleep, or a sync failed)"
@@ -372,15 +347,6 @@ class RolloutEngine(ABC):
                 f"sampling: logit_bias names token {outside[0]}, outside the vocabulary of "
                 f"{self.vocab_size}."
             )
-
-
-def _noted(
-    tensors: Iterable[tuple[str, Tensor]], copies: CopyCheck, hashes: Mapping[str, int]
-) -> Iterable[tuple[str, Tensor]]:
-    """The tensors, each noted as it is handed on."""
-    for name, tensor in tensors:
-        copies.note(name, tensor, hashes.get(name))
-        yield name, tensor
 
 
 def _check_finite(sample: Sample, version: int | None) -> None:

@@ -149,7 +149,6 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gb=rollout.kv_cache_gb,
         keep_kv=rollout.keep_kv,
-        read_back_every=1 if worker.device.type == "cpu" else rollout.read_back_every,
     )
     decode = None
     if rollout.sampling_kwargs.get("stop_strings"):

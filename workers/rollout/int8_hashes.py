@@ -32,16 +32,6 @@ class Int8Hashes:
         """
         return digest_of((name, weight.shape, self._of(name, weight)) for name, weight in weights)
 
-    def damaged(self, weights: NamedTensors) -> list[str]:
-        """Names of the int8 weights that are not what was made of their tensors."""
-        names = []
-        for name, weight in weights:
-            if not isinstance(weight, Int8Weight) or name not in self._hashes:
-                continue
-            if self._hashes[name][1] != _held_hashes(weight):
-                names.append(name)
-        return names
-
     def _of(self, name: str, weight: Tensor) -> int:
         if not isinstance(weight, Int8Weight):
             return int(float32_hash(weight))

@@ -30,8 +30,6 @@ class ModuleEngine(RolloutEngine):
             weight.numel() * weight.element_size() for _, weight in named_state(module)
         )
         self._shapes: list[torch.Size] = []
-        self._written: dict[str, Tensor] = {}
-        """The module's state while it is being loaded."""
         self.int8 = Int8Hashes()
 
     @cached_property
@@ -49,13 +47,6 @@ class ModuleEngine(RolloutEngine):
             writer.write_tensor(name, tensor)
             self.int8.note(name, tensor, writer.targets.get(name))
         writer.verify("engine")
-        self._written = writer.targets
-
-    def _damaged(self) -> list[str]:
-        """An int8 weight must still be what was made of its tensor, any other what came."""
-        held, self._written = self._written.items(), {}
-        as_sent = ((name, weight) for name, weight in held if not isinstance(weight, Int8Weight))
-        return self.int8.damaged(held) + self._came.damaged(as_sent)
 
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""

@@ -7,7 +7,7 @@ the sharding on either side; each rank keeps its rows of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from workers.training.checkpoint import without_copies
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies
 from workers.training.shards import read_shards, write_shards
-from workers.weights.checksum import CopyCheck
 from workers.weights.module_writer import refuse_problems
 
 
@@ -31,9 +30,6 @@ class FollowingEngine(TrainEngine):
     Weights narrower than float32 would round a small step to nothing, so what is averaged stands
     beside them in float32. Buffers are the policy's.
     """
-
-    hash_s = 0.0
-    """What is averaged is no copy of what came, and not hashed."""
 
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -51,16 +47,9 @@ class FollowingEngine(TrainEngine):
                 self.averages[name] = parameter.detach().float()
 
     @torch.no_grad()
-    def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
-    ) -> None:
-        """Move towards these whole tensors; those that do not fit this model are refused.
-
-        What is copied, not averaged, is read back and compared; `hashes` of whole tensors say
-        nothing of a rank's rows.
-        """
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Move towards these whole tensors; a tensor that does not fit this model is an error."""
         self.version = None
-        came = CopyCheck()
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
         elsewhere = dict(named_state(self.whole_module)).keys() - targets.keys()
@@ -74,27 +63,22 @@ class FollowingEngine(TrainEngine):
             elif target.shape != whole.shape:
                 unfit.append(f"{name} (is {list(target.shape)}, was sent {list(whole.shape)})")
             elif name in buffers:
-                came.note(name, whole.to(target.device, target.dtype))
                 target.copy_(whole)
             else:
-                self._move(name, target, whole, came)
+                self._move(name, target, whole)
 
-        held = ((name, own_part(weight)) for name, weight in named_state(self.module))
-        held_otherwise = came.damaged(held)
-        self.hash_s = came.watch.seconds
         refuse_problems(
             "frozen model",
             missing=list(targets),
             unknown=unknown,
-            **{"of another shape": unfit, "held otherwise than they were sent": held_otherwise},
+            **{"of another shape": unfit},
         )
 
-    def _move(self, name: str, weight: Tensor, whole: Tensor, came: CopyCheck) -> None:
+    def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
         """One parameter's own rows."""
         average = own_part(self.averages.get(name, weight))
         new = own_rows(weight, whole).to(average.device, average.dtype)
         if self.decay == 0:
-            came.note(name, new)
             average.copy_(new)
         else:
             average.lerp_(new, 1.0 - self.decay)

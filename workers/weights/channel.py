@@ -175,8 +175,6 @@ class Channel:
         """What has arrived otherwise than it was sent, in words."""
         self.manifest: Manifest = {}
         """Of what has arrived."""
-        self.hashes: dict[str, int] = {}
-        """Of what has arrived, as it arrived."""
         self.summary: dict[str, Any] = {}
         """What the sender says in the end."""
         self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
@@ -264,7 +262,6 @@ class Channel:
         with self.watch.running():
             found = hashes_of(bucket.pieces())
         for (name, *_, sent), value in zip(bucket.facts, found, strict=True):
-            self.hashes[name] = value
             if value != sent:
                 self.corrupt.append(name)
         yield from bucket.tensors()

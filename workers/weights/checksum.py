@@ -1,7 +1,6 @@
 """Hashes of full (unsharded) weights, taken where a tensor lies.
 
 checksum_of(named_tensors)    every byte: two roles hold the same weights
-CopyCheck                     what an engine holds is what was written into it
 hashes_of, copy_hashed        hashes of tensors on their way
 """
 
@@ -132,38 +131,3 @@ def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
     """One hash of (name, shape, hash) of every tensor, in any order."""
     parts = sorted(f"{name} {list(shape)} {number % 2**64:016x}" for name, shape, number in hashes)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-class CopyCheck:
-    """Whether weights that were written into an engine are held as they came, bit for bit.
-
-    `note` sees them go in; `damaged` reads what the engine then holds. Both hash on the device on
-    which a weight came.
-    """
-
-    def __init__(self) -> None:
-        self.watch = Stopwatch()
-        self._came: dict[str, tuple[torch.dtype, torch.device, int]] = {}
-
-    def note(self, name: str, tensor: Tensor, known: int | None = None) -> None:
-        """Note what the engine is to hold, by its hash, which is taken unless it is `known`."""
-        value = self._hash(tensor) if known is None else known
-        self._came[name] = tensor.dtype, tensor.device, value
-
-    def damaged(self, held: NamedTensors) -> list[str]:
-        """Names of the weights that are not as they came; another dtype must have kept all bits.
-
-        Of one that did not come nothing is said.
-        """
-        names = []
-        for name, weight in held:
-            if name not in self._came:
-                continue
-            dtype, device, value = self._came[name]
-            if self._hash(weight.detach().to(device, dtype)) != value:
-                names.append(name)
-        return names
-
-    def _hash(self, tensor: Tensor) -> int:
-        with self.watch.running():
-            return hash_of(byte_view(tensor.contiguous()))

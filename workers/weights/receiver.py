@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -21,11 +21,7 @@ from workers.weights.module_writer import describe_problems
 
 
 class _ReceivingEngine(Protocol):
-    hash_s: float
-
-    def load_weights(
-        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
-    ) -> None: ...
+    def load_weights(self, tensors: NamedTensors) -> None: ...
 
     def commit(self, version: int) -> None: ...
 
@@ -62,8 +58,7 @@ class WeightReceiver:
             return SyncReport(f"rollout rank {self.rank}: {words}", voted=False)
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
-        hash_s = channel.watch.seconds + self.engine.hash_s
-        return SyncReport(error, channel.num_bytes, hash_s)
+        return SyncReport(error, channel.num_bytes, channel.watch.seconds)
 
     def commit_if_all_loaded(self, version: int, error: str | None) -> None:
         """The ranks vote; the version counts if none has an error."""
@@ -75,12 +70,10 @@ class WeightReceiver:
 
     def _load(self, channel: Channel) -> list[str]:
         """Load what arrives; what is wrong with it, in words."""
-        arriving, hashes = channel.receive(), channel.hashes
-        if self.copy is not None:
-            arriving, hashes = self._taken(self.copy, channel), {}
+        arriving = channel.receive() if self.copy is None else self._taken(self.copy, channel)
         problems: list[str] = []
         try:
-            self.engine.load_weights(arriving, hashes)
+            self.engine.load_weights(arriving)
         except WeightSyncError as problem:
             problems.append(str(problem))
             deque(arriving, maxlen=0)  # what is still coming, ahead of the vote

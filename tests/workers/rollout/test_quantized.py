@@ -100,25 +100,6 @@ def test_its_checksum_is_that_of_what_arrived_while_it_holds_what_it_made_of_it(
     assert engine.weights_checksum() == arrived
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_weights_that_it_holds_otherwise_than_sent_are_refused_by_name(
-    engine: Any, model: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_and_damage(tensors: Any) -> None:
-        type(engine)._load(engine, tensors)
-        weight = engine.module.get_parameter(name)
-        part = weight.numbers if isinstance(weight, Int8Weight) else weight.data
-        part.view(-1)[3] += 1
-
-    with monkeypatch.context() as damaging:
-        damaging.setattr(engine, "_load", load_and_damage)
-        with pytest.raises(WeightSyncError, match=f"1 held otherwise than they were sent: {name}"):
-            load(engine, model, 5)
-    assert engine.version is None
-    load(engine, model, 1)
-    assert engine.hash_s > 0
-
-
 def test_asleep_it_holds_nothing_and_the_next_sync_fills_it_again(engine: Any, model: Any) -> None:
     first = engine.generate(requests_of(make_prompts()), settings())
     engine.sleep()

@@ -9,7 +9,6 @@ from tests.workers.stand_ins import TiedModel
 from workers.weights.checksum import (
     CHUNK,
     DEVICE_CHUNK,
-    CopyCheck,
     byte_view,
     checksum_of,
     copy_hashed,
@@ -46,29 +45,6 @@ def test_a_flipped_bit_or_two_values_that_changed_places_change_the_hash() -> No
     swapped[[7, 4000]] = source[[4000, 7]]
     byte_view(flipped)[17_001] ^= 64
     assert len({hash_of(byte_view(tensor)) for tensor in (source, swapped, flipped)}) == 3
-
-
-def test_a_copy_is_checked_for_every_bit_that_its_engine_holds() -> None:
-    weights = {"a": torch.randn(5, 3), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0)}
-    check = CopyCheck()
-    held = {}
-    for name, tensor in weights.items():
-        check.note(name, tensor)
-        held[name] = tensor.clone()
-    held["b"] = held["b"].float()  # no bit of it is lost
-    assert check.damaged(held.items()) == []
-    held["a"].view(torch.int32)[4, 2] ^= 1
-    held["b"][3] = torch.nextafter(held["b"][3], torch.tensor(9.0)) * 1.01
-    assert check.damaged(held.items()) == ["a", "b"]
-    assert check.watch.seconds > 0
-
-
-def test_a_hash_that_is_known_is_compared_with_and_not_taken_again() -> None:
-    weights = {"a": torch.randn(5, 3), "b": torch.randn(7)}
-    check = CopyCheck()
-    for name, tensor in weights.items():
-        check.note(name, tensor, hash_of(byte_view(tensor)) + (name == "b"))
-    assert check.damaged(weights.items()) == ["b"]
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 4 * DEVICE_CHUNK + 1003])

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.rollout_engines import PROMPT, RESPONSE, make_model
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
-from workers.models.state import named_state
-from workers.rollout.base import EngineLimits
-from workers.rollout.hf import HFEngine
 from workers.weights import checksum, connection
 from workers.weights.sync import sync_weights
 
@@ -89,23 +84,6 @@ def test_between_devices_no_weight_is_copied_to_the_host_and_one_group_serves_a_
     assert {tensor.device for tensor in devices.sent} == {DEVICE}
     num_tensors = len(list(actor.workers[0].engine.module.parameters()))
     assert sum(devices.fetched) == 4 * 3 * num_tensors * 8, "hashes"
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_an_engine_on_a_device_reads_back_there(
-    devices: Devices, tmp_path: Path, every: int
-) -> None:
-    module = make_model(tmp_path).to(DEVICE)
-    limits = EngineLimits(PROMPT, RESPONSE, read_back_every=every)
-    engine = HFEngine(module, limits)
-    num_tensors = len(dict(named_state(module)))
-    sizes = []
-    for version in range(4):
-        devices.fetched.clear()
-        engine.load_weights(named_state(module))
-        engine.commit(version)
-        sizes.append(devices.fetched.count(8))
-    assert sizes == [0 if version % every else 2 * num_tensors for version in range(4)]
 
 
 def restarted(group: Group) -> None:

@@ -10,7 +10,6 @@ ranks is in one of our processes (`rollout.vllm.lockstep`).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,6 @@ from workers.rollout.sample import UNFINISHED, Sample
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep
-from workers.rollout.vllm.read_back import UNQUANTIZED
 from workers.rollout.vllm.server import VllmServer
 from workers.rollout.vllm.setup import (
     VllmRequest,
@@ -35,9 +33,8 @@ from workers.rollout.vllm.setup import (
     no_choices_of,
 )
 
-NAMED_UNREAD = 6
-"""Tensors that are named, of those that cannot be read back."""
-logger = logging.getLogger(__name__)
+UNQUANTIZED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""vLLM's methods of layers that are not quantized."""
 
 
 @dataclass
@@ -76,7 +73,7 @@ class VllmEngine(RolloutEngine):
             self.vllm = VllmServer(server_url, settings, limits)
         methods = self.vllm.call("install_sampler")[0]
         quantization = settings.options.get("quantization")
-        if quantization and set(methods) <= set(UNQUANTIZED):
+        if quantization and set(methods) <= UNQUANTIZED:
             raise ConfigError(
                 f"rollout: vLLM ignored quantization={quantization!r} on {settings.device_type}: "
                 f"every layer is {', '.join(methods)}. Leave it out, or use a checkpoint and "
@@ -87,10 +84,6 @@ class VllmEngine(RolloutEngine):
             self._no_choices = no_choices_of(settings.model_path)
             self.vllm.call("note_choices", str(self._no_choices.dtype).removeprefix("torch."))
         self._checksum = "no weights have arrived"
-        self.unread: list[str] | None = None
-        """Weights of the last load that could not be read back: they were compared as they
-        arrived, not as vLLM holds them."""
-        self._found_damaged: list[str] = []
         self._requests: dict[int, _Request] = {}
         self._num_rows = 0
         """Rows of the table of log-probs in vLLM's workers."""
@@ -224,7 +217,7 @@ class VllmEngine(RolloutEngine):
         handover = Handover(self.expected)
         try:
             try:
-                arrivals = self.vllm.load(handover.pieces(tensors), self.reads_back)
+                arrivals = self.vllm.load(handover.pieces(tensors))
             finally:
                 if not self.num_running:
                     self.drop_prefixes()
@@ -232,16 +225,6 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(str(error)) from error
         handover.verify(arrivals)
         self._checksum = handover.checksum()
-        if self.reads_back:
-            self._found_damaged = handover.damaged(arrivals)
-            names, before = handover.unread(arrivals), self.unread
-            self.unread = names
-            if names and names != before:
-                _log_unread(names, len(handover.num_elements))
-
-    def _damaged(self) -> list[str]:
-        """As vLLM's workers have read them."""
-        return self._found_damaged
 
     def _free(self) -> None:
         """Drop weights and cache; the next sync brings the weights."""
@@ -264,19 +247,6 @@ def _sample_of(
     if chosen is not None:  # vLLM has read all tokens but the last
         chosen = chosen[: len(before.prompt) + end - 1].clone()
     return before.with_response(tokens, log_probs, versions, request.finish_reason, chosen)
-
-
-def _log_unread(names: Sequence[str], num_sent: int) -> None:
-    logger.warning(
-        "rollout: of %d tensors vLLM holds %d as they were sent (read back after the "
-        "load). %d are packed or computed again for its kernels, so they were "
-        "compared as they arrived only: %s%s",
-        num_sent,
-        num_sent - len(names),
-        len(names),
-        ", ".join(names[:NAMED_UNREAD]),
-        ", ..." if len(names) > NAMED_UNREAD else "",
-    )
 
 
 def check_vllm(model_path: str) -> str:

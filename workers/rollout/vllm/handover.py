@@ -5,19 +5,16 @@
     handover.verify(arrivals)                              # what each rank of vLLM reports
 
 The trainer names weights as its module does, and so does the checksum that it compares. vLLM takes
-what checkpoints hold, where the experts of a layer are tensors of their own. What vLLM's model then
-holds of it is read back (`workers.rollout.vllm.read_back`).
+what checkpoints hold, where the experts of a layer are tensors of their own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from workers.rollout.vllm.read_back import Held
 from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import NumberedTensor, checksum_of_hashes, float32_hash
 from workers.weights.module_writer import refuse_problems
@@ -30,8 +27,6 @@ class Arrivals:
     unplaced: dict[str, str] = field(default_factory=dict)
     """Name -> vLLM's words."""
     changed: list[str] = field(default_factory=list)
-    held: Held | None = None
-    """What its model holds after the load, if that was looked at."""
 
 
 class Handover:
@@ -39,17 +34,13 @@ class Handover:
 
     def __init__(self, expected: ExpectedWeights) -> None:
         self.expected = expected
-        self.num_elements: dict[str, int] = {}
-        """Of everything that was handed over."""
         self._hashes: dict[str, NumberedTensor] = {}
         self._unknown: list[str] = []
         self._unfit: list[str] = []
 
     def pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors that fit, as a checkpoint has them."""
-        for name, tensor in self.expected.checkpoint.stored(self._fitting(tensors)):
-            self.num_elements[name] = tensor.numel()
-            yield name, tensor
+        return self.expected.checkpoint.stored(self._fitting(tensors))
 
     def _fitting(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for sent_name, tensor in tensors:
@@ -85,14 +76,3 @@ class Handover:
     def checksum(self) -> str:
         """The checksum of the weights as they were handed over, by the module's names."""
         return checksum_of_hashes(self._hashes)
-
-    def damaged(self, arrivals: list[Arrivals]) -> list[str]:
-        """Names of what a rank holds otherwise than it was handed over."""
-        return sorted({name for rank in arrivals if rank.held for name in rank.held.damaged})
-
-    def unread(self, arrivals: list[Arrivals]) -> list[str]:
-        """Names of what the ranks do not hold, all together, as whole and unpacked bytes."""
-        found = Counter[str]({name: self.num_elements[name] for name in self.damaged(arrivals)})
-        for rank in arrivals:
-            found.update({} if rank.held is None else rank.held.num_elements)
-        return [name for name, count in self.num_elements.items() if found[name] < count]

@@ -138,9 +138,9 @@ class InProcessVllm:
         """Requests that vLLM has not finished."""
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], reads_back: bool) -> list[Arrivals]:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Arrivals]:
         """Give the workers these tensors; return what each of them reports."""
-        self.call("begin_load", reads_back)
+        self.call("begin_load")
         try:
             for tensor in tensors:
                 self.call("load_tensors", [tensor])

@@ -28,7 +28,6 @@ from verl_like.errors import RolloutError, WeightSyncError
 from workers.models.hf_config import read_hf_config
 from workers.rollout.base import Budget, EngineLimits
 from workers.rollout.vllm.handover import Arrivals
-from workers.rollout.vllm.read_back import Held
 from workers.rollout.vllm.setup import (
     EXTENSION,
     VllmRequest,
@@ -162,16 +161,14 @@ class VllmServer:
         path = f"/reset_prefix_cache?reset_running_requests={str(of_running).lower()}"
         return bool(self._ask(path, {})["success"])
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], reads_back: bool) -> list[Arrivals]:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Arrivals]:
         """Pause the server until `resume`, and send the tensors from this process to its ranks."""
         self._ask("/pause?mode=keep&clear_cache=false", {})
-        self.call("begin_load", reads_back)
+        self.call("begin_load")
         try:
             self._send(tensors)
         finally:
             reports = self.call("finish_load")
-        for report in reports:
-            report["held"] = report["held"] and Held(**report["held"])
         return [Arrivals(**report) for report in reports]
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.choices import Choices
 from workers.rollout.vllm.handover import Arrivals
-from workers.rollout.vllm.read_back import ReadBack
 from workers.rollout.vllm.setup import model_facts
 from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
@@ -165,7 +164,6 @@ class WorkerExtension:
     _links: Connections | None = None
     _loose: dict[str, Tensor]
     _arrivals: Arrivals
-    _read_back: ReadBack | None = None
     _processed: set[nn.Module]
     """Layers whose weights are what their kernels take, since this load began."""
 
@@ -237,13 +235,12 @@ class WorkerExtension:
                     tensor.copy_(saved)
         self._loose = {}
 
-    def begin_load(self, reads_back: bool) -> None:
+    def begin_load(self) -> None:
         """Take the kernels' own layout back to the checkpoint's, by layers, as weights arrive."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._arrivals, self._processed = Arrivals(), set()
-        self._read_back = ReadBack() if reads_back else None
         _forget_expert_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
@@ -252,8 +249,6 @@ class WorkerExtension:
         """Some of the weights, as a checkpoint has them."""
         for name, tensor in tensors:
             own = tensor.detach().clone()  # held back by the loader until its layer is complete
-            if self._read_back is not None:
-                self._read_back.expect(name, own)
             why_not = self._load_tensor(name, own)
             if why_not is not None:
                 self._arrivals.unplaced[name] = why_not
@@ -276,33 +271,25 @@ class WorkerExtension:
         return None if filled is None or filled else ""
 
     def finish_load(self) -> Arrivals:
-        """Back to the kernels' layout; returns what this rank then holds."""
+        """Return to the kernels' layout; report what had no place or arrived changed."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self.model_runner.model
         with self._loading():
             finalize_layerwise_reload(model, self.model_runner.model_config)
             self._process_tied(model)
-        if self._read_back is not None:
-            with torch.no_grad():
-                self._arrivals.held = self._read_back.held(model)
         return self._arrivals
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        with (
-            set_current_vllm_config(self.vllm_config),
-            torch.no_grad(),
-            self._read_back or nullcontext(),
-        ):
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
             yield
 
     def _process(self, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
         """Have a layer make of its weights what its kernel takes."""
-        with nullcontext() if self._read_back is None else self._read_back.processing(layer):
-            process(layer)
+        process(layer)
         self._processed.add(layer)
 
     def _process_tied(self, model: nn.Module) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.workers.distributed import run
-from tests.workers.rollout.vllm.damaging import Damaging
 from tests.workers.rollout_engines import full_logits, make_prompts, requests_of, settings
 from verl_like.errors import WeightSyncError
 from workers.models.state import named_state, persistent_buffers
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm.handover import Arrivals, Handover
 from workers.rollout.vllm.setup import expected_weights
-from workers.weights.checksum import byte_view, checksum_of
+from workers.weights.checksum import checksum_of
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64,
@@ -80,21 +79,6 @@ def test_a_name_that_no_rank_has_a_place_for_is_an_error(tmp_path: Path) -> None
         handover.verify([Arrivals(), Arrivals(changed=["lm_head.weight"])])
 
 
-def refuse_a_damaged_expert(engine: Any, model: Any) -> None:
-    """The lowest bit of a number of an expert changes before it is packed."""
-
-    def flip(layer: nn.Module) -> bool:
-        held = [weight for name, weight in layer.named_parameters(recurse=False) if "w2_w" in name]
-        for weight in held:
-            byte_view(weight.data[2]).numpy()[400] ^= 1
-        return bool(held)
-
-    with Damaging() as damaging:
-        damaging.next = [flip]
-        with pytest.raises(WeightSyncError, match=r"1 held otherwise .*layers.*experts.2."):
-            engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
-
-
 def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     """vLLM's and transformers', of greedy tokens after each load; checksums are compared."""
     from workers.rollout.vllm.engine import VllmEngine
@@ -116,9 +100,6 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
         for prompt, output in zip(prompts, outputs, strict=True):
             steps = full_logits(model, prompt, output.tokens).log_softmax(-1)
             found.append((output.log_probs, steps.gather(1, output.tokens[:, None])[:, 0]))
-
-    assert engine.unread == []
-    refuse_a_damaged_expert(engine, model)
 
     renamed = {"model.norm.scales": torch.ones(128)}
     engine.expected.checkpoint.stored = lambda tensors: iter([*tensors, *renamed.items()])
