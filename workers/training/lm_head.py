@@ -1,14 +1,14 @@
-"""Log-probs and entropies from the token head, whose logits never stand whole where they are large.
+"""Log-probs and entropies from the token head, in chunks of positions if the logits are large.
 
-`token_columns` gives them, of every role with a token head. Where the logits of a pass take more
-than a chunk's, the head runs over a chunk of positions at a time: forwards, and again in the
-backward pass, which adds up the chunks' gradients. What stands whole are the hidden states, and the
-gradient of the head's weights.
+Every role with a token head calls `token_columns`. If the logits of a pass take more bytes than a
+chunk may, the head runs over a chunk of positions at a time: forwards, and again in the backward
+pass, which adds up the chunks' gradients. Only the hidden states and the gradient of the head's
+weights are in memory as a whole.
 
-A chunk goes through the model's own `forward`, with its hidden states in the place of the body. So
-a bias, a scale, soft-capping, tied embeddings or an adapter at the head are computed by the model's
-own code. That this is right for a class of models is proven on a small stand-in, values and
-gradients, before its first large pass; for a class where it is not, logits stand whole.
+A chunk goes through the model's own `forward`, with its hidden states instead of the body. So a
+bias, a scale, soft-capping, tied embeddings or an adapter at the head are computed by the model's
+own code. A small model of the class proves it, values and gradients, before the first large pass;
+if it is wrong for a class, its logits stay whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LARGEST_ERROR = 1e-5
 
 
 class Wanted(NamedTuple):
-    """What is asked of every response token beside its log-prob, and what divides the logits."""
+    """Outputs wanted for every response token in addition to log-probs, and the temperature."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -85,7 +85,7 @@ def token_columns(
 def columns_of_logits(
     logits: Tensor, labels: Tensor, wanted: Wanted, words: Words | None = None
 ) -> Columns:
-    """The labels' log-probs, and what else is wanted; the backward pass writes over `logits`."""
+    """Return the wanted columns of logits; the backward pass writes over `logits`."""
     found: Columns = {}
     if words is not None:
         return stats_of_words(logits, labels, words, *wanted)
@@ -108,9 +108,9 @@ def positions_at_once(
     num_words: int | None = None,
     device_type: str = "cpu",
 ) -> int:
-    """How many positions have logits at the same time, in a pass that reads so many.
+    """Return how many positions have logits at the same time, in a pass that reads so many.
 
-    Of `num_words`, if ranks share the vocabulary: those of the rank that has the most.
+    If ranks share the vocabulary, `num_words` are those of the rank that has the most.
     """
     num_rows = rows_per_chunk(config, num_words, device_type)
     if may_chunk and num_positions > num_rows and not why_not_chunked(config):
@@ -119,7 +119,7 @@ def positions_at_once(
 
 
 def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str = "cpu") -> int:
-    """Positions whose logits take CHUNK_BYTES, or ROWS_ON_CARD there."""
+    """Return the positions whose logits take CHUNK_BYTES, on GPUs at least ROWS_ON_CARD."""
     vocabulary: int = num_words or config.get_text_config().vocab_size
     return max(ROWS_ON_CARD if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
 
@@ -127,7 +127,7 @@ def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str =
 def _in_chunks(
     module: Any, feed: Feed, labels: Tensor, compute: Callable[..., Columns], num_rows: int
 ) -> Columns:
-    """All in one call of the module, whose hooks (FSDP's) see an ordinary forward pass."""
+    """Run chunks in one call of the module, so that FSDP's hooks see an ordinary pass."""
     model_forward = module.forward
     names: list[str] = []
 
@@ -143,7 +143,7 @@ def _in_chunks(
 
 
 class _Head:
-    """What a model computes after its body, as a function of hidden states."""
+    """The computation of a model after its body, as a function of hidden states."""
 
     def __init__(self, module: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         self.forward, self.inputs = forward, inputs
@@ -157,14 +157,14 @@ class _Head:
             if id(weight) not in inside:
                 outside[id(weight)] = weight
         self.weights = [weight for weight in outside.values() if weight.requires_grad]
-        """The weights that are trained; first those of the output layer, tied ones included."""
+        """The trained weights, first those of the output layer, with tied ones."""
         self.linear_names: list[str] = []
-        """Names of the first of them, where the output layer is a plain linear one."""
+        """Names of the output layer's weights among them, if it is a plain linear layer."""
         if type(self.layer) is nn.Linear:
             self.linear_names = [name for name, weight in own.items() if weight.requires_grad]
 
     def run_body(self) -> Tensor:
-        """The body's hidden states, [rows, width, size]; the model makes the body's inputs."""
+        """Return the body's hidden states [rows, width, size]; the model makes its inputs."""
         outputs: list[Any] = []
         body_forward = self.body.forward
 
@@ -251,9 +251,9 @@ class _Chunks(torch.autograd.Function):
 
 
 class _AddingLinear(torch.autograd.Function):
-    """A linear layer that adds its weights' gradients to sums of its caller's.
+    """A linear layer that adds its weights' gradients to sums that the caller holds.
 
-    As results they would take as much memory again for every chunk.
+    Returned gradients would take as much memory again for every chunk.
     """
 
     @staticmethod
@@ -296,7 +296,7 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 
 @contextmanager
 def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
-    """Within, the gradients of this linear layer's weights go to `sums`; nothing without sums."""
+    """Within, the gradients of this layer's weights are added to `sums`, if there are any."""
     if not sums:
         yield
         return
@@ -312,7 +312,7 @@ def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
 
 
 def why_not_chunked(config: Any) -> str:
-    """Why the head of such a model does not run in chunks; an empty text where it does."""
+    """Return why the head of such a model does not run in chunks; an empty text if it does."""
     reason = Support.of(config, "eager").why_not(head_in_chunks)
     if reason:
         warn_once(
@@ -333,7 +333,7 @@ def head_in_chunks(model: Any) -> str:
 
 
 def _error_of_chunks(model: Any) -> float:
-    """The largest relative error of values and gradients, beside logits that stand whole."""
+    """Return the largest relative error of values and gradients against whole logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ValueError("its head computes every position")
     positions = Ragged.of_rows([torch.arange(12)] * 2, 12)

@@ -1,11 +1,11 @@
-"""Cutting a rank's piece of a batch into mini- and micro-batches so that the cut never shows.
+"""Cut a rank's chunk of a batch into mini- and micro-batches; the results never show the cut.
 
-- The real rows of the piece are kept without their padding, pad rows of the dispatch are dropped
-  (`Rows.take`), results are put back in place with zeros for the pad rows (`Rows.restore`).
+- The real rows of the chunk are kept without their padding, pad rows of the dispatch are dropped
+  (`Rows.take`), and results go back to their rows, with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of
   ranks (`mini_batch`); `workers.training.shuffle` gives the rows other places.
 - Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has
-  rows of like length; rows of which nothing is asked are in none (`cut`).
+  rows of similar length; rows without a token that is read are in none (`cut`).
 - Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over
   a dummy row of which nothing is read (`micro_batches`), so that collectives match.
 - Denominators are counts over the whole mini-batch, all ranks (`MiniBatch.num_rows`,
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     from workers.losses.aggregate import Denominators
 
 Columns = dict[str, Tensor]
-"""What losses read: rectangles."""
+"""Rectangles by name, as losses read them."""
 RowColumns = dict[str, Any]
 """Columns of rows: a `Ragged` of those of tokens, a tensor of the others."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one forward pass may hold on one rank: a number of rows, or of their real tokens."""
+    """The size of a forward pass on one rank: a number of rows, or of their real tokens."""
 
     rows: int | None = None
     tokens: int | None = None
 
     @classmethod
     def of(cls, use_dynamic_bsz: bool, rows: int, tokens: int) -> Budget:
-        """The budget that a role's section sets: by tokens if `use_dynamic_bsz`, else by rows."""
+        """Return the budget of a role's section: tokens if `use_dynamic_bsz`, else rows."""
         return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
 
 
 def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> Budget:
-    """What a pass of a role of PPO may hold: by rows if the actor is cut so, else by tokens.
+    """Return the budget of a role of PPO: `rows` if the actor counts rows, else tokens.
 
-    `tokens` are the role's own; by default it has the actor's.
+    `tokens` is the role's own number; by default it has the actor's.
     """
     if not config.actor_rollout_ref.actor.use_dynamic_bsz:
         return Budget(rows=rows)
@@ -62,7 +62,7 @@ def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> 
 
 
 def budget_of_actor(config: WorkersConfig) -> Budget:
-    """The budget of the actor's passes; by tokens where nobody trains the policy."""
+    """Return the budget of the actor's passes; tokens if the policy is not trained."""
     actor = getattr(config.actor_rollout_ref, "actor", None)
     if actor is None:
         width = config.data.max_prompt_length + config.data.max_response_length
@@ -72,20 +72,20 @@ def budget_of_actor(config: WorkersConfig) -> Budget:
 
 @dataclass(frozen=True)
 class Rows:
-    """The real rows of one rank's piece, on the CPU, and their place in the whole batch."""
+    """The real rows of one rank's chunk, on the CPU, and their places in the whole batch."""
 
     columns: RowColumns
     places: Tensor
-    """Each row's place in the whole batch, or another one, which says its mini-batch."""
+    """Each row's place in the whole batch, or in the shuffled one: it decides the mini-batch."""
     total: int
     """Rows of the whole batch."""
     names: list[str]
     given: Column
-    """The response mask (or else the first column) as it came, pad rows included."""
+    """The response mask (or the first column) as it came, with pad rows."""
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], num_ranks: int = 1) -> Rows:
-        """Columns of the real rows; a piece that was not cut for so many ranks is refused."""
+        """Take columns of the real rows; reject a chunk cut for another number of ranks."""
         require(data, *names)
         if data.shard is None and num_ranks > 1:
             raise BatchError(
@@ -111,9 +111,9 @@ class Rows:
         return len(next(iter(self.columns.values())))
 
     def restore(self, pieces: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
-        """Results of the micro-batches `order` as one float32 CPU column of the piece.
+        """Return results of the micro-batches `order` as one float32 column on the CPU.
 
-        It is ragged where the piece's response mask is. Rows that are in no micro-batch are zero.
+        It is ragged if the chunk's response mask is. Rows that are in no micro-batch are zero.
         """
         rows = torch.tensor([row for numbers in order for row in numbers], dtype=torch.int64)
         if isinstance(pieces[0], Tensor):
@@ -135,10 +135,10 @@ class Rows:
 
 
 def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowColumns:
-    """The columns of tokens as ragged ones, of rows called `names`.
+    """Return columns of tokens as ragged ones; errors call the rows `names`.
 
-    Those as wide as `attention_mask` keep what it says is real, and those as wide as
-    `response_mask` the part of it that lies in the last columns.
+    Columns as wide as `attention_mask` keep the tokens that it marks. Columns as wide as
+    `response_mask` keep those of these tokens that are in the last columns.
     """
     mask = columns.get("attention_mask")
     if mask is None:
@@ -168,7 +168,7 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
 
 
 def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
-    """The spans of a mask [..., T]; a row with a gap is refused by its name."""
+    """Return the spans of a mask [..., T]; reject a row with a gap by its name."""
     flat = mask.flatten(0, -2)
     begins = flat & ~flat.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
     gaps = (begins.sum(dim=1) > 1).nonzero()
@@ -187,7 +187,7 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
-    """What messages call the rows: uid and sample index if the batch has them, or a number."""
+    """Return the names of rows in messages: uid and sample index, or a number."""
     uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
     if uids is None:
         return [f"row {start + row}" for row in range(len(data))]
@@ -207,12 +207,12 @@ class MiniBatch:
 
     @property
     def denominators(self) -> Denominators:
-        """What the losses divide by: response tokens, and rows that have any."""
+        """The divisors of losses: response tokens, and rows that have any."""
         return {"batch_num_tokens": self.num_tokens, "global_batch_size": self.num_rows}
 
 
 def count_mini_batches(total: int, mini_batch_size: int) -> int:
-    """How many mini-batches a batch of `total` samples has; the size must divide it.
+    """Return the number of mini-batches of `total` samples; the size must divide it.
 
     A batch that is smaller, the last one of `data.total_prompts`, is one.
     """
@@ -261,10 +261,11 @@ def cut(
     border: int | None = None,
     single: bool = False,
 ) -> list[list[int]]:
-    """Row numbers of every micro-batch: longest rows first, none of length 0.
+    """Return the row numbers of every micro-batch: longest rows first, none of length 0.
 
-    With `rectangles` a row takes as many tokens of the budget as the longest of its micro-batch.
-    Rows of more than `border` tokens share none with others; `single` rows share none at all.
+    With `rectangles`, a row takes as many tokens of the budget as the longest row of its
+    micro-batch. Rows of more than `border` tokens share no micro-batch with shorter rows. With
+    `single`, every row has its own.
     """
     if (budget.rows or budget.tokens or 0) < 1:
         raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
@@ -288,7 +289,7 @@ def cut(
 def spread(
     cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int
 ) -> list[list[int]]:
-    """So many passes at least, where there are as many rows; the largest is halved first."""
+    """Split micro-batches, the largest first, until there are `num_passes` if rows suffice."""
     found = [list(rows) for rows in cuts]
     while len(found) < num_passes:
         several = [place for place, rows in enumerate(found) if len(rows) > 1]
@@ -303,7 +304,7 @@ def spread(
 def _fill(
     order: Sequence[int], lengths: Sequence[int], budget: Budget, rectangles: bool
 ) -> list[list[int]]:
-    """The rows `order` in micro-batches as large as the budget."""
+    """Fill micro-batches with the rows `order`, each as large as the budget."""
     if budget.rows is not None:
         size = budget.rows
         return [list(order[start : start + size]) for start in range(0, len(order), size)]

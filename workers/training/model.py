@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 PartT = TypeVar("PartT", bound="Part")
 Named = Iterator[tuple[str, Tensor]]
 Arrange = Callable[[Iterable[tuple[str, Tensor]]], Named]
-"""Whole tensors by a module's names -> what leaves the engine, by its names."""
+"""Whole tensors by the module's names -> tensors that leave the engine, by their names."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a model is built from."""
+    """The settings that a model is built from."""
 
     config: ModelConfig
     sharding: Sharding
@@ -62,7 +62,7 @@ class ModelSettings:
 
 
 class Part:
-    """Something that a model has only if it is asked for; each method does nothing by default.
+    """An option of a model, which installs itself; each method does nothing by default.
 
     for part in parts: part.check(model)        # before there is a module
     for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
@@ -100,14 +100,14 @@ class Model:
     precision: Precision
     module: Any
     whole_module: Any
-    """All layers, without memory where other ranks have some of them."""
+    """The module with all layers; those of other ranks have no memory."""
     support: Support
     """How models of its class may run."""
     is_sharded: bool
     is_one_unit = False
     """Whether FSDP2 gathers the whole module at once."""
     cast: torch.dtype | None = None
-    """What a pass casts the weights to; None where FSDP does, or nothing is cast."""
+    """The type that a pass casts the weights to; None if FSDP casts them or nothing does."""
     kernel: VarlenKernel | None = None
     """The attention kernel for packed rows."""
 
@@ -119,9 +119,9 @@ class Model:
         self.row_passes = RowPasses()
         self.parts: list[Part] = []
         self.layers: Any = None
-        """How passes go through the layers of this rank: `workers.training.layers`."""
+        """Runs passes through the layers of this rank (`workers.training.layers`)."""
         self.words: Any = None
-        """The words that this rank's head gives logits of, where other ranks have others."""
+        """The words of this rank's head, if other ranks have other words."""
         self.is_compiled = False
 
     def part(self, kind: type[PartT]) -> PartT | None:
@@ -160,7 +160,7 @@ class Model:
     def resident(
         self, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Within, what rests in host memory is on the device."""
+        """Within, offloaded weights and moments are on the device."""
         return resident(self.module, optimizer, self.sharding, self.device, self.host_blocks)
 
     def feed(self, columns: RowColumns, reads: Ragged) -> Feed:

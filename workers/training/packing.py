@@ -1,15 +1,15 @@
-"""What goes into a forward pass and what is read from it: rows without their padding.
+"""Arguments and outputs of a forward pass over rows without their padding.
 
     feed = packed_feed(columns, reads, device)      # one row of all tokens end to end, its layout
     feed = padded_feed(columns, reads, device)      # a rectangle, for models that cannot be packed
     numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
-Position t of a row says something about token t + 1. Only positions that a loss reads get a head,
-and a row ends at the last of them: what comes after it cannot change it. In a rectangle every row
-starts at the first column, so padding comes after all that is real, where neither a state nor a
-count of places can pick it up.
+Position t of a row predicts token t + 1. The head is computed only at positions that a loss reads,
+and a row ends at the last of them, since later tokens cannot change it. In a rectangle every row
+starts at the first column, so padding comes after all real tokens, and neither a state nor a count
+of positions can include it.
 
-Which of the two a model takes is proven in `workers.training.row_proof`.
+`workers.training.row_proof` chooses between the two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workers.training.microbatch import Columns, RowColumns
 
 
 def response_reads(columns: RowColumns) -> Ragged:
-    """For every token, whether the next one is a response token inside the mask."""
+    """Return whether the next token is a response token inside the mask, for every token."""
     ids, mask = columns["input_ids"], columns["response_mask"]
     ends = ids.lengths.flatten().cumsum(0)
     shifts = ends - mask.lengths.flatten().cumsum(0) - 1  # responses are the end of their rows
@@ -48,7 +48,7 @@ def response_reads(columns: RowColumns) -> Ragged:
 
 
 def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
-    """Refuse rows without a prompt whose first token is in the loss: nothing speaks of it."""
+    """Reject rows without a prompt whose first token is in the loss: nothing predicts it."""
     lengths = mask.lengths.flatten()
     begins = (lengths.cumsum(0) - lengths)[rows]
     begins = begins[lengths[rows] > 0]
@@ -60,7 +60,7 @@ def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
 
 
 def last_token_reads(columns: RowColumns) -> Ragged:
-    """For every token, whether it is the last one of its row."""
+    """Return whether a token is the last one of its row, for every token."""
     ids: Ragged = columns["input_ids"]
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     lengths = ids.lengths.flatten()
@@ -69,9 +69,9 @@ def last_token_reads(columns: RowColumns) -> Ragged:
 
 
 def by_segment(columns: RowColumns, reads: Ragged) -> Ragged:
-    """The reads, with a row for each segment: where positions begin anew, nothing before is read.
+    """Return the reads with a row for each segment, which begins where positions restart at 0.
 
-    A trajectory has several where the chat template rewrote its history.
+    A trajectory has several segments if the chat template rewrote its history.
     """
     lengths = reads.lengths.flatten()
     of_rows = (lengths.cumsum(0) - lengths)[lengths > 0]
@@ -85,9 +85,9 @@ def by_segment(columns: RowColumns, reads: Ragged) -> Ragged:
 
 
 def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
-    """[rows]: each one's tokens up to the last that is read, 0 without reads.
+    """Return each row's number of tokens up to the last that is read, 0 without reads.
 
-    `whole` rows keep what comes after it.
+    `whole` rows keep the tokens after it.
     """
     lengths, rows = reads.lengths.flatten(), reads.row_of_values()
     if whole:
@@ -115,7 +115,7 @@ class Feed:
     split: Split | None = None
     """Packed: which part of the row this is, where ranks share it."""
     is_real: Tensor | None = None
-    """Which tokens are no padding; None is all of them."""
+    """Whether a token is no padding, for every token; None if all are real."""
     routed: Tensor | None = None
     """[tokens, layers, choices]: the experts that each token goes to.
 
@@ -123,11 +123,11 @@ class Feed:
     """
 
     def own(self, column: Tensor) -> Tensor:
-        """Of a number for each position that the ranks read, those of this feed's."""
+        """Return this feed's part of a column that has a number per position read by all ranks."""
         return column if self.split is None else self.split.own(column)
 
     def gathered(self, columns: Columns) -> Columns:
-        """What was computed at this feed's reads, at the reads of all ranks of the row."""
+        """Gather columns of this feed's reads to columns of the reads of all ranks of the row."""
         if self.split is None:
             return columns
         together = self.split.gather(torch.stack(list(columns.values()), dim=-1))
@@ -142,9 +142,9 @@ def packed_feed(
     whole: bool = False,
     ranks: SequenceRanks | None = None,
 ) -> Feed:
-    """All needed tokens of all rows end to end, in the order of the rows.
+    """Return a feed of all needed tokens end to end, in the order of the rows.
 
-    Where `ranks` share them, this rank's part; a row of padding makes the parts equal.
+    If `ranks` share the tokens, it has this rank's part; a row of padding makes the parts equal.
     """
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
@@ -182,14 +182,14 @@ def _lengthened(values: Tensor, padding: int) -> Tensor:
 
 
 def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
-    """Experts that count from 1 in `_needed`, from 0 as models count."""
+    """Return numbers of experts from 0, as models count, of those from 1 in `_needed`."""
     return None if counted is None else to_device(counted, device) - 1
 
 
 def padded_feed(
     columns: RowColumns, reads: Ragged, device: torch.device, *, whole: bool = False
 ) -> Feed:
-    """The needed tokens of each row from the first column on, zeros after them."""
+    """Return a feed of the needed tokens of each row, from the first column on, then zeros."""
     tokens, lengths = _needed(columns, reads, whole)
     width = int(lengths.max())
     padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
@@ -210,10 +210,9 @@ def padded_feed(
 
 
 def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """The needed tokens of all rows, what is said of them, and how many each row has.
+    """Return columns of the needed tokens of all rows, and how many tokens each row has.
 
-    Segments are rows of their own. Rows of which nothing is read are a dummy together: one token,
-    of which nothing is read either.
+    Segments are rows of their own. If no row is read, there is one dummy token, which is not read.
     """
     reads = by_segment(columns, reads)
     lengths = needed_lengths(reads, whole=whole)
@@ -229,7 +228,7 @@ def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, 
 
 
 def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
-    """The keyword arguments that this module's `forward` takes of the feed's."""
+    """Return those arguments of the feed that this module's `forward` takes."""
     body = body_of(module)
     inputs = {**feed.inputs, "use_cache": False}
     attention = body.config.get_text_config()._attn_implementation
@@ -243,7 +242,7 @@ def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
 
 
 def read(module: Any, feed: Feed) -> Tensor:
-    """The head's output where it is read, row by row: [positions, vocabulary or 1]."""
+    """Return the head's output at the positions read: [positions, vocabulary or 1]."""
     inputs = model_inputs(module, feed)
     if isinstance(module, ScalarHeadModel):
         return picked(module(**inputs), feed)
@@ -261,12 +260,12 @@ def read(module: Any, feed: Feed) -> Tensor:
 
 
 def picked(output: Tensor, feed: Feed) -> Tensor:
-    """What was computed at every position, where it is read: [positions, size]."""
+    """Pick the positions read from an output of every position: [positions, size]."""
     return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
 
 
 def check_rows(module: Any, ids: Ragged) -> None:
-    """Refuse rows longer than the model's positions, and unknown tokens."""
+    """Reject rows longer than the model's positions, and unknown tokens."""
     config = body_of(module).config.get_text_config()
     if not len(ids.values):
         return

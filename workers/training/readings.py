@@ -1,4 +1,4 @@
-"""What is read of a model's passes: a number for every response token, or one for a row.
+"""Readings of a model's passes: a number for every response token, or one for a row.
 
 reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes are run here
 """
@@ -33,13 +33,13 @@ class Reading:
     inputs: Sequence[str] = INPUTS
     """Columns that a forward pass reads."""
     folder_settings: Mapping[str, Any] = {}
-    """What `config.json` of an exported folder has in addition to the model's own fields."""
+    """Fields that `config.json` of an exported folder has in addition to the model's own."""
 
     def begin(self, model: Model) -> None:
         """Take note of the model, once it is loaded."""
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """For every token, whether it gets a head."""
+        """Return whether the head is computed, for every token."""
         return response_reads(columns)
 
     def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
@@ -49,12 +49,12 @@ class Reading:
     def cut(
         self, model: Model, columns: RowColumns, budget: Budget
     ) -> tuple[list[list[int]], list[int]]:
-        """The rows of every micro-batch, and the tokens that each row takes."""
+        """Return the rows of every micro-batch, and the tokens that each row takes."""
         reads = self.reads(columns)
         return model.row_passes.cut(reads, budget), model.row_passes.lengths(reads)
 
     def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
-        """One forward pass: [rows, R] columns, zero where the response mask is."""
+        """Run a forward pass; return [rows, R] columns, zero where the response mask is."""
         device = model.device
         mask = columns["response_mask"]
         inside = mask.values != 0
@@ -92,7 +92,7 @@ class RowScores(Reading):
         self.score_at = score_at
 
     def begin(self, model: Model) -> None:
-        """See where the model's folder reads scores."""
+        """Look up where the model's folder reads scores."""
         if self.score_at is None:
             self.score_at = getattr(model.module.config, "score_at", "last_token")
         if self.score_at not in SCORE_AT:
@@ -103,7 +103,7 @@ class RowScores(Reading):
         self.folder_settings = {"score_at": self.score_at}
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """For every token, whether the score is of it."""
+        """Return whether the score is read, for every token."""
         if self.score_at == "legacy_mean":
             ids = columns["input_ids"]
             every: Ragged = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
@@ -111,7 +111,7 @@ class RowScores(Reading):
         return last_token_reads(columns)
 
     def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
-        """One forward pass: `scores` [rows]."""
+        """Run a forward pass; return `scores` [rows]."""
         device = model.device
         reads = self.reads(columns)
         feed = model.feed(columns, reads)
@@ -142,7 +142,7 @@ class Pairs(Reading):
         self.folder_settings = self.of_rows.folder_settings
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """For every token of both sides, whether it gets a head."""
+        """Return whether the head is computed, for every token of both sides."""
         return self.of_rows.reads(rows_of_pairs(columns))
 
     def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
@@ -153,7 +153,7 @@ class Pairs(Reading):
     def cut(
         self, model: Model, columns: RowColumns, budget: Budget
     ) -> tuple[list[list[int]], list[int]]:
-        """The pairs of every micro-batch, and the tokens that each pair takes."""
+        """Return the pairs of every micro-batch, and the tokens that each pair takes."""
         rows = model.row_passes
         of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)
         are_padded = rows.kind == "padded"
@@ -164,7 +164,7 @@ class Pairs(Reading):
         return cut(lengths, budget, rectangles=are_padded, single=rows.apart), lengths
 
     def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
-        """One forward pass over both sides: [pairs, 2, ...] columns."""
+        """Run a forward pass over both sides; return [pairs, 2, ...] columns."""
         parts = _passes_of_pairs(model, columns)
         outputs = [self.of_rows.outputs(model, part, wanted) for part in parts]
         if len(outputs) == 1:

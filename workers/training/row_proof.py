@@ -56,14 +56,14 @@ SPLITS = (
 LARGEST_SQUARE = 2048
 """Tokens of a pass whose attention grows with their square, unless a row alone has more."""
 NOT_ASKED = "model.use_remove_padding=False"
-"""Why rows that could run packed do not."""
+"""The reason for padded rows that the user gave."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Tokens of the rows that prove: together more than a stand-in has positions."""
 
 
 @dataclass(frozen=True)
 class RowPasses:
-    """How rows are cut into passes and fed."""
+    """The layout of rows: cuts them into passes and feeds them."""
 
     kind: Kind = "padded"
     border: int | None = None
@@ -71,20 +71,20 @@ class RowPasses:
     is_square: bool = False
     """Packed rows attend by one mask over all tokens of a pass, which grows with their square."""
     ranks: SequenceRanks | None = None
-    """Those that share the tokens of every pass."""
+    """The ranks that share the tokens of every pass."""
 
     @property
     def apart(self) -> bool:
-        """Whether rows of any lengths may not share a pass."""
+        """Whether rows may share no pass, since they may have unlike rotary factors."""
         return self.border is not None
 
     def lengths(self, reads: Ragged) -> list[int]:
-        """The tokens of every row that its pass computes."""
+        """Return how many tokens of every row its pass computes."""
         lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
         return lengths
 
     def cut(self, reads: Ragged, budget: Budget) -> list[list[int]]:
-        """Row numbers of every micro-batch."""
+        """Return the row numbers of every micro-batch."""
         lengths, budget = self.lengths(reads), self.of_all_ranks(budget)
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
@@ -92,13 +92,13 @@ class RowPasses:
         return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
 
     def of_all_ranks(self, budget: Budget) -> Budget:
-        """A rank's tokens of a pass, times the ranks that share it."""
+        """Return a rank's budget of tokens times the ranks that share a pass."""
         if self.ranks is None or budget.tokens is None:
             return budget
         return Budget(tokens=budget.tokens * self.ranks.size)
 
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
-        """The arguments of one pass over these rows; segments of a row are rows of the pass."""
+        """Return the arguments of a pass over these rows; segments are rows of the pass."""
         if self.apart and by_segment(columns, reads) is not reads:
             raise ConfigError(SPLITS)
         whole = self.border is not None
@@ -159,7 +159,7 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
 def refuse_split(
     support: Support, num_ranks: int, why_not_packed: str = "", section: str = "parallel"
 ) -> None:
-    """A ConfigError if ranks cannot share the tokens of this model's packed rows.
+    """Raise a ConfigError if ranks cannot share the tokens of this model's packed rows.
 
     `section` is the key of its `parallel`.
     """
@@ -209,7 +209,7 @@ SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
 
 
 class _OneOfRanks:
-    """Stands for ranks: notes what attention gets and gives, then gives a part of it."""
+    """Stands for ranks: records inputs and outputs of attention, then returns parts of them."""
 
     def __init__(self) -> None:
         self.noted: list[list[Tensor]] = []
@@ -235,7 +235,7 @@ class _OneOfRanks:
 
 @Proof
 def rows_over_ranks(model: Any) -> str:
-    """Whether a part of a packed row is computed as in the whole, given what attention says."""
+    """Return what is wrong if a pass computes a part of a packed row, given its attention."""
     columns, reads = probe_rows()
     feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
     ranks = _OneOfRanks()
@@ -256,7 +256,7 @@ def rows_over_ranks(model: Any) -> str:
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:
-    """Some rows, and what is read of them: not their last tokens."""
+    """Return some rows, and where they are read: not at their last tokens."""
     rows = [torch.arange(length) for length in LENGTHS]
     positions = Ragged.of_rows(rows, POSITIONS)
     tokens = 3 + torch.arange(len(positions.values)) * 7 % (VOCABULARY - 3)
@@ -267,7 +267,7 @@ def probe_rows() -> tuple[RowColumns, Ragged]:
 
 @torch.no_grad()
 def _rows_alone(model: Any) -> list[Tensor]:
-    """What transformers says about each row by itself."""
+    """Return transformers' logits of each row by itself."""
     columns, reads = probe_rows()
     rows = zip(columns["input_ids"].rows(), reads.rows(), strict=True)
     numbers = [model(tokens[None], use_cache=False).logits[0, inside] for tokens, inside in rows]
@@ -278,7 +278,7 @@ def _rows_alone(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
-    """What is wrong with rows that go through the model this way; nothing is an empty text."""
+    """Return what is wrong with rows in this layout; an empty text if nothing is."""
     columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():

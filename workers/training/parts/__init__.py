@@ -1,4 +1,4 @@
-"""What a model has only if it is asked for; each part is a file, and installs itself.
+"""Options of a model; each part is a file, and installs itself.
 
 for part in parts: part.check(model)        # before there is a module
 for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
