@@ -1,24 +1,26 @@
-"""Pipeline parallelism: the order in which a rank's stages compute passes, and what goes between.
+"""Pipeline parallelism: the order in which a rank's stages compute passes, and their exchange.
 
     for action in pipeline.actions(num_passes):         # one stage: F0 B0 F1 B1 ...
         if action.is_forward:
-            pipeline.forward(action, compute, shapes)   # received, computed, sent on
+            with pipeline.computing(action, shapes) as results:     # after it received its states
+                results += [module(**inputs)]                       # states are sent on in the end
         else:
             pipeline.backward(action)
 
-The ranks along "pp", a line, hold the same rows and cut them alike. So each knows the shape of what
-comes, and passes may be of unlike lengths. Gradients are added up in the order of the passes, as
-one process adds them. Sends do not wait; whoever receives does, on a group of its own for each
-direction and neighbour: no two ranks wait for each other, and all comes in the order of the sends.
+The ranks along "pp", a line, hold the same rows and cut them alike. So each knows the shapes that
+it receives, and passes may have unlike lengths. Gradients are added up in the order of the passes,
+as one process adds them. A send does not wait. A receive does, on a group of its own for each
+direction and neighbour: no two ranks wait for each other, and states arrive in the order of sends.
 
 gpipe: all forward passes first (arXiv 1811.06965). 1f1b: as few of them as keep all ranks at work
-(PipeDream-Flush, arXiv 2006.09503). interleaved: 1f1b over two stages a rank, which are idle for
+(PipeDream-Flush, arXiv 2006.09503). interleaved: 1f1b over two stages per rank, which are idle for
 half the time (arXiv 2104.04473).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,6 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.parallel.stages import Stages
-
-Shapes = Callable[[], Sequence[Sequence[int]]]
 
 
 class Action(NamedTuple):
@@ -47,7 +47,7 @@ def num_chunks(kind: str) -> int:
 
 
 def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Action]:
-    """What a rank does, in its order."""
+    """Return the actions of a rank, in order."""
     chunks = range(num_chunks(kind))
     rounds = [
         range(begin, min(begin + num_ranks, num_passes))
@@ -81,9 +81,9 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
 
 
 def most_waiting(kind: str, rank: int, num_ranks: int) -> int:
-    """Passes of a rank's layers that wait for their backward passes, at most.
+    """Return the largest number of a rank's passes that wait for their backward passes.
 
-    Under gpipe all of a mini-batch do; that counts as many as there are ranks.
+    Under gpipe all passes of a mini-batch do; they count as many as there are ranks.
     """
     waiting = most = 0
     for action in schedule(kind, rank, num_ranks, 4 * num_ranks if kind != "gpipe" else num_ranks):
@@ -113,20 +113,20 @@ class Pipeline:
         self.rank, self.size = line.rank(), line.size()
         self.last = self.size * num_chunks(kind) - 1
         self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        """By chunk and number, what a forward pass got and gave, until its backward pass."""
+        """By chunk and number, states received and results of a pass, until its backward pass."""
         self._sent: list[tuple[Any, Tensor]] = []
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has what the model gives."""
+        """Whether this rank has the model's outputs."""
         return self.rank == self.size - 1
 
-    def is_last(self, action: Action) -> bool:
-        """Whether what it computes is what the model gives."""
-        return self._stage(action) == self.last
+    def stage_of(self, action: Action) -> int:
+        """Return the number of the stage that the action computes."""
+        return action.chunk * self.size + self.rank
 
     def actions(self, num_passes: int, trains: bool = True) -> Iterator[Action]:
-        """What this rank does; in the end all that it sent has arrived."""
+        """Yield the rank's actions in order; in the end all that it sent has arrived."""
         self.waiting.clear()
         for action in schedule(self.kind, self.rank, self.size, num_passes):
             if trains or action.is_forward:
@@ -135,28 +135,29 @@ class Pipeline:
             work.wait()
         self._sent.clear()
 
-    def forward(
-        self, action: Action, compute: Callable[[], Iterable[Tensor]], shapes: Shapes
-    ) -> None:
-        """Compute a stage: `compute` gives the states to send on, and losses, which are scalars.
+    @contextmanager
+    def computing(self, action: Action, shapes: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
+        """Within, the module computes a stage; its results are added to the list.
 
-        `shapes` are those of the states that the stage before has sent.
+        Results are states, which are sent on, and losses, which are scalars. `shapes` are those of
+        the states that the stage before has sent.
         """
-        stage, is_trained = self._stage(action), torch.is_grad_enabled()
-        received = [self._receive(shape, stage - 1, stage) for shape in (shapes() if stage else ())]
+        stage, is_trained = self.stage_of(action), torch.is_grad_enabled()
+        received = [self._receive(shape, stage - 1, stage) for shape in shapes]
         for states in received:
             states.requires_grad_(is_trained)
+        results: list[Tensor] = []
         with self.stages.computing(stage, received):
-            given = [*compute()]
-        for states in given:
+            yield results
+        for states in results:
             if states.dim():
                 self._send(states.detach(), stage, stage + 1)
         if is_trained:
-            self.waiting[action.chunk, action.number] = received, given
+            self.waiting[action.chunk, action.number] = received, results
 
     def backward(self, action: Action) -> None:
-        """Gradients of the stage's weights, and of what it got."""
-        stage = self._stage(action)
+        """Compute gradients of the stage's weights, and of the states that it received."""
+        stage = self.stage_of(action)
         received, given = self.waiting.pop((action.chunk, action.number))
         # a loss that is not finite has a gradient of NaN, also where its formula clamps
         grads = [
@@ -172,15 +173,12 @@ class Pipeline:
             self._send(torch.zeros_like(states) if grad is None else grad, stage, stage - 1)
 
     def from_last(self, found: Any) -> Any:
-        """What the rank with the last stage has found, on all ranks of the line."""
+        """Return the result of the rank with the last stage, on all ranks of the line."""
         told = [found]
         dist.broadcast_object_list(
             told, group=self.line, group_src=self.size - 1, device=self.device
         )
         return told[0]
-
-    def _stage(self, action: Action) -> int:
-        return action.chunk * self.size + self.rank
 
     def _link(self, source: int, target: int) -> dist.ProcessGroup:
         """The group on which one stage sends to its neighbour."""
@@ -208,7 +206,7 @@ class Pipeline:
 
 
 def exchanged_sum(own: Tensor, line: dist.ProcessGroup) -> Tensor:
-    """What the first and the last rank of a line have, added up, bit for bit the same on both."""
+    """Return the sum over the first and the last rank of a line, bit for bit equal on both."""
     other = torch.empty_like(own)
     peer = line.size() - 1 - line.rank()
     ways = [
@@ -231,7 +229,7 @@ def stage_by_stage(
     is_first: bool,
     device: torch.device,
 ) -> Named:
-    """The tensors of all ranks of a line, the first rank's first; collective.
+    """Yield the tensors of all ranks of a line, the first rank's first; collective.
 
     `facts` are names, shapes and types of the `own` ones. Unless `on_all_ranks` they come to the
     first rank alone of the line that `is_first`; others have none.
@@ -258,5 +256,5 @@ def stage_by_stage(
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """As bytes, which travel whatever the type; in the same memory where that has no gaps."""
+    """Return a view as bytes, which every backend can send; a copy if the memory has gaps."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,7 +16,13 @@ from torch import Tensor
 from workers.models.causal_lm import recomputes
 from workers.models.memory_shapes import meta_model
 from workers.parallel.fsdp import note_all_units
-from workers.parallel.pipeline import Pipeline, exchanged_sum, num_chunks, stage_by_stage
+from workers.parallel.pipeline import (
+    Action,
+    Pipeline,
+    exchanged_sum,
+    num_chunks,
+    stage_by_stage,
+)
 from workers.parallel.placements import local_part
 from workers.parallel.stages import Stages
 from workers.training.layers import MicroBatches, Named
@@ -30,8 +35,6 @@ from workers.training.parts.tensor import CutMatrices
 
 if TYPE_CHECKING:
     from workers.training.passes import Passes
-
-Work = Callable[[], list[Tensor]]
 
 
 class StagePlan(Part):
@@ -112,10 +115,12 @@ class PipelineLayers:
         """Run forward passes; the last stage computes, others send states on."""
         for action in self.pipeline.actions(len(micro_batches), trains=False):
             columns, num_real = micro_batches[action.number]
-            work: Work = partial(self._states, passes, columns)
-            if self.pipeline.is_last(action):
-                work = partial(_outputs, compute, columns, num_real)
-            self.pipeline.forward(action, work, partial(self._shapes, passes, columns))
+            shapes = self._shapes(action, passes, columns)
+            with self.pipeline.computing(action, shapes) as results:
+                if self._is_last(action):
+                    compute(columns, num_real)
+                else:
+                    results += self._states(passes, columns)
             if after is not None:
                 after(num_real)
 
@@ -138,23 +143,31 @@ class PipelineLayers:
                 passes.begin_backward(is_last=num_left == 0, waits=waits)
                 self.pipeline.backward(action)
                 continue
-            work: Work = partial(self._states, passes, columns, loss)
-            if self.pipeline.is_last(action):
-                work = partial(_losses, compute, columns, num_real)
-            self.pipeline.forward(action, work, partial(self._shapes, passes, columns))
+            shapes = self._shapes(action, passes, columns)
+            with self.pipeline.computing(action, shapes) as results:
+                if self._is_last(action):
+                    results.append(compute(columns, num_real))
+                else:
+                    results += self._states(passes, columns, loss)
+
+    def _is_last(self, action: Action) -> bool:
+        """Whether the action gives the model's outputs."""
+        return self.pipeline.stage_of(action) == self.pipeline.last
 
     def _states(
         self, passes: Passes, columns: RowColumns, loss: Loss | None = None
     ) -> list[Tensor]:
-        """States for the next stage, and what this stage adds to the loss."""
+        """Return states for the next stage, and what this stage adds to the loss."""
         module = self.model.module
         states = [module(**model_inputs(module, feed)) for feed in passes.feeds(columns)]
         if loss is not None and loss.of_stage is not None:
             states += loss.of_stage(columns)
         return states
 
-    def _shapes(self, passes: Passes, columns: RowColumns) -> list[tuple[int, ...]]:
-        """The shapes of the states that the stage before sends."""
+    def _shapes(self, action: Action, passes: Passes, columns: RowColumns) -> list[tuple[int, ...]]:
+        """Return the shapes of the states that the stage before sends; the first gets none."""
+        if self.pipeline.stage_of(action) == 0:
+            return []
         width = self.model.module.config.get_text_config().hidden_size
         feeds = passes.feeds(columns)
         return [(*feed.inputs["input_ids"].shape, width) for feed in feeds]
@@ -176,17 +189,3 @@ class PipelineLayers:
         facts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
         is_first, line = self.model.groups.is_first_of_stage, self.pipeline.line
         return stage_by_stage(line, facts, own, on_all_ranks, is_first, self.model.device)
-
-
-def _outputs(
-    compute: Callable[[RowColumns, int], object], columns: RowColumns, num_real: int
-) -> list[Tensor]:
-    """Compute outputs, of which nothing is sent on."""
-    compute(columns, num_real)
-    return []
-
-
-def _losses(
-    compute: Callable[[RowColumns, int], Tensor], columns: RowColumns, num_real: int
-) -> list[Tensor]:
-    return [compute(columns, num_real)]
