@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Rows = Callable[..., Tensor]
+AttendRows = Callable[..., Tensor]
 """(query, key, value, sinks, places of the queries; None is all) -> output.
 
 States are [tokens, heads, size], `sinks` [heads] or None.
@@ -72,7 +72,7 @@ class SequenceRanks:
         return Split(self.group, places[own], is_read[own].nonzero()[:, 0], numbers, counts)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: Rows
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: AttendRows
     ) -> Tensor:
         """Attention of the own tokens, [tokens, heads, size], whose rows `attend` knows."""
         num_own, num_heads, _ = query.shape

@@ -35,7 +35,7 @@ class NoStages(Exception):
 
 
 @dataclass(frozen=True)
-class Parts:
+class StageParts:
     """What stages are made of; a part is the module that has it, and its name there."""
 
     embeddings: tuple[nn.Module, str]
@@ -46,7 +46,7 @@ class Parts:
     """Whether the head's weight is that of the embeddings."""
 
     @classmethod
-    def of(cls, module: Any) -> Parts:
+    def of(cls, module: Any) -> StageParts:
         """A NoStages says what the module has elsewhere."""
         body = getattr(module, module.base_model_prefix)
         children, embeddings = dict(body.named_children()), body.get_input_embeddings()
@@ -98,7 +98,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     and the head in the last, with the logits of its largest chunk. Of experts a rank has a part.
     Where anything is trained, what layers keep of one pass counts, too.
     """
-    parts = Parts.of(module)
+    parts = StageParts.of(module)
     if num_stages > len(parts.layers):
         raise NoStages(f"it has {len(parts.layers)} layers, and {num_stages} stages")
     spread = {id(w) for _, each in experts_of(module) for w in each.parameters()} if ep > 1 else ()
@@ -209,7 +209,7 @@ class Stages:
     def __init__(self, module: Any, ranges: Sequence[range]) -> None:
         self.module, self.last = module, len(ranges) - 1
         self.body = getattr(module, module.base_model_prefix)
-        parts = Parts.of(module)
+        parts = StageParts.of(module)
         owner, name = parts.embeddings
         self.received = Received(owner._modules[name])
         first, last = frozenset((0,)), frozenset((self.last,))

@@ -129,12 +129,15 @@ class Whole:
         return Replicate()
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The positional arguments that the layer computes with."""
+        """Return the positional arguments that the layer computes with."""
         return inputs
 
-    def leave(self, layer: Any, output: Any) -> Any:
-        """The layer's output for the others; None if it raised an error."""
+    def leave(self, output: Any) -> Any:
+        """Return the layer's output for the other layers."""
         return output
+
+    def restore(self, layer: Any) -> None:
+        """Undo in the end what `enter` changed of the layer, also after an error."""
 
     def copied(self, states: Tensor) -> Tensor:
         """Layers that take the same states share one copy, whose gradient is added up once."""
@@ -152,13 +155,13 @@ class Whole:
         return total
 
 
-class Parts(Whole):
+class PartialWeights(Whole):
     """Weights that see a part of what they are multiplied with: a norm of the rank's heads."""
 
     partial = True
 
 
-class Columns(Whole):
+class ColumnLinear(Whole):
     """A linear layer of which the rank computes some outputs."""
 
     @classmethod
@@ -171,15 +174,15 @@ class Columns(Whole):
         return (self.copied(inputs[0]), *inputs[1:])
 
 
-class GatheredColumns(Columns):
+class GatheredColumnLinear(ColumnLinear):
     """The same, its outputs gathered, where the model cuts or norms them in another way."""
 
-    def leave(self, layer: Any, output: Any) -> Any:
-        """Whole states."""
-        return None if output is None else _Gathered.apply(output, self.group)
+    def leave(self, output: Any) -> Any:
+        """Return whole states."""
+        return _Gathered.apply(output, self.group)
 
 
-class Rows(Whole):
+class RowLinear(Whole):
     """A linear layer that takes the rank's columns; its outputs are added up.
 
     The bias is added to the sum. A layer with an adapter is summed with it.
@@ -191,21 +194,22 @@ class Rows(Whole):
         return Shard(1) if name == "weight" else Replicate()
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The rank's columns; the bias waits."""
+        """Take the rank's columns; leave out the bias."""
         own = getattr(layer, "base_layer", layer)._parameters
         self.bias, own["bias"] = own["bias"], None
         return inputs
 
-    def leave(self, layer: Any, output: Any) -> Any:
-        """Whole states."""
+    def restore(self, layer: Any) -> None:
+        """Put the bias back."""
         getattr(layer, "base_layer", layer)._parameters["bias"] = self.bias
-        if output is None:
-            return None
+
+    def leave(self, output: Any) -> Any:
+        """Return whole states, with the bias."""
         total = self.added_up(output)
         return total if self.bias is None else total + local_part(self.bias)
 
 
-class SplitRows(Rows):
+class SplitRowLinear(RowLinear):
     """The same, of whole states."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -227,10 +231,8 @@ class VocabularyRows(Whole):
         ids, self.is_other = words.places(inputs[0])
         return (ids, *inputs[1:])
 
-    def leave(self, layer: Any, output: Any) -> Any:
-        """Whole states."""
-        if output is None:
-            return None
+    def leave(self, output: Any) -> Any:
+        """Return whole states."""
         return self.added_up(output.masked_fill(self.is_other[..., None], 0.0))
 
 
@@ -242,32 +244,30 @@ class Experts(Whole):
         states, choices, weights = inputs
         return self.copied(states), choices, self.copied(weights)
 
-    def leave(self, layer: Any, output: Any) -> Any:
-        """Whole states."""
-        return None if output is None else self.added_up(output)
+    def leave(self, output: Any) -> Any:
+        """Return whole states."""
+        return self.added_up(output)
 
 
 class LatentKeys(Whole):
     """Latent attention's first layer: the rotary part of its output goes to the heads directly."""
 
-    def leave(self, layer: Any, output: Any) -> Any:
-        """The rotary part gets gradients from all heads."""
-        if output is None:
-            return None
+    def leave(self, output: Any) -> Any:
+        """Have the rotary part get gradients from all heads."""
         size = self.config.qk_rope_head_dim
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([latent, self.copied(rotary)], dim=-1)
 
 
 STYLES: dict[str, type[Whole]] = {
-    "colwise": Columns,
-    "colwise_gather_output": GatheredColumns,
-    "colwise_rep": GatheredColumns,
-    "rowwise": Rows,
-    "rowwise_split_input": SplitRows,
-    "rowwise_rep": SplitRows,
+    "colwise": ColumnLinear,
+    "colwise_gather_output": GatheredColumnLinear,
+    "colwise_rep": GatheredColumnLinear,
+    "rowwise": RowLinear,
+    "rowwise_split_input": SplitRowLinear,
+    "rowwise_rep": SplitRowLinear,
     "embedding_rowwise": VocabularyRows,
-    "replicated_with_grad_allreduce": Parts,
+    "replicated_with_grad_allreduce": PartialWeights,
     "mla_kv_a_proj": LatentKeys,
     "moe_tp_experts": Experts,
 }
@@ -374,7 +374,8 @@ def _hook(layer: nn.Module, style: Whole) -> None:
     def after(layer: Any, _inputs: Any, output: Any) -> Any:
         layer._parameters.update(whole)
         whole.clear()
-        return style.leave(layer, output)
+        style.restore(layer)
+        return None if output is None else style.leave(output)  # None after an error
 
     layer.register_forward_pre_hook(before)
     # checkpointed layers are left by an exception when all that was asked is computed again
@@ -441,14 +442,14 @@ def layers_of(module: Any) -> dict[str, Layer]:
         if style is not None:
             kind = _style(style, path, base, own)
             found |= _with_adapter(path, layer, kind, own)
-            columns += [path] if kind is Columns else []
+            columns += [path] if kind is ColumnLinear else []
         elif own:
             found[path] = Layer(Whole, own)
 
     embeddings, head = _body(module).get_input_embeddings(), module.get_output_embeddings()
     ends: list[tuple[Any, type[Whole], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
     if len(getattr(head, "base_layer", head).weight) > 1:  # a scalar head has no words
-        ends.append((head, Columns, nn.Linear))
+        ends.append((head, ColumnLinear, nn.Linear))
     if all(isinstance(getattr(end, "base_layer", end), kind) for end, _, kind in ends):
         paths = {id(layer): path for path, layer in module.named_modules()}
         for end, style_of_words, _ in ends:
@@ -465,7 +466,7 @@ def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]
     style = STYLES.get(name)
     if style is None:
         raise NotCut(f"the plan cuts {path} in a way that is not known here: {name}")
-    if issubclass(style, Columns | Rows) and not isinstance(layer, nn.Linear):
+    if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
         raise NotCut(f"the plan cuts {path} as a linear layer, and it is a {type(layer).__name__}")
     if style is Experts and (others := layer._parameters.keys() - placements.keys()):
         raise NotCut(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
@@ -492,9 +493,9 @@ def _with_adapter(
     base, a, b = (
         f"{path}.{part}" for part in ("base_layer", f"lora_A.{adapter}", f"lora_B.{adapter}")
     )
-    if issubclass(style, Rows):
+    if issubclass(style, RowLinear):
         inputs = Layer(Whole, {"weight": Shard(-1)})
-        return {path: Layer(style), base: inputs, a: inputs, b: Layer(Parts)}
+        return {path: Layer(style), base: inputs, a: inputs, b: Layer(PartialWeights)}
     return {base: Layer(style), a: Layer(), b: Layer(style)}
 
 
@@ -538,7 +539,7 @@ def _beside(module: Any, parent: str, found: Mapping[str, Layer]) -> dict[str, L
         if path == parent and parent in found and child in found[parent].placements:
             continue
         if HEAD_NORM.fullmatch(child):
-            others[path] = Layer(Parts)
+            others[path] = Layer(PartialWeights)
         elif not BEFORE_HEADS.fullmatch(child):
             raise NotCut(f"the plan has no rule for {parent}.{name} beside layers that it cuts")
     return others
@@ -548,7 +549,7 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
     """What the ranks must divide, by name: heads, and the cut dims of weights but for words."""
     config = module.config.get_text_config()
     found: dict[str, int] = {}
-    if any("att" in path and layer.style is Columns for path, layer in layers.items()):
+    if any("att" in path and layer.style is ColumnLinear for path, layer in layers.items()):
         heads = config.num_attention_heads
         found["attention heads"] = heads
         found["key-value heads"] = getattr(config, "num_key_value_heads", None) or heads

@@ -27,7 +27,7 @@ from verl_like.errors import ConfigError
 from workers.models.rotary import factor_border
 from workers.models.support.proof import NO_MODEL, Proof, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
-from workers.parallel.sequence import Rows, SequenceRanks
+from workers.parallel.sequence import AttendRows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import (
@@ -217,7 +217,7 @@ class _OneOfRanks:
         self.error = 0.0
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: Rows
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: AttendRows
     ) -> Tensor:
         states = [query, key, value]
         if self.part is None:

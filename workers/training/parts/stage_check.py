@@ -15,7 +15,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.support.proof import Proof, Support, relative_error
 from workers.parallel.pipeline import num_chunks
-from workers.parallel.stages import NoStages, Parts, Stages, stage_ranges
+from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
 from workers.training.packing import model_inputs, padded_feed, read
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
@@ -24,7 +24,7 @@ from workers.training.row_proof import LARGEST_ERROR, probe_rows
 def stages_of_a_layer(model: Any) -> str:
     """Return what is wrong with the model, cut into stages of one layer each."""
     try:
-        num_layers = len(Parts.of(model).layers)
+        num_layers = len(StageParts.of(model).layers)
     except NoStages as error:
         return str(error)
     columns, reads = probe_rows()
@@ -57,7 +57,7 @@ def check_stages(
     what, model_type = f"{section}.pp={pp}", support.model_type
     num_stages = pp * num_chunks(schedule)
     try:
-        parts = Parts.of(module)
+        parts = StageParts.of(module)
         if num_stages > len(parts.layers):
             raise ConfigError(
                 f"{what} with {section}.pp_schedule={schedule} makes {num_stages} stages of the "
