@@ -6,12 +6,14 @@
     def compute_policy_loss_vanilla(...): ...
 
     POLICY_LOSSES.look_up("vanilla")                    # registered
-    POLICY_LOSSES.look_up("my_package.losses.my_loss")  # the user's own, imported
+    POLICY_LOSSES.look_up("my_package.losses.my_loss")  # your own, imported
+    POLICY_LOSSES.look_up("losses/mine.py:my_loss")     # your own, in a file
 
 With `Registry(kind, check)` an entry that cannot be called as it will be is refused at once.
 
-`load_object` imports one dotted path, and `load_from` finds a name in a file or a module. Nothing
-here imports torch: the processes that run reward functions start with it.
+`load_object` reads the three forms of a path: `package.module.name`, `package.module:name` and
+`folder/file.py:name`. `load_from` finds a name in a file or a module. Nothing here imports torch:
+the processes that run reward functions start with it.
 """
 
 from __future__ import annotations
@@ -72,13 +74,13 @@ class Registry(Mapping[str, T]):
         return enter
 
     def look_up(self, name: str) -> T:
-        """The entry of that name, or the user's object at that dotted path."""
+        """The entry of that name, or the user's object at that path."""
         if name in self._entries:
             return self._entries[name]
-        if "." not in name:
+        if "." not in name and ":" not in name:
             raise ConfigError(
                 f"unknown {self.kind} {name!r}; there are {', '.join(sorted(self._entries))}, and "
-                f"your own by its dotted path.{nearest(name, self._entries)}"
+                f"your own by its path (module.name or file.py:name).{nearest(name, self._entries)}"
             )
         found: T = _imported(name, f"{self.kind} {name!r}")
         self._refuse_unfit(found, name)
@@ -103,7 +105,7 @@ class Registry(Mapping[str, T]):
 
 
 def load_object(path: str, what: str) -> Any:
-    """The object at a dotted path `package.module.name`; `what` is the setting that names it."""
+    """The object at a path, as this module's first lines have it; `what` is the setting's name."""
     return _imported(path, f"{what}={path}")
 
 
@@ -112,24 +114,31 @@ def load_from(path: str, name: str, path_key: str, name_key: str) -> Any:
 
     `path_key` and `name_key` are the settings that hold the two, for refusals.
     """
-    if path.endswith(".py"):
-        module = _module_of_file(Path(path), f"{path_key}={path}")
-    else:
-        module = _module(
-            path, f"{path_key}={path!r}", "Give a file that ends in .py, or a module's name."
-        )
+    return _named(path, name, f"{path_key}={path}", f"{name_key}={name!r}")
 
+
+def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
+    """The object of that name in a file or module; messages begin with one of the subjects."""
+    if path.endswith(".py"):
+        module = _module_of_file(Path(path), path_subject)
+    else:
+        module = _module(path, path_subject, "Give a file that ends in .py, or a module's name.")
     if not hasattr(module, name):
-        there = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ConfigError(f"{name_key}={name!r}: {path} has no such name; it has {there}.")
+        names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise ConfigError(f"{name_subject}: {path} has no such name; it has {names}.")
     return getattr(module, name)
 
 
 def _imported(path: str, subject: str) -> Any:
-    """The object at a dotted path; a message of refusal begins with `subject`."""
+    """The object at a path; an error's message begins with `subject`."""
+    if ":" in path:
+        place, _, name = path.rpartition(":")
+        return _named(place, name, subject, subject)
     module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{subject} is no dotted path, such as my_module.MyClass.")
+    if not module_name or name == "py":
+        raise ConfigError(
+            f"{subject} is no path of an object, such as my_module.MyClass or file.py:MyClass."
+        )
     module = _module(module_name, subject, "Is its folder on PYTHONPATH on every node?")
     if not hasattr(module, name):
         raise ConfigError(
@@ -142,7 +151,9 @@ def _imported(path: str, subject: str) -> Any:
 def _module(name: str, subject: str, way_out: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except (ImportError, ValueError) as error:
+    except SyntaxError as error:
+        raise ConfigError(_syntax_error(subject, error)) from error
+    except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{subject} cannot be imported ({type(error).__name__}: {error}). {way_out}"
         ) from error
@@ -156,7 +167,11 @@ def check_file(path: Path, subject: str) -> None:
 
 def _module_of_file(path: Path, subject: str) -> ModuleType:
     check_file(path, subject)
-    name = f"user_code_{path.stem}"
+    name, path = f"user_code_{path.stem}", path.resolve()
+    state = str(path), path.stat().st_mtime_ns
+    loaded = sys.modules.get(name)
+    if loaded is not None and vars(loaded).get("_loaded_from") == state:
+        return loaded  # its classes stay the same however often they are named
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a path that ends in .py always has a loader"
     assert spec.loader is not None, "a path that ends in .py always has a loader"
@@ -164,9 +179,24 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: its dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(_syntax_error(subject, error)) from error
     except ImportError as error:
         raise ConfigError(
             f"{subject} cannot be imported ({type(error).__name__}: {error}). Install what it "
             "imports on every node."
         ) from error
+    vars(module)["_loaded_from"] = state
     return module
+
+
+def module_of_file(value: Any) -> ModuleType | None:
+    """The module of a class that was loaded by the path of its file; None for other classes."""
+    module = sys.modules.get(getattr(value, "__module__", ""))
+    return module if module is not None and "_loaded_from" in vars(module) else None
+
+
+def _syntax_error(subject: str, error: SyntaxError) -> str:
+    """One line about an error in a file of the user's."""
+    text = (error.text or "").strip()
+    return f"{subject}: {error.filename}, line {error.lineno}: {error.msg}: {text}"

@@ -1,6 +1,7 @@
 """Finding the objects that a configuration names: registered, dotted, or in a file."""
 
 import math
+import os
 import re
 
 import pytest
@@ -93,11 +94,43 @@ def test_a_path_without_a_module_is_refused_with_its_setting():
         load_object("no_such_package.f", "role_workers.critic")
 
 
-@pytest.mark.parametrize("path", ["no_dot", ".relative", ""])
-def test_what_is_no_dotted_path_is_refused_with_one_that_is(path):
-    refused = f"role_workers.critic={path} is no dotted path, such as my_module.MyClass."
+@pytest.mark.parametrize("path", ["no_dot", ".relative", "", "mine.py"])
+def test_what_is_no_path_is_refused_with_one_that_is(path):
+    refused = f"role_workers.critic={path} is no path of an object, such as my_module.MyClass"
     with pytest.raises(ConfigError, match=re.escape(refused)):
         load_object(path, "role_workers.critic")
+
+
+def test_an_object_is_loaded_by_its_file_or_module_and_its_name(estimators, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("class Own:\n    pass\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    own = load_object("./mine.py:Own", "trainer.cls")
+    assert load_object("mine.py:Own", "trainer.cls") is own
+    assert load_object("math:sqrt", "trainer.cls") is math.sqrt
+    assert estimators.look_up("math:sqrt") is math.sqrt
+    with pytest.raises(ConfigError, match=r"trainer.cls=mine.py:Owm: mine.py has no such name; it"):
+        load_object("mine.py:Owm", "trainer.cls")
+    with pytest.raises(ConfigError, match=r"trainer.cls=none.py:Own: there is no such file"):
+        load_object("none.py:Own", "trainer.cls")
+    with pytest.raises(ConfigError, match=r"trainer.cls=./mine:Own cannot be imported"):
+        load_object("./mine:Own", "trainer.cls")
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path):
+    file = tmp_path / "changing.py"
+    for number in (1, 22):
+        file.write_text(f"value = {number}\n", encoding="utf-8")
+        os.utime(file, ns=(number, number))
+        assert load_object(f"{file}:value", "here") == number
+
+
+def test_a_syntax_error_is_one_line_with_its_place(tmp_path, monkeypatch):
+    (tmp_path / "broken_code.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in (f"{tmp_path}/broken_code.py:f", "broken_code.f", "broken_code:f"):
+        with pytest.raises(ConfigError, match=r"broken_code.py, line 2: .*def f\(:") as caught:
+            load_object(path, "trainer.cls")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_name_is_found_in_a_module():
@@ -138,7 +171,7 @@ def test_a_file_that_imports_what_is_not_installed_is_named(tmp_path):
 
 def test_a_missing_module_is_named_with_the_forms_there_are():
     with pytest.raises(
-        ConfigError, match=r"data.custom_cls.path='no_such_module' cannot be imported .*ends in .py"
+        ConfigError, match=r"data.custom_cls.path=no_such_module cannot be imported .*ends in .py"
     ):
         load_from("no_such_module", "Row", *KEYS)
 

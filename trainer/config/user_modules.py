@@ -20,12 +20,16 @@ INSTALLED = frozenset(["site-packages", "dist-packages"])
 """Names of folders of installed packages, whatever Python they are of."""
 
 
-def modules_of_the_user(dotted_paths: Iterable[str]) -> list[str]:
-    """Files and folders, each once, that hold the user's code behind these dotted paths.
+def modules_of_the_user(object_paths: Iterable[str]) -> list[str]:
+    """Files and folders, each once, that hold the user's code behind these paths of objects.
 
-    What is installed is not among them, nor is a name without a dot: that is one of a registry.
+    Installed packages are left out, and so are registered names and `file.py:name`: every node
+    reads that file where the path says.
     """
-    packages = dict.fromkeys(path.partition(".")[0] for path in dotted_paths if "." in path)
+    modules = [path.rpartition(":")[0] or path for path in object_paths if {".", ":"} & set(path)]
+    packages = dict.fromkeys(
+        module.partition(".")[0] for module in modules if not module.endswith(".py")
+    )
     places = []
     for package in packages:
         place = None if package in OWN_PACKAGES else place_of(package)

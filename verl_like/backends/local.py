@@ -19,8 +19,6 @@ from concurrent.futures import wait as wait_futures
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
-
 from verl_like.backends.rpc import Part, ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
@@ -33,7 +31,7 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
 from verl_like.process.environment import ONE_THREAD, checked_worker_env
 from verl_like.process.facts import ProcessFacts
-from verl_like.process.host import Recipes, WorkerHost
+from verl_like.process.host import Recipes, WorkerHost, pack_recipes
 from verl_like.process.worker import Worker
 
 
@@ -252,7 +250,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
     ):
         """Start the processes, bind the rendezvous on rank 0, and construct the roles."""
         super().__init__(facts, deadlines)
-        pickled, variables = cloudpickle.dumps(recipes), {**ONE_THREAD, **env}
+        pickled, variables = pack_recipes(recipes), {**ONE_THREAD, **env}
         self.requests = self.children = [
             _Child(f"{f.name} rank {f.rank}", *start_child("verl_like.backends.rpc", env=variables))
             for f in facts

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import CoroutineType
 from typing import Any, TextIO
 
+import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.store import open_store
 from verl_like.process.worker import Worker, construction, device_of
+from verl_like.registry import module_of_file
 
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
@@ -59,6 +61,24 @@ Outcome = tuple[Any, dict[str, Any]]
 NOTHING: Outcome = None, {}
 START = "__init__"
 """The method that headers name for the construction of roles."""
+
+
+def pack_recipes(recipes: Recipes) -> bytes:
+    """Pickle roles' classes and arguments for another process.
+
+    A class that was loaded by its file's path is sent by value: the other process knows no module
+    of that name.
+    """
+    modules = {module_of_file(cls) for cls, _, _ in recipes.values()}
+    files = [module for module in modules if module is not None]
+    for module in files:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        packed: bytes = cloudpickle.dumps(recipes)
+        return packed
+    finally:
+        for module in files:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 class WorkerHost:

@@ -99,7 +99,10 @@ SETTINGS = [
         ],
     ),
     ("placement=diagonal", ["diagonal", "colocate"]),
-    ("trainer.cls=MyTrainer", ["trainer.cls=MyTrainer is no dotted path", "my_module.MyClass"]),
+    (
+        "trainer.cls=MyTrainer",
+        ["MyTrainer is no path of an object", "my_module.MyClass"],
+    ),
     (
         "actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_projj]",
         ["model.target_modules=['q_projj']", "Did you mean 'q_proj'"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import pickle
 import sys
 import threading
 import time
@@ -18,8 +19,9 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.wire import Call, Header, RemoteError
 from verl_like.errors import WorkerError
 from verl_like.process.facts import ProcessFacts
-from verl_like.process.host import RotatingLog, WorkerHost
+from verl_like.process.host import RotatingLog, WorkerHost, pack_recipes
 from verl_like.process.worker import Worker
+from verl_like.registry import load_object
 
 
 class Late(Worker):
@@ -285,3 +287,16 @@ def started_with(role: type[Worker], monkeypatch: pytest.MonkeyPatch) -> WorkerH
     host = WorkerHost({role.__name__.lower(): (role, (), {})}, ProcessFacts("role", 0, 1, 0))
     assert host.start(("127.0.0.1", 1)).error is None
     return host
+
+
+def test_a_class_of_a_file_arrives_where_nobody_knows_its_module(tmp_path, monkeypatch):
+    (tmp_path / "of_file.py").write_text(
+        "class Own:\n    def __init__(self, n):\n        self.n = n"
+    )
+    own = load_object(f"{tmp_path}/of_file.py:Own", "role_workers.own")
+    packed = pack_recipes({"own": (own, (3,), {}), "late": (Late, (), {})})
+    monkeypatch.delitem(sys.modules, own.__module__)
+    recipes = pickle.loads(packed)
+    cls, arguments, _ = recipes["own"]
+    assert cls(*arguments).n == 3
+    assert recipes["late"][0] is Late, "a class that can be imported is named only"

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,6 +25,7 @@ from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import pack_recipes
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -95,7 +95,7 @@ class RayWorkerGroup(_RunningWorkers):
         options = _actor_options(roles, checked_worker_env(worker_env))
         if detached:
             options["lifetime"] = "detached"
-        recipes = cloudpickle.dumps(
+        recipes = pack_recipes(
             {role: (made.cls, made.args, made.kwargs) for role, made in roles.items()}
         )
 
