@@ -1,7 +1,7 @@
 """Rows of one file, by its format: parquet, CSV, JSON lines.
 
-A row comes with its place. What cannot be read comes as a ValueError in the row's stead, and
-reading goes on after it as far as the format allows: such a row is named in an error, or left out.
+A row comes with its place. A row that cannot be read is yielded as a ValueError, and reading
+continues after it as far as the format allows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from verl_like.errors import ConfigError
 from verl_like.files import parse_json
 
 Placed = Iterator[tuple[str, Any]]
-"""(where it stands, row or ValueError)."""
+"""(place, row or ValueError)."""
 CheckColumns = Callable[[Sequence[str]], None]
-"""Refuses a table that lacks a column."""
+"""Raises an error if the table lacks a column."""
 NO_UTF8 = re.compile("[\udc80-\udcff]")
-"""Bytes that are no UTF-8, as Python's surrogateescape reads them."""
+"""Bytes that are not UTF-8, as Python's surrogateescape reads them."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
 DEEPEST = 100
-"""Levels of a row's lists and objects: what is deeper exhausts the stack of who reads it."""
+"""Levels of lists and objects in a row: deeper ones exhaust the reader's stack."""
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Every row of the table, some in memory at a time."""
+    """Yield every row of the table; few are in memory at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -61,7 +61,7 @@ def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
 def _rows_of_batch(batch: Any) -> list[Any]:
     try:
         rows: list[Any] = batch.to_pylist()
-    except (ValueError, OverflowError):  # a text that is no UTF-8, or a time that is none
+    except (ValueError, OverflowError):  # a text that is not UTF-8, or an impossible time
         rows = [_row_or_problem(batch.slice(index, 1)) for index in range(batch.num_rows)]
     return rows
 
@@ -74,7 +74,7 @@ def _row_or_problem(single: Any) -> Any:
 
 
 def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Every cell is a text; an empty one is nothing."""
+    """Yield every row; cells are texts, and an empty cell is None."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
         try:
@@ -87,7 +87,7 @@ def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:
             except StopIteration:
                 return
             except csv.Error as err:
-                where = f"{path}, line {reader.line_num + 1}"  # that which it could not take
+                where = f"{path}, line {reader.line_num + 1}"  # the line that it rejected
                 yield where, ValueError(f"not readable as CSV: {err}")
             else:
                 yield f"{path}, line {reader.line_num}", _filled_cells(row)
@@ -103,7 +103,7 @@ def _filled_cells(row: dict[Any, Any]) -> Any:
 
 
 def json_rows(path: Path) -> Placed:
-    """A JSON value a line; empty lines are passed over."""
+    """Yield the JSON value of every line that is not empty."""
     opened: Any = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     number = 0
     with opened as file:
@@ -133,7 +133,7 @@ def _json_row(line: bytes) -> Any:
 
 
 def _named_twice(line: bytes, row: dict[str, Any]) -> str | None:
-    """The name that two columns have, if one is; few lines are parsed for it again."""
+    """Return the name that two columns have, if there is one; few lines are parsed twice."""
     names = (json.dumps(name, ensure_ascii=False).encode(errors="replace") for name in row)
     if all(line.count(name) < 2 for name in names):
         return None
@@ -143,9 +143,11 @@ def _named_twice(line: bytes, row: dict[str, Any]) -> str | None:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects within each other."""
-    levels, inner = 0, [value]
-    while inner := [one for one in inner if isinstance(one, dict | list) and one]:
-        levels += 1
-        inner = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return levels
+    """Return the number of levels of lists and objects."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list) and item]:
+        depth += 1
+        level = [
+            child for item in level for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth

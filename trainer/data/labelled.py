@@ -1,14 +1,15 @@
-"""Responses that are good or bad by themselves: what KTO learns.
+"""Responses that are good or bad on their own, for KTO.
 
     rows = read_labelled("data.train_files", files, tokenizer, max_length=1024, seed=1)
     loader = RowLoader(rows, seed, partial(labelled_batch, pad_token_id=tokenizer.pad_token_id))
     batch = loader.take(64)                 # the columns of `lm_rows`, and `desirable`
 
-A row of a file is a `prompt` with a `completion` (or `response`), a text or messages, and a `label`
-that is true (or 1) of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
+A row of a file is a `prompt` with a `completion` (or `response`), a text or messages, and a
+`label`, which is true (or 1) if the response is good. A pair as `trainer.data.pairs` reads it makes
+two rows.
 
-Each row also has a response to another prompt after its own. Which one is fixed for the run, from
-the seed. So their log-probs under a reference are computed once.
+Each row also has the response to another prompt after its own prompt. The seed chooses it once per
+run, so a reference computes its log-probs only once.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from workers.columns import write_columns
 
 logger = logging.getLogger(__name__)
 RESPONSES = ("completion", "response")
-"""The columns that a row's response may stand in."""
+"""The columns that may hold a row's response."""
 LABELS = {"true": True, "1": True, "false": False, "0": False}
-"""A label as text, in which CSV files have it -> what it says."""
+"""A label as text, as in CSV files -> its value."""
 
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """The tokens of a response after its prompt, and of another's response after that prompt."""
+    """A response after its prompt, and a response to another prompt after the same prompt."""
 
     response: LMRow
     mismatched: LMRow
@@ -67,15 +68,15 @@ def read_labelled(
     ]
     story = how_many(key, "responses", len(responses), num_bad)
     responses, story = cut_rows(responses, max_length, story, "the response")
-    found = [(row.sides[0], bool(row.numbers[0])) for row in responses]
-    num_good = sum(label for _, label in found)
-    if num_good in (0, len(found)):
+    labelled = [(row.sides[0], bool(row.numbers[0])) for row in responses]
+    num_good = sum(label for _, label in labelled)
+    if num_good in (0, len(labelled)):
         raise ConfigError(
-            f"{story}. Of those left {num_good} are good and {len(found) - num_good} bad: there "
+            f"{story}. Of those left {num_good} are good and {len(labelled) - num_good} bad: there "
             "must be some of either."
         )
     logger.info("%s; %d of those left are good", story, num_good)
-    return _with_mismatched(found, max_length, seed)
+    return _with_mismatched(labelled, max_length, seed)
 
 
 def _encode(row: Row, tokenizer: Any) -> EncodedRow:
@@ -84,7 +85,7 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 
 
 def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
-    """The responses of one row of a file with their labels; a ValueError says what is wrong."""
+    """Return the responses of a row with their labels; a ValueError says what is wrong."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         pair = encode_pair(row, tokenizer)
         return [(pair.chosen, True), (pair.rejected, False)]
@@ -95,8 +96,8 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
             "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; there "
             f"is {filled_columns(row)}"
         )
-    prompt, said, finish_reason = row["prompt"], row[columns[0]], row.get("finish_reason")
-    return [(encode_reply(prompt, said, tokenizer, finish_reason), _label(row))]
+    response = encode_reply(row["prompt"], row[columns[0]], tokenizer, row.get("finish_reason"))
+    return [(response, _label(row))]
 
 
 def _label(row: Row) -> bool:
@@ -108,15 +109,16 @@ def _label(row: Row) -> bool:
 
 
 def _with_mismatched(
-    found: Sequence[tuple[LMRow, bool]], max_length: int, seed: int
+    labelled: Sequence[tuple[LMRow, bool]], max_length: int, seed: int
 ) -> list[LabelledRow]:
-    """The rows, each with the response of another one in an order from the seed.
+    """Return the rows, each with the response of another row in an order from the seed.
 
-    Rows of a prompt stand together there, and the response is of as many rows further as the
-    largest such group has: to another prompt, unless more than half of the rows have the same one.
+    In this order the rows of a prompt are neighbours. The other row is as many places further as
+    the largest such group has rows, so its prompt differs, unless more than half of the rows have
+    the same prompt.
     """
-    order = np.random.default_rng([seed, len(found)]).permutation(len(found)).tolist()
-    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in found]
+    order = np.random.default_rng([seed, len(labelled)]).permutation(len(labelled)).tolist()
+    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labelled]
     groups: dict[bytes, list[int]] = {}
     for number in order:
         groups.setdefault(prompts[number], []).append(number)
@@ -124,15 +126,15 @@ def _with_mismatched(
     shift = max(map(len, groups.values())) if len(groups) > 1 else 1
     others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
     rows = []
-    for number, (response, label) in enumerate(found):
-        other, _ = found[others[number]]
+    for number, (response, label) in enumerate(labelled):
+        other, _ = labelled[others[number]]
         mismatched = _spliced(response, other, max_length)
         rows.append(LabelledRow(response, mismatched, label))
     return rows
 
 
 def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
-    """The prompt of `row` with the response of `other`."""
+    """Return the prompt of `row` with the response of `other`."""
     prompt, response = int(row.in_loss.argmax()), int(other.in_loss.argmax())
     ids = np.concatenate([row.ids[:prompt], other.ids[response:]])
     in_loss = np.concatenate([row.in_loss[:prompt], other.in_loss[response:]])
@@ -142,6 +144,6 @@ def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
 def labelled_batch(
     rows: Sequence[LabelledRow], uids: Sequence[str], pad_token_id: int
 ) -> DataProto:
-    """Responses, and which of them are `desirable`."""
+    """Return responses, and which of them are `desirable`."""
     batch = lm_batch([row.response for row in rows], uids, pad_token_id)
     return write_columns(batch, desirable=torch.tensor([row.desirable for row in rows]))

@@ -4,14 +4,14 @@
     loader = RowLoader(rows, seed, partial(lm_batch, pad_token_id=tokenizer.pad_token_id))
     batch = loader.take(64)                     # what `TrainEngine.update` reads
 
-What is in the loss follows from a row's columns:
+A row's columns decide which tokens are in the loss:
 
 - `text`: every token, and the end of the text;
-- `prompt` and `response`: the response and, unless its `finish_reason` is length, its end. A
-  prompt is tokenized as PPO's are;
-- `messages`: what the assistant says, in every turn. Where the chat template marks that by
-  `{% generation %}`, as it is marked; otherwise what the template adds for a message of the
-  assistant's after the generation prompt, its end-of-turn tokens included.
+- `prompt` and `response`: the response and, unless its `finish_reason` is length, its end. The
+  prompt is tokenized as PPO tokenizes prompts;
+- `messages`: the assistant's part of every turn. If the chat template marks it by
+  `{% generation %}`, the marked tokens; otherwise what the template adds for an assistant's message
+  after the generation prompt, with its end-of-turn tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 
 
 def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
-    """Tokens and loss mask of one row; a ValueError says what is wrong with it."""
+    """Return tokens and loss mask of a row; a ValueError says what is wrong with it."""
     row = readable(row)
     for columns, encode in ENCODERS.items():
         if all(row.get(column) is not None for column in columns):
@@ -111,10 +111,10 @@ def _encode_response(row: Row, tokenizer: Any) -> LMRow:
     if row["prompt"] in ("", []):
         raise ValueError("'prompt' is empty")
     prompt = encode_prompt(row["prompt"], tokenizer)
-    said = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
-    has_end = row.get("finish_reason") != CUT_BY_LENGTH
-    response = _with_end(said, tokenizer) if has_end else np.array(said, dtype=np.int64)
-    ids = np.concatenate([prompt, response])
+    response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
+    if row.get("finish_reason") != CUT_BY_LENGTH:
+        response = _with_end(response, tokenizer)
+    ids = np.concatenate([prompt, np.array(response, dtype=np.int64)])
     return LMRow(ids, np.arange(len(ids)) >= len(prompt))
 
 
@@ -126,9 +126,9 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("'messages' has none of the assistant's")
     for number, message in enumerate(messages):
-        said = message["content"]
-        says = (said.strip() if isinstance(said, str) else said) or message.get("tool_calls")
-        if message["role"] == "assistant" and not says:
+        content = message["content"]
+        text = content.strip() if isinstance(content, str) else content
+        if message["role"] == "assistant" and not (text or message.get("tool_calls")):
             raise ValueError(f"message {number} of 'messages', the assistant's, is empty")
     template = tokenizer.chat_template
     if template is None:
@@ -164,7 +164,7 @@ def _encode_marked(messages: list[Row], tokenizer: Any) -> LMRow:
 
 
 def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Where in the chat's text each message of the assistant's begins and ends."""
+    """Return where each of the assistant's messages begins and ends in the chat's text."""
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -192,10 +192,10 @@ def _filled_string(row: Row, column: str) -> str:
 
 
 def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:
-    """The tokens with eos after them, once."""
-    end = tokenizer.eos_token_id
-    ended = end is None or (ids and ids[-1] == end)
-    return np.array(ids if ended else [*ids, end], dtype=np.int64)
+    """Return the tokens with one eos at their end."""
+    eos = tokenizer.eos_token_id
+    has_end = eos is None or (ids and ids[-1] == eos)
+    return np.array(ids if has_end else [*ids, eos], dtype=np.int64)
 
 
 ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
@@ -203,20 +203,20 @@ ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
     ("prompt", "response"): _encode_response,
     ("text",): _encode_text,
 }
-"""Columns -> what makes tokens of a row that has them; the first that fit."""
+"""Columns -> the function that encodes a row with them; the first that fit."""
 
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-    """Rows with the columns that `TrainEngine.update` reads."""
+    """Return a batch with the columns that `TrainEngine.update` reads."""
     return DataProto.from_dict(
         tensors=lm_columns(rows, pad_token_id), non_tensors={"uid": list(uids)}
     )
 
 
 def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
-    """The tensors of rows padded on the right.
+    """Return the tensors of rows padded on the right.
 
-    Every token but the first of a row is a response; the mask says which are in the loss.
+    Every token except the first of a row is a response; the mask says which are in the loss.
     """
     tokens = [torch.tensor(row.ids, dtype=torch.int64) for row in rows]
     in_loss = [torch.tensor(row.in_loss, dtype=torch.int64) for row in rows]

@@ -11,7 +11,7 @@ from workers.models.folder import model_folder
 
 
 def read_model_config(key: str, path: str) -> dict[str, Any]:
-    """`config.json` of a model folder."""
+    """Return `config.json` of a model folder."""
     folder = model_folder(path, weights=False)
     file = folder / "config.json"
     if not file.is_file():
@@ -35,7 +35,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
 
 
 def num_positions(described: dict[str, Any]) -> int | None:
-    """How many tokens a row may have by the model's `config.json`; None is no limit there."""
+    """Return how many tokens a row may have by the model's `config.json`; None: no limit."""
     for name in ("max_position_embeddings", "n_positions"):
         if described.get(name) is not None:
             return int(described[name])

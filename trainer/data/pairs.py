@@ -1,10 +1,10 @@
-"""Pairs of responses, one chosen over the other: what reward models and preference losses learn.
+"""Pairs of responses, one chosen over the other, for reward models and preference losses.
 
     rows = read_pairs("data.train_files", files, tokenizer, max_length=1024)
     loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
     batch = loader.take(64)             # [64, 2, T] columns, as `workers.training.readings` has it
 
-What a row may have, beside a `margin`, by which the chosen one is better:
+A row has these columns, and may have a `margin` by which the chosen response is better:
 
 - `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns);
 - `chosen` and `rejected` as chats, with the prompt's messages in front of both or in `prompt`;
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PairRow:
-    """The tokens of both sides; a side's loss is of what it says after what both begin with."""
+    """The tokens of both sides; the tokens after their common beginning are in the loss."""
 
     chosen: LMRow
     rejected: LMRow
@@ -78,7 +78,7 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 
 
 def encode_pair(row: Row, tokenizer: Any) -> PairRow:
-    """Tokens of both sides of one row; a ValueError says what is wrong with it."""
+    """Return the tokens of both sides of a row; a ValueError says what is wrong with it."""
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         raise ValueError(
@@ -96,31 +96,31 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
 
 
 def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
-    """A whole side; with a prompt, the loss is of what comes after that."""
-    said, prompt = row[side], row.get("prompt")
+    """Return a whole side; if there is a prompt, only what follows it is in the loss."""
+    reply, prompt = row[side], row.get("prompt")
     try:
         if prompt is not None:
             finish_reason = row.get(f"{side}_finish_reason")
-            return encode_reply(prompt, said, tokenizer, finish_reason)
-        return encode_lm_row({"text" if isinstance(said, str) else "messages": said}, tokenizer)
+            return encode_reply(prompt, reply, tokenizer, finish_reason)
+        return encode_lm_row({"text" if isinstance(reply, str) else "messages": reply}, tokenizer)
     except ValueError as problem:
         raise ValueError(f"{side!r}: {problem}") from problem
 
 
-def encode_reply(prompt: Any, said: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
-    """A prompt with a reply to it, a text or messages; the loss is of the reply alone."""
-    if isinstance(said, str):
-        row = {"prompt": prompt, "response": said, "finish_reason": finish_reason}
+def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
+    """Return a prompt with its reply, a text or messages; only the reply is in the loss."""
+    if isinstance(reply, str):
+        row = {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
         return encode_lm_row(row, tokenizer)
-    if not isinstance(prompt, list) or not isinstance(said, list):
+    if not isinstance(prompt, list) or not isinstance(reply, list):
         raise ValueError("messages stand beside a prompt that is no list of messages")
-    whole = encode_lm_row({"messages": [*prompt, *said]}, tokenizer)
-    asked = encode_prompt(prompt, tokenizer)
-    return LMRow(whole.ids, whole.in_loss & (np.arange(len(whole.ids)) >= len(asked)))
+    whole = encode_lm_row({"messages": [*prompt, *reply]}, tokenizer)
+    start = len(encode_prompt(prompt, tokenizer))
+    return LMRow(whole.ids, whole.in_loss & (np.arange(len(whole.ids)) >= start))
 
 
 def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:
-    """Both, with what they have in common at their beginning out of the loss."""
+    """Return both sides with their common beginning out of the loss."""
     shortest = min(len(chosen.ids), len(rejected.ids))
     differs = (chosen.ids[:shortest] != rejected.ids[:shortest]).nonzero()[0]
     common = int(differs[0]) if len(differs) else shortest - 1
@@ -144,7 +144,7 @@ def _margin(row: Row) -> float:
 
 
 def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-    """[pairs, 2, T] columns of both sides, and each pair's `margin`."""
+    """Return [pairs, 2, T] columns of both sides, and each pair's `margin`."""
     sides = [side for row in rows for side in (row.chosen, row.rejected)]
     columns = lm_columns(sides, pad_token_id)
     tensors: dict[str, Column] = {

@@ -1,6 +1,6 @@
 """Token ids of a prompt: chat messages through the chat template, strings as they are.
 
-A ValueError says what is wrong with a prompt; which prompt it is, the reader of the rows adds.
+A ValueError says what is wrong with a prompt. The reader of the rows adds which prompt it is.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ OF_A_TEMPLATE = (
     *(TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""What a template's own code may raise over messages that it did not expect."""
+"""The errors that a template's own code may raise for unexpected messages."""
 LONGEST_TEXT = 4 * 2**20
-"""Characters that are tokenized: some seconds' work, and a million tokens or more."""
+"""Characters of a text that is still tokenized: seconds of work, a million tokens or more."""
 
 
 def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
-    """The ids of one prompt."""
+    """Return the ids of one prompt."""
     text = readable(prompt)
     is_plain = isinstance(text, str)
     if not is_plain:
@@ -37,7 +37,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
 
 
 def chat_text(messages: Any, tokenizer: Any) -> str:
-    """A chat as the template of the tokenizer writes it, up to where the assistant answers."""
+    """Return the chat as the tokenizer's template writes it, up to the assistant's response."""
     check_messages("prompt", messages)
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -48,7 +48,7 @@ def chat_text(messages: Any, tokenizer: Any) -> str:
 
 
 def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
-    """Messages as the tokenizer's template writes them, which may be a stranger's."""
+    """Return the messages as the tokenizer's template writes them."""
     from jinja2 import TemplateError
 
     try:
@@ -62,7 +62,7 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
 
 
 def check_length(text: str) -> None:
-    """Refuse a text that would take minutes to tokenize, whatever becomes of its tokens."""
+    """Raise an error for a text that would take minutes to tokenize."""
     if len(text) > LONGEST_TEXT:
         raise ValueError(
             f"it has {len(text):,} characters, of which at most {LONGEST_TEXT:,} are tokenized"
@@ -70,7 +70,7 @@ def check_length(text: str) -> None:
 
 
 def check_messages(column: str, messages: Any) -> None:
-    """Refuse what is no chat; content of None, too, which templates would write as a word."""
+    """Raise an error if this is not a chat. Templates would write content of None as a word."""
     if isinstance(messages, bool | int | float):
         raise ValueError(f"{column!r} is {messages!r}, neither a text nor messages")
     is_list = isinstance(messages, list | tuple) and messages
@@ -93,7 +93,7 @@ def check_messages(column: str, messages: Any) -> None:
 
 
 def readable(value: Any) -> Any:
-    """Texts, also those within lists and objects, with U+FFFD for each lone surrogate."""
+    """Return the value with U+FFFD for each lone surrogate, also in lists and objects."""
     if isinstance(value, str):
         return LONE_SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Prompts: rows in verl's schema become batches of token ids.
 
-Their order depends on the seed alone. A trainer takes a batch per step from one `PromptLoader`, a
+Their order depends only on the seed. A trainer takes a batch per step from a `PromptLoader`, and a
 validation takes a whole `PromptSet`:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
@@ -12,7 +12,7 @@ validation takes a whole `PromptSet`:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
-    """The tokenizer of the model folder that the key names; without a pad token, eos pads."""
+    """Load the tokenizer of the model folder that the key names; by default eos pads."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)
@@ -51,12 +51,10 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
 
 
 class PromptSet:
-    """The prompts of `data.train_files` or `data.val_files`, tokenized.
-
-    A prompt is known by its row number.
+    """The tokenized prompts of `data.train_files` or `data.val_files`, by row number.
 
     `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that
-    the filter dropped, `num_cut` those that `data.truncation` cut.
+    the filter dropped, and `num_cut` the prompts that `data.truncation` cut.
     """
 
     def __init__(
@@ -90,28 +88,28 @@ class PromptSet:
 
     @property
     def data_sources(self) -> set[str]:
-        """The names by which rules for rewards are found."""
+        """The names that choose the rules for rewards."""
         return set(self._table.first_of_sources(self.rows))
 
     @cached_property
     def has_truth(self) -> bool:
-        """Whether a row has a ground truth: as a rule the first, so that no other is read."""
-        return self._table.remembered("has a ground truth", self._find_truth) == "yes"
-
-    def _find_truth(self) -> str:
-        rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
-        return "yes" if any(rule["ground_truth"] is not None for rule in rules) else "no"
+        """Whether a row has a ground truth; usually the first one has, and no other is read."""
+        return self._any_truth("has a ground truth", lambda truth: truth is not None)
 
     @cached_property
     def has_open_asserts(self) -> bool:
         """Whether a row has asserts whose expected side a program could find."""
-        what = f"has asserts that need trust: {self._cut}"
-        return self._table.remembered(what, self._look_for_asserts) == "yes"
+        return self._any_truth(
+            f"has asserts that need trust: {self._cut}",
+            lambda truth: find_open_assert(truth) is not None,
+        )
 
-    def _look_for_asserts(self) -> str:
-        rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
-        is_open = any(find_open_assert(rule["ground_truth"]) is not None for rule in rules)
-        return "yes" if is_open else "no"
+    def _any_truth(self, what: str, test: Callable[[Any], bool]) -> bool:
+        def answer() -> str:
+            rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
+            return "yes" if any(test(rule["ground_truth"]) for rule in rules) else "no"
+
+        return self._table.remembered(what, answer) == "yes"
 
     @cached_property
     def digest(self) -> str:
@@ -120,7 +118,7 @@ class PromptSet:
 
     @property
     def _cut(self) -> tuple[Any, ...]:
-        """The settings that decide which rows there are, and how long they are."""
+        """The settings that decide which rows remain, and how long they are."""
         config = self._config
         return config.max_prompt_length, config.truncation, config.filter_overlong_prompts
 
@@ -133,11 +131,11 @@ class PromptSet:
         )
 
     def first_of_each_source(self) -> list[int]:
-        """The number of the first row of every data source."""
+        """Return the number of the first row of every data source."""
         return list(self._table.first_of_sources(self.rows).values())
 
     def _check_length(self, where: str, num_tokens: int) -> None:
-        """Refuse a prompt that is too long, unless such prompts are dropped or cut."""
+        """Raise an error for a prompt that is too long, unless such prompts are dropped or cut."""
         config = self._config
         stays = config.truncation != "error" or config.filter_overlong_prompts
         if num_tokens > config.max_prompt_length and not stays:
@@ -148,20 +146,20 @@ class PromptSet:
             )
 
     def _tokens(self, number: int) -> np.ndarray[Any, Any]:
-        """The tokens of a prompt, cut to what fits."""
+        """Return the tokens of a prompt, cut to `data.max_prompt_length`."""
         tokens, limit = self._table.tokens(number), self._config.max_prompt_length
         if len(tokens) <= limit:
             return tokens
         return tokens[-limit:] if self._config.truncation == "left" else tokens[:limit]
 
     def in_order(self) -> Iterator[DataProto]:
-        """Every prompt once, `data.train_batch_size` at a time."""
+        """Yield every prompt once, `data.train_batch_size` at a time."""
         size = self._config.train_batch_size
         for start in range(0, len(self), size):
             yield self.batch(self.rows[start : start + size].tolist(), epoch=0)
 
     def batch(self, chosen: list[int], epoch: int) -> DataProto:
-        """The chosen rows, with uids of that epoch."""
+        """Return the chosen rows, with uids of that epoch."""
         tokens = [torch.tensor(self._tokens(row), dtype=torch.int64) for row in chosen]
         width, pad = self._config.max_prompt_length, self._tokenizer.pad_token_id
         input_ids = Ragged.of_rows(tokens, width, at_end=True, fill=pad)
@@ -203,7 +201,7 @@ class PromptRun(Protocol):
 
 
 class PromptLoader:
-    """Endless batches of prompts, epoch after epoch; a resumed one goes on where it stopped.
+    """Endless batches of prompts, epoch after epoch; it can be resumed.
 
     `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
     """
@@ -249,27 +247,27 @@ class PromptLoader:
         return self._trainer.num_steps(lambda epochs: epochs * len(self))
 
     def __iter__(self) -> Iterator[DataProto]:
-        """The next batch and all after it, without end."""
+        """Yield the next batch and all after it, without end."""
         while True:
             self._num_taken += 1
             yield self.batch(self._num_taken - 1)
 
     def batch(self, number: int) -> DataProto:
-        """The batch of that number, the run's first being 0, wherever the loader stands."""
+        """Return the batch with that number, wherever the loader is; the run's first is 0."""
         epoch, index = divmod(number, len(self))
         start = index * self._config.train_batch_size
         chosen = self._order(epoch)[start : start + self.num_prompts(number)]
         return self.prompts.batch(self.prompts.rows[chosen].tolist(), epoch)
 
     def num_prompts(self, number: int) -> int:
-        """Prompts of the batch of that number: fewer in the last one of `data.total_prompts`."""
+        """Return the prompts of that batch: fewer in the last one of `data.total_prompts`."""
         size, total = self._config.train_batch_size, self._config.total_prompts
         left = size if total is None else total - number * size
         return min(left, size) if left > 0 else size
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch that was taken last, the first being 0."""
+        """The epoch of the last batch taken; the first is 0."""
         return max(self._num_taken - 1, 0) // len(self)
 
     @property
@@ -281,11 +279,11 @@ class PromptLoader:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of a row's own that training and validation rows have."""
-        own = self.prompts.columns
+        """Columns outside verl's schema that both training and validation rows have."""
+        columns = self.prompts.columns
         if self.validation is None:
-            return own
-        return [name for name in own if name in self.validation.columns]
+            return columns
+        return [name for name in columns if name in self.validation.columns]
 
     @property
     def has_truth(self) -> bool:
@@ -300,7 +298,7 @@ class PromptLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands; with the seed in the config, all that a resume needs."""
+        """Return the loader's position: with the config's seed, all that a resume needs."""
         return {
             "num_taken": self._num_taken,
             "num_prompts": len(self.prompts),
@@ -309,6 +307,6 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken; other data or another batch size is refused."""
+        """Go to the position of `state`; other data or another batch size is an error."""
         refuse_other_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]
