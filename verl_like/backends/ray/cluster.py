@@ -1,8 +1,8 @@
-"""A Ray cluster: joining or starting one, what its nodes have, and leaving it in bounded time.
+"""A Ray cluster: join or start it, list its nodes, and leave it in bounded time.
 
-A cluster that is started here is the user's alone: its session folder, which Ray opens to everyone,
-is in a folder that nobody else can enter, and goes with the process. The token that Ray asks for is
-in a file of the user's. Ports of metrics, which no token guards, stay shut.
+A cluster that is started here belongs to one user. Ray opens its session folder to everyone, so it
+is in a folder that only the user can enter, and is removed with the process. Ray's token is in a
+file of the user. Ports of metrics, which no token guards, stay closed.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from verl_like.process.private_folder import private_folder
 
 logger = logging.getLogger(__name__)
 RELEASE_S = 5.0
-"""Time for giving places back: a cluster that does not answer has nothing to give them to."""
+"""Time to end workers and to give their places back; a cluster may not answer."""
 SHUTDOWN_S = 10.0
-"""Time for Ray's own end; if it takes longer, its daemons are killed."""
+"""Time for Ray's shutdown; then its daemons are killed."""
 DAEMONS = ("gcs_server", "raylet")
-"""The processes of a head and of a node without which nothing is computed."""
+"""The processes of a head and of a node that every computation needs."""
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LONGEST_PATH = 22
-"""For the session folders' parent: a Unix socket's path holds 107 characters, 85 of them Ray's."""
+"""Longest path of the session folders' parent: a Unix socket's path has 107 characters, and Ray
+takes 85 of them."""
 OUTLIVES_A_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
-"""Or Ray's client ends this process a minute after its head is gone, whatever it is doing, and
-though it has another by then."""
+"""Without it, Ray's client ends this process a minute after its head is gone, even if the process
+has joined another cluster by then."""
 WITHOUT_METRICS = {
     "RAY_enable_metrics_collection": "0",
-    # what every call did, for the dashboard's page of tasks: each process sends it every second
+    # every process would send its calls each second, for the dashboard's page of tasks
     "RAY_task_events_report_interval_ms": "0",
-    # Ray has no switch for these two; a port that cannot be opened it only notes in its own log
+    # Ray has no switch for these two, and only logs that it cannot open such a port
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
 EVERY_S = 1.0
-"""An address is tried at most once in this time."""
+"""Shortest time between two tries of an address."""
 NUM_TRIES = 3
-"""Whoever has not answered this often in a row is gone."""
+"""An address that does not answer this many tries in a row is gone."""
 _connecting = threading.Lock()
 
 
@@ -71,8 +72,8 @@ def connect(
 ) -> None:
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
-    A process that is connected already stays so; a thread that is connecting it is waited for.
-    Workers get one thread each, unless the user's environment or `runtime_env` says otherwise.
+    Do nothing if the process is connected, and wait if another thread is connecting it. Workers get
+    one thread each, unless the user's environment or `runtime_env` sets another number.
     """
     with _connecting:
         if ray.is_initialized():
@@ -98,10 +99,10 @@ def connect(
 
 
 def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
-    """`ray.init` with a deadline.
+    """Call `ray.init` with a deadline.
 
-    It has a thread of its own, because nothing can end it from outside when the cluster's head is
-    silent. The thread stays: the cluster's processes end with the thread that made them.
+    It runs in its own thread, because nothing can end it when the cluster's head is silent. The
+    thread stays, because the cluster's processes end with the thread that made them.
     """
     done: Future[None] = Future()
 
@@ -122,7 +123,16 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         if not wait_futures([done], limit_s).done:
-            raise WaitTimeoutError(_no_answer(address, limit_s))
+            what = "a Ray cluster of this machine's own"
+            look = "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
+            if address:
+                what = f"the Ray cluster at {address}"
+                look = "Check the address and, with `ray status`, the head"
+            raise WaitTimeoutError(
+                f"the driver waited {limit_s:g} s (watch.connect_s) for {what}, and its head did "
+                f"not answer. {look}; if it is only slow, raise watch.connect_s. Start this "
+                "program again to try again."
+            )
     except BaseException:
         atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
         raise
@@ -134,25 +144,12 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _no_answer(address: str | None, limit_s: float) -> str:
-    what = "a Ray cluster of this machine's own"
-    look = "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
-    if address:
-        what = f"the Ray cluster at {address}"
-        look = "Check the address and, with `ray status`, the head"
-    return (
-        f"the driver waited {limit_s:g} s (watch.connect_s) for {what}, and its head did not "
-        f"answer. {look}; if it is only slow, raise watch.connect_s. Start this program again to "
-        "try again."
-    )
-
-
 def _guard_token() -> None:
-    """Make the file with Ray's token, which Ray would let everyone read, unless it is elsewhere."""
+    """Make the file with Ray's token, unless it is elsewhere: Ray would let everyone read it."""
     if any(name in os.environ for name in TOKEN_PLACES):
         return
     path = Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):  # a home that cannot be written: Ray says so
+    with contextlib.suppress(OSError):  # Ray reports a home that cannot be written
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if path.exists():
             path.chmod(0o600)
@@ -163,7 +160,7 @@ def _guard_token() -> None:
 
 
 def _session_folder() -> Path:
-    """A new folder, removed when this process ends; those that killed runs left are removed now."""
+    """Make a folder that is removed when this process ends, and remove those of killed runs."""
     parent = private_folder(os.environ.get("RAY_TMPDIR"))
     if len(str(parent)) > LONGEST_PATH:
         parent = private_folder("/tmp")
@@ -174,7 +171,7 @@ def _session_folder() -> Path:
     folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # not a process that was forked from it
+        if os.getpid() == owner:  # and not in a fork of the process
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -184,24 +181,16 @@ def _session_folder() -> Path:
 # ---------------------------------------------------------------------------------------- its nodes
 
 
-def has_one_node() -> bool:
-    """Whether the whole cluster is one machine: its processes then talk over loopback.
-
-    A node that was lost counts: another may come, and has to reach what is started until then.
-    """
-    return len(ray.nodes()) == 1
-
-
 def living_nodes() -> list[dict[str, Any]]:
-    """Ray's record of each of its living nodes, by address."""
+    """Return Ray's records of its living nodes, by address."""
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     return sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
 
 
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
-    """The living nodes, by address.
+    """Return the living nodes, by address.
 
-    With their GPUs, or (where there are none) with that many CPU slots, or one slot per CPU.
+    A node without GPUs has `slots_per_node` CPU slots, or one for every CPU.
     """
     prefixes = ("CPU", "GPU", "memory", "object_store_memory", "node:", "accelerator_type:")
     nodes = []
@@ -222,25 +211,25 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
 
 
 def free_resources() -> str:
-    """What the cluster could give right now, in words."""
+    """Describe the resources that are free in the cluster now."""
     free, kinds = ray.available_resources(), ray.cluster_resources()
     return amounts({name: free.get(name, 0) for name in ("CPU", "GPU") if name in kinds})
 
 
 def amounts(resources: dict[str, float]) -> str:
-    """Resources in words: `2 CPU, 1 GPU`."""
+    """Describe resources, such as `2 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 class ClusterProbe:
-    """Whether the head and the nodes of a cluster still listen.
+    """Finds out whether the head and the nodes of a cluster still listen.
 
     Ray waits for a minute without its head (the GCS), and takes half a minute to declare a node
     dead.
     """
 
     def __init__(self) -> None:
-        """The addresses can be asked only while the head lives."""
+        """Read the addresses, which only a living head can tell."""
         self._nodes: dict[str, dict[str, Any]] = {node["NodeID"]: node for node in ray.nodes()}
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = host, int(port)
@@ -249,16 +238,16 @@ class ClusterProbe:
         self._trying = threading.Lock()
 
     def address(self, node_id: str) -> str:
-        """The network address of a node."""
+        """Return the network address of a node."""
         return str(self._nodes[node_id]["NodeManagerAddress"])
 
     def why_node_gone(self, node_id: str) -> str | None:
-        """Why nothing on that node can ever answer; None while it lives."""
+        """Return why no process on that node can answer, or None while the node lives."""
         address, port = self.address(node_id), self._nodes[node_id]["NodeManagerPort"]
         return _silent_node(node_id, address, port) if self._is_gone(address, port) else None
 
     def why_head_gone(self) -> str | None:
-        """Why no worker of the cluster will be heard of again; None while it lives."""
+        """Return why no worker of the cluster can answer, or None while the head lives."""
         host, port = self._head
         if not self._is_gone(host, port):
             return None
@@ -269,7 +258,7 @@ class ClusterProbe:
 
     def _is_gone(self, address: str, port: int) -> bool:
         place = address, port
-        with self._trying:  # threads that wait for the same silence count it once
+        with self._trying:  # several waiting threads count as one try
             if time.monotonic() - self._tried.get(place, -EVERY_S) >= EVERY_S:
                 self._tried[place] = time.monotonic()
                 self._silent[place] = 0 if _answers(place) else self._silent.get(place, 0) + 1
@@ -277,7 +266,7 @@ class ClusterProbe:
 
 
 def why_gone(node_id: str) -> str | None:
-    """Why no worker can be started on that node; None while it lives."""
+    """Return why no worker can be started on that node, or None while it lives."""
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     if node is None or not node["Alive"]:
         where = node["NodeManagerAddress"] if node else "of this pool"
@@ -304,12 +293,12 @@ def _answers(place: tuple[str, int]) -> bool:
 
 
 def within(seconds: float, work: Callable[[], None], what: str) -> bool:
-    """Whether it has ended in time; it goes on beside us otherwise, and what fails is logged."""
+    """Do the work in a thread, and return whether it ended in time; its failure is logged."""
 
     def attempt() -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - at a run's end, which has its own error to tell
+        except Exception as error:  # noqa: BLE001 - a run that ends has its own error to raise
             logger.warning("%s failed: %s", what, error)
 
     thread = threading.Thread(target=attempt, name=what, daemon=True)
@@ -321,9 +310,9 @@ def within(seconds: float, work: Callable[[], None], what: str) -> bool:
 
 
 def leave_if_broken() -> bool:
-    """Leave a cluster whose head or nodes do not answer: the next connection finds another.
+    """Leave a cluster whose head or nodes do not answer, so that the next connection is a new one.
 
-    Returns whether there is none to go on in.
+    Return whether this process is in no cluster now.
     """
     nodes: list[dict[str, Any]] = []
     if ray.is_initialized():
@@ -336,7 +325,7 @@ def leave_if_broken() -> bool:
 
 
 def _leave_at_exit(owner: int) -> None:
-    if os.getpid() == owner:  # not a process that was forked from it
+    if os.getpid() == owner:  # and not in a fork of the process
         _leave()
 
 
@@ -346,7 +335,7 @@ def _leave() -> None:
         return
     atexit.unregister(ray.shutdown)
     own = [process.process.pid for _, processes in _own_processes() for process in processes]
-    shut_down = partial(ray.shutdown, _exiting_interpreter=True)  # prints what is left of logs
+    shut_down = partial(ray.shutdown, _exiting_interpreter=True)  # prints the rest of the logs
     if not within(SHUTDOWN_S, shut_down, "leaving Ray"):
         for pid in own:
             with contextlib.suppress(OSError):
@@ -357,6 +346,6 @@ def _leave() -> None:
 
 
 def _own_processes() -> list[tuple[str, Any]]:
-    """The processes of a cluster that this process has started, by kind."""
+    """Return the processes of a cluster that this process has started, by kind."""
     node = ray._private.worker._global_node
     return list(node.all_processes.items()) if node is not None and node.is_head() else []

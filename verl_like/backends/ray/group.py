@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_like.backends.ray.cluster import has_one_node
 from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
@@ -101,10 +99,21 @@ class RayWorkerGroup(_RunningWorkers):
 
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
-        kind = _device_kind(device_name, resource_pool)
+        has = "cuda" if resource_pool.use_gpu else "cpu"
+        if device_name not in (None, "cpu", has):
+            raise PlacementError(
+                f"device_name={device_name!r}: the places of pool {resource_pool.name} have {has}; "
+                "leave device_name out, or take a pool with use_gpu=True on nodes with GPUs."
+            )
         name = "+".join(roles)
         facts = resource_pool.facts(
-            name, limits, device_kind=kind, seed=seed, log_dir=log_dir, one_node=has_one_node()
+            name,
+            limits,
+            device_kind=device_name or has,
+            seed=seed,
+            log_dir=log_dir,
+            # a lost node counts: another one may come, and must reach this one's processes
+            one_node=len(ray.nodes()) == 1,
         )
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(len(facts))]
@@ -158,21 +167,15 @@ def _start_actors(
     packages = own_packages()
     actors = []
     for name, fact, bundle in zip(names, facts, bundles, strict=True):
-        place = _place(bundle if fact.device_kind == "cuda" else replace(bundle, gpus=0.0))
-        named = {"name": name, **place, **options}
-        actors.append(HostActor.options(**named).remote(recipes, fact, packages))
+        place = {
+            "name": name,
+            "num_cpus": bundle.cpus,
+            "num_gpus": bundle.gpus if fact.device_kind == "cuda" else 0.0,
+            "resources": bundle.resources,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
+        }
+        actors.append(HostActor.options(**{**place, **options}).remote(recipes, fact, packages))
     return actors
-
-
-def _device_kind(device_name: str | None, pool: RayResourcePool) -> str:
-    """Return the kind of device that the workers compute on, which the pool must have."""
-    has = "cuda" if pool.use_gpu else "cpu"
-    if device_name not in (None, "cpu", has):
-        raise PlacementError(
-            f"device_name={device_name!r}: the places of pool {pool.name} have {has}; leave "
-            "device_name out, or take a pool with use_gpu=True on nodes with GPUs."
-        )
-    return device_name or has
 
 
 def _actor_options(
@@ -195,13 +198,3 @@ def _actor_options(
     if variables:
         runtime_env["env_vars"] = variables
     return {**options, "runtime_env": runtime_env} if runtime_env else options
-
-
-def _place(bundle: Bundle) -> dict[str, Any]:
-    """Return the options that put an actor on its place of the pool."""
-    return {
-        "num_cpus": bundle.cpus,
-        "num_gpus": bundle.gpus,
-        "resources": bundle.resources,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
-    }

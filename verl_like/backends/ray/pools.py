@@ -1,7 +1,4 @@
-"""Pools on a Ray cluster: one placement group per node, with a bounded wait.
-
-Their names are such that no other run has the same.
-"""
+"""Pools on a Ray cluster: one placement group per node, with a unique name and a bounded wait."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share
 
 @dataclass(frozen=True)
 class Bundle:
-    """A place for one process: a bundle of a placement group."""
+    """The place of one process: a bundle of a placement group."""
 
     group: PlacementGroup
     index: int
@@ -42,10 +39,7 @@ class Bundle:
 
 
 class RayResourcePool(ResourcePool):
-    """A pool on a Ray cluster.
-
-    Its placement groups are made when the first worker group needs them.
-    """
+    """A pool on a Ray cluster, which is reserved when the first worker group needs it."""
 
     def __init__(
         self,
@@ -61,13 +55,13 @@ class RayResourcePool(ResourcePool):
         resources: Mapping[str, float] | None = None,
         detached: bool = False,
     ) -> None:
-        """Reserves nothing yet.
+        """Reserve nothing yet.
 
-        `max_colocate_count` groups may be put on the pool side by side; each process gets that part
-        of its place. GPUs are used where there are any, unless `use_gpu` says so. `resources` are
-        amounts of custom resources that a place has besides. `nodes` says where the entries of
-        `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that
-        fit. Detached places outlive the driver, until `release()`.
+        `max_colocate_count` groups may share the pool; each process gets that fraction of its
+        place. If the cluster has GPUs the pool uses them, unless `use_gpu` is set. `resources` are
+        the amounts of custom resources of a place. `nodes` are the nodes of the entries of
+        `process_on_nodes`; without them, each entry gets its own node if enough nodes fit. Detached
+        places outlive the driver, until `release()`.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -82,19 +76,19 @@ class RayResourcePool(ResourcePool):
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
-        """A place for every rank, in rank order; waits up to the deadline for placement."""
+        """Return the place of every rank, in rank order, after a wait up to the deadline."""
         if self._bundles is None:
             self._bundles = self._reserve()
         return self._bundles
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """One placement group per node, in rank order."""
+        """Return one placement group per node, in rank order."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles()))
 
     def release(self) -> None:
-        """Give the places back to the cluster; end the groups on them first.
+        """Give the places back to the cluster, after the groups on them were ended.
 
-        The next group reserves anew.
+        The next group reserves new places.
         """
         if self._bundles is not None and ray.is_initialized():
             groups = self.get_placement_groups()
@@ -133,11 +127,14 @@ class RayResourcePool(ResourcePool):
         ]
 
     def _part(self, amount: float) -> float:
-        """What one of the groups that may be on the pool gets, in Ray's ten-thousandths."""
+        """Return the amount for one of the groups that may share the pool.
+
+        Ray counts ten-thousandths.
+        """
         return math.floor(amount / self.max_colocate_count * 1e4) / 1e4
 
     def _need(self) -> dict[str, float]:
-        """What one process takes."""
+        """Return the resources of one process."""
         have = ray.cluster_resources()
         if self.use_gpu is None:
             self.use_gpu = have.get("GPU", 0) > 0
@@ -174,13 +171,10 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some of the places of another pool, or of several.
-
-    `split_resource_pool` and `merge_resource_pool` make them.
-    """
+    """Some places of other pools, for `split_resource_pool` and `merge_resource_pool`."""
 
     def __init__(self, sources: Sequence[tuple[RayResourcePool, range]]) -> None:
-        """Each source is a pool and the ranks taken from it."""
+        """Each source is a pool and the ranks that are taken from it."""
         per_node: list[int] = []
         for pool, ranks in sources:
             nodes = pool.node_list()
@@ -202,7 +196,7 @@ class SubRayResourcePool(RayResourcePool):
         self.sources = list(sources)
 
     def release(self) -> None:
-        """Does nothing: the places belong to the pools that this one is made of."""
+        """Do nothing: the places belong to the source pools."""
 
     def _reserve(self) -> list[Bundle]:
         taken = [pool.bundles()[rank] for pool, ranks in self.sources for rank in ranks]
@@ -213,10 +207,7 @@ class SubRayResourcePool(RayResourcePool):
 def split_resource_pool(
     resource_pool: RayResourcePool, split_size: int | Sequence[int]
 ) -> list[SubRayResourcePool]:
-    """Cut a pool into parts of `split_size` ranks each, or of these sizes.
-
-    A list of sizes has to sum to the pool's.
-    """
+    """Split a pool into parts of `split_size` ranks, or of these sizes, which sum to its own."""
     total = resource_pool.world_size
     sizes = (
         [split_size] * (total // max(split_size, 1))
@@ -236,7 +227,7 @@ def split_resource_pool(
 
 
 def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubRayResourcePool:
-    """One pool with the places of both, those of the first before those of the second."""
+    """Return one pool with the places of the first pool, then those of the second."""
     if (
         first.cpus_per_process != second.cpus_per_process
         or first.max_colocate_count != second.max_colocate_count
@@ -248,15 +239,15 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
 
 
 class ResourcePoolManager(PoolManager):
-    """verl's holder of pools and mapping: its pools are reserved on a Ray cluster."""
+    """verl's class of that name: a `PoolManager` whose pools are on a Ray cluster."""
 
     pool_cls = RayResourcePool
 
 
 def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
-    """The node each entry of the pool should go to: the given one, or one of its own if possible.
+    """Return the node of each entry of the pool: the given one, or a different one if possible.
 
-    Refuses what no wait can mend: an entry that is larger than any node.
+    Raise if an entry is larger than any node, because no wait would help.
     """
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
@@ -292,12 +283,12 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
 
 
 def _num_processes(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """How many processes of this need a node's resources are enough for, but for rounding."""
+    """Return for how many processes a node's resources are enough, up to rounding."""
     return int(min(resources.get(kind, 0) / amount + ROUNDING for kind, amount in need.items()))
 
 
 def _nodes_in_words(nodes: Sequence[Mapping[str, Any]], kinds: Iterable[str]) -> str:
-    """What every node has of these kinds of resource."""
+    """Describe how much every node has of these kinds of resource."""
     kinds = list(kinds)
     shown = []
     for node in nodes:

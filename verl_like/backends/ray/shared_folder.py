@@ -1,4 +1,4 @@
-"""Whether every node of a placement sees the driver's files: asked before processes start."""
+"""A check, before processes start, that every node of a placement sees the driver's files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from verl_like.errors import PlacementError
 from verl_like.placement.pools import Node
 
 ANSWER_S = 60.0
-"""How long a node may take to say whether it sees a file."""
+"""Time that a node has to answer whether it sees a file."""
 
 
 def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
-    """Refuse a folder that is another one, or none, on some node.
-
-    What workers write there would be lost.
-    """
+    """Raise if some node does not see this folder, because its workers' files would be lost."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".probe-{uuid.uuid4().hex}"
@@ -42,7 +39,7 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
 
 
 def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
-    """The names of the nodes that have no such path, or do not answer within a minute."""
+    """Return the names of the nodes that have no such path, or do not answer within a minute."""
     asked = {}
     for key, node in {node.key: node for node in nodes}.items():
         on_the_node = NodeAffinitySchedulingStrategy(key, soft=False)
