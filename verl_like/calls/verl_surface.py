@@ -1,7 +1,8 @@
 """Methods that only drivers and workers written for verl call.
 
-`VerlGroup` has verl's ways to call a method by its name, `VerlWorker` has what verl's workers ask
-of themselves, and `scatter_lists` has verl's guess about lists.
+`VerlGroup` calls methods by their name, `VerlWorker` has the methods that verl's workers call on
+themselves, and `scatter_lists` treats lists as verl does. `verl_like.batch.verl_compat` has verl's
+functions on batches.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 
 def scatter_lists() -> None:
-    """From now on `ALL_TO_ALL` scatters lists as verl does, in groups that are made later.
+    """Let `ALL_TO_ALL` scatter lists as verl does, in groups that are made from now on.
 
-    Where every argument is a list with one element per worker, each worker gets its elements;
-    `execute_all_sync` and the like do so, too. It is a guess: a list that has that length by chance
-    is scattered as well, so drivers written for this project say `Scatter`.
+    If every argument is a list with one element per worker, each worker gets its elements, also in
+    `execute_all_sync` and its variants. verl guesses: a list that has that length by chance is
+    scattered, too. Drivers that are written for this project use `Scatter`.
     """
     Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list, "list")
 
@@ -61,30 +62,30 @@ class VerlGroup:
     bind: Callable[[str, str, Callable[..., Any], Registration], Any]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method by its name on every worker: a list of what they return, in rank order.
+        """Run a method by its name on every worker, and return their results in rank order.
 
-        Registered or not, it gets the arguments as they are; of a `Scatter`, each worker gets its
-        element.
+        The method need not be registered. It gets the arguments as they are, and its element of a
+        `Scatter`.
         """
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run a method by its name on every worker: a future of what they return, in rank order."""
+        """Run a method by its name on every worker, and return a future of their results."""
         future: WorkerFuture = self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
         return future
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method by its name on rank 0 only: what it returns."""
+        """Run a method by its name only on rank 0, and return its result."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run a method by its name on rank 0 only: a future of what it returns."""
+        """Run a method by its name only on rank 0, and return a future of its result."""
         method = self._by_name(method_name, Execute.RANK_ZERO)
         future: WorkerFuture = method.remote(*args, **kwargs)
         return future
 
     def _by_name(self, name: str, execute_mode: Execute) -> Any:
-        """A method of the workers, whether it is registered or not."""
+        """Return a method of the workers, which need not be registered."""
         methods = {}
         for role, cls in self.roles.items():
             for method in dir(cls):
@@ -101,7 +102,7 @@ class VerlGroup:
         return self.bind(role, method, function, mark)
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Make every role's group an attribute of this one."""
+        """Make every role's group an attribute of this group."""
         for role, group in self.spawn(prefix_set).items():
             if hasattr(self, role):
                 raise DispatchError(
@@ -112,7 +113,7 @@ class VerlGroup:
 
 
 class VerlWorker:
-    """A worker's methods for the code of verl's workers."""
+    """A worker's methods for workers that are written for verl."""
 
     if TYPE_CHECKING:
 
@@ -129,13 +130,13 @@ class VerlWorker:
 
     @property
     def fused_worker_dict(self) -> dict[str, Any]:
-        """Every role of this process by name."""
+        """The workers of this process, by role."""
         return self._siblings
 
     def get_available_master_addr_port(self) -> tuple[str, int]:
-        """This node's address and a port that is free right now.
+        """Return this node's address and a port that is free now.
 
-        Another process may take it: prefer a bound TCPStore.
+        Another process may take the port: prefer a bound TCPStore.
         """
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -143,15 +144,15 @@ class VerlWorker:
         if self._facts.master is None:
             return "127.0.0.1", port
         with socket.socket(type=socket.SOCK_DGRAM) as towards:
-            towards.connect(self._facts.master)  # sends nothing: it only chooses the interface
+            towards.connect(self._facts.master)  # chooses the interface, and sends nothing
             return str(towards.getsockname()[0]), port
 
     def get_cuda_visible_devices(self) -> str:
-        """The devices this process may see, as CUDA names them."""
+        """Return the devices that this process may see, as CUDA names them."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """This rank's place on every mesh it has registered, for `set_dispatch_collect`."""
+        """Return this rank's place on every mesh that it registered, for `set_dispatch_collect`."""
         places = self._mesh_facts.items()
         return {
             "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places},
@@ -161,9 +162,9 @@ class VerlWorker:
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh whose places are those of another worker's, inside this one.
+        """Register a mesh with the places of another worker's mesh.
 
-        The arguments are what that one's `get_dispatch_collect` gives.
+        The arguments come from that worker's `get_dispatch_collect`.
         """
         if mesh_name in self._mesh_facts:
             raise DispatchError(
@@ -185,7 +186,7 @@ class VerlWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this rank's result is the one to collect on a mesh."""
+        """Return whether this rank's result is collected on a mesh."""
         return self._place_on(mesh_name)[1]
 
     def _place_on(self, mesh_name: str) -> tuple[int, bool]:

@@ -1,9 +1,9 @@
-"""Starting a Python program as a child process with a pipe to it.
+"""Start a Python program as a child process with a pipe to it.
 
     process, pipe = start_child("package.program", "argument")    # there: main(pipe, "argument")
 
-The child takes over this process's import path before it imports the program, and has no current
-directory on it.
+The child sets this process's import path, without the current directory, before it imports the
+program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from verl_like.terminal import outlive_the_reader
 
 ROOT = str(Path(__file__).resolve().parents[2])
-"""The folder that our packages lie in."""
+"""The folder of our packages."""
 
 
 def start_child(
@@ -29,9 +29,9 @@ def start_child(
     env: Mapping[str, str] | None = None,
     inherited: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The process and our end of the pipe.
+    """Start the program, and return its process and our end of the pipe.
 
-    `env` is added to what it gets of this process's environment: `inherited`, or all of it.
+    Its environment is `env` added to `inherited`, which is this process's environment by default.
     """
     ours, theirs = Pipe()
     own_path = os.environ.get("PYTHONPATH")
@@ -53,18 +53,18 @@ def start_child(
 def _start_python(
     program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A new interpreter that runs `_run_program`, in a process group of its own."""
+    """Start an interpreter that runs `_run_program`, in its own process group."""
     module = "verl_like.process.child"
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, program, str(pipe.fileno()), *arguments],
         pass_fds=[pipe.fileno()],
         env=environment,
-        process_group=0,  # Ctrl-C is for the driver, which ends its children
+        process_group=0,  # Ctrl-C reaches only the driver, which ends its children
     )
 
 
 def _run_program() -> None:
-    """What runs in the child."""
+    """Run the program in the child."""
     outlive_the_reader()
     _, program, descriptor, *arguments = sys.argv
     pipe = Connection(int(descriptor))

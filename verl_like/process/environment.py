@@ -1,4 +1,4 @@
-"""Environment variables of worker processes: torchrun's, one thread each, and the protected ones.
+"""Environment variables of worker processes: torchrun's, threads, and the protected ones.
 
 The backends start processes with these; `verl_like.process.host` sets the ones that are known only
 inside the process.
@@ -14,7 +14,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.facts import ProcessFacts
 
 OWN_PROCESS = "VERL_LIKE_PROCESS"
-"""The variable that marks a process as ours: a worker's, or a command's, and no notebook."""
+"""The variable that marks the process of a worker or of a command, and no notebook."""
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -59,16 +59,16 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
 
 
 def loopback_environment(facts: ProcessFacts) -> dict[str, str]:
-    """What keeps gloo's sockets on this machine, where nobody elsewhere is talked to.
+    """Return the variable that keeps gloo's sockets on this machine if there is only one node.
 
-    An interface that the user has chosen stays.
+    An interface that the user has set stays.
     """
     name = "GLOO_SOCKET_IFNAME"
     return {} if name in os.environ or not facts.one_node else {name: "lo"}
 
 
 def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
-    """The user's variables for worker processes, none of them the launcher's own."""
+    """Return the user's variables for worker processes; raise if the launcher sets one of them."""
     values = {name: str(value) for name, value in (worker_env or {}).items()}
     taken = sorted(set(values) & set(PROTECTED))
     if taken:
@@ -81,10 +81,7 @@ def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables are set inside the block, for this process and those that it starts.
-
-    Afterwards they are what they were before.
-    """
+    """Set these variables inside the block, for this process and those that it starts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,4 +1,4 @@
-"""The garbage collector: it leaves alone what exists from the start, and what is being made."""
+"""Keep the garbage collector away from objects that exist at the start, and from imports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OF_PYTHON = 10_000
 
 @contextmanager
 def old_objects_kept() -> Iterator[None]:
-    """Within, the collector does not look at what exists already.
+    """Inside the block, the collector ignores objects that exist already.
 
-    Modules and configuration live until the end: some 400 000 objects after torch and
-    transformers, which every full collection would walk. Where whoever started the process keeps
-    objects already, all stays as it is: to let go of some is to let go of all.
+    Modules and configuration live until the end: some 400 000 objects after torch and transformers,
+    which every full collection would walk. If the process had frozen objects before, nothing
+    changes, because Python can only unfreeze all objects.
     """
     if Others.keep_objects():
         yield
@@ -30,7 +30,7 @@ def old_objects_kept() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Within, the collector rests: imports make many objects, and no garbage."""
+    """Inside the block, nothing is collected: imports make many objects, and no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,12 +41,12 @@ def no_collection() -> Iterator[None]:
 
 
 class Others:
-    """Whoever keeps objects for longer than a run."""
+    """Objects that were frozen before, for longer than a run."""
 
     are_known = False
 
     @classmethod
     def keep_objects(cls) -> bool:
-        """Whether somebody does; where they do, Python counts them once: 40 ms of so many."""
+        """Return whether there are any; Python takes 40 ms to count them, so it does so once."""
         cls.are_known = cls.are_known or gc.get_freeze_count() > OF_PYTHON
         return cls.are_known

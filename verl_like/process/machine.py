@@ -1,4 +1,4 @@
-"""What this machine has, cores and memory, and what its processes do."""
+"""This machine's cores, memory and processes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CONTAINER = Path("/sys/fs/cgroup")
-"""The files of this process's control group."""
+"""The folder of this process's control group."""
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_state(pid: int) -> str | None:
-    """What a process does, by Linux's letter: R runs, T is stopped, Z has ended, unawaited.
+    """Return Linux's letter for a process: R if it runs, T if it is stopped, Z for a zombie.
 
-    None if there is no such process, or the system does not say.
+    None if there is no such process, or no /proc.
     """
     fields = _fields_of(pid)
     return fields[0] if fields else None
 
 
 def cpu_s_of(pid: int) -> float:
-    """Processor time that a process has used; 0 when it is gone, or the system does not say."""
+    """Return the processor time of a process; 0 if it is gone, or without /proc."""
     fields = _fields_of(pid)
     user, system = fields[11:13] if fields else ("0", "0")
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _fields_of(pid: int) -> list[str]:
-    """What Linux says of a process, after the program's name, which may be any text."""
+    """Return the fields of a process's stat after the program's name, which may be any text."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -42,7 +42,7 @@ def _fields_of(pid: int) -> list[str]:
 
 
 def children(pid: int) -> Iterator[int]:
-    """The processes that a process has started and that are there; none without /proc."""
+    """Yield the living children of a process; none without /proc."""
     tasks = f"/proc/{pid}/task"
     with contextlib.suppress(OSError):  # that process is gone
         for thread in os.listdir(tasks):
@@ -50,7 +50,7 @@ def children(pid: int) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have; none without /proc."""
+    """Return the children of a process and their descendants; none without /proc."""
     found: list[int] = []
     ahead = [pid]
     while ahead:
@@ -61,15 +61,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Memory that a process holds now; None when it is gone, or the system does not say."""
+    """Return the resident memory of a process; None if it is gone, or without /proc."""
     words = words_of(f"/proc/{pid}/statm")
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if words else None
 
 
 def words_of(path: str) -> list[bytes]:
-    """The words of a file in /proc; an empty list if its process is gone.
+    """Return the words of a file in /proc, or an empty list if its process is gone.
 
-    Read without a file object: whoever watches processes asks for many of them.
+    It is read without a file object, because a watch over processes reads many files.
     """
     try:
         file = os.open(path, os.O_RDONLY)
@@ -87,7 +87,7 @@ def words_of(path: str) -> list[bytes]:
 
 
 def memory_gb(field: str) -> float | None:
-    """A line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB; None where there is none."""
+    """Return a line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB, or None."""
     table = Path("/proc/meminfo")
     if not table.is_file():
         return None
@@ -96,9 +96,9 @@ def memory_gb(field: str) -> float | None:
 
 
 def free_memory_gb(container: Path = CONTAINER) -> float | None:
-    """What the machine has, or less where the control group at `container` leaves less.
+    """Return the free memory of the machine, or of the control group at `container` if less.
 
-    What the group has cached of files makes room for others.
+    The group's cache of files counts as free.
     """
     free = memory_gb("MemAvailable:")
     limits = [container / "memory.max", container / "memory.current"]

@@ -1,4 +1,4 @@
-"""A folder for what runs keep beside their run folder, which no other user can enter."""
+"""A folder that no other user can enter, for files of runs outside their run folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from verl_like.errors import WorkerError
 
 
 def private_folder(place: str | None = None) -> Path:
-    """The user's own folder (mode 700) in `place`, by default the system's for temporary files.
+    """Return the user's own folder (mode 700) in `place`, by default in the temporary folder.
 
-    One that others could enter is refused.
+    Raise if others could enter it.
     """
     folder = Path(place or tempfile.gettempdir()) / f"verl-like-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The state of every random generator that a role may draw from: read, set, saved and loaded."""
+"""Get, set, save and load the state of every random generator of a role."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from verl_like.errors import DamagedCheckpointError
 from verl_like.files import read_json_object, write_whole
 
 OF_TORCH = ("torch", "cuda")
-"""The states that torch gives as bytes."""
+"""The states that are tensors of bytes."""
 
 
 def get_random_state() -> dict[str, Any]:
-    """The state of every generator a worker may draw from."""
+    """Return the state of every generator that a worker may draw from."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

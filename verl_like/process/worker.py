@@ -1,8 +1,8 @@
 """`Worker`: the base class of every role, which knows its rank, device, siblings and meshes.
 
-A role is a subclass with `@register`ed methods. It is constructed inside a worker process (a Ray
-actor, a child process, or the caller's own thread) by `verl_like.process.host.WorkerHost`, within
-`construction`, which says what `Worker` reads: nothing is passed by hand.
+A role is a subclass with `@register`ed methods. `verl_like.process.host.WorkerHost` constructs it
+inside a worker process (a Ray actor, a child process, or the caller's own thread), within
+`construction`, which gives `Worker` its facts.
 
     class Critic(Worker):
         def __init__(self, config):
@@ -35,7 +35,7 @@ from verl_like.process.random_state import load_random_state, save_random_state
 from verl_like.process.store import SignedStore
 
 _OF_PROCESS: list[Store] = []
-"""The default process group's: torch alone would keep only what is not Python's of it."""
+"""Holds the store of the default process group, because torch does not keep its Python object."""
 _construction: ContextVar[tuple[ProcessFacts, dict[str, Worker]] | None] = ContextVar(
     "verl_like_construction", default=None
 )
@@ -101,38 +101,38 @@ class Worker(VerlWorker):
 
     @property
     def rank(self) -> int:
-        """This process's number in its group, 0 to world_size - 1."""
+        """The number of this process in its group, from 0 to world_size - 1."""
         return self._facts.rank
 
     @property
     def world_size(self) -> int:
-        """Processes in the group."""
+        """The number of processes in the group."""
         return self._facts.world_size
 
     @property
     def local_rank(self) -> int:
-        """This process's number among those of the group on its node."""
+        """The number of this process among the group's processes on its node."""
         return self._facts.local_rank
 
     @property
     def local_world_size(self) -> int:
-        """Processes of the group on this node."""
+        """The number of the group's processes on this node."""
         return self._facts.local_world_size
 
     @property
     def role(self) -> str:
-        """The name the role is known by on the driver."""
+        """The name of the role on the driver."""
         return self._facts.role
 
     @property
     def device(self) -> torch.device:
-        """Where this worker's tensors live."""
+        """The device of this worker's tensors."""
         return self._device
 
     def sibling(self, role: str) -> Worker | None:
-        """The worker of another role in this same process, or None.
+        """Return the worker of another role in this process, or None.
 
-        A rollout sees the actor's module this way.
+        A rollout finds the actor's module this way.
         """
         return self._siblings.get(role)
 
@@ -180,7 +180,7 @@ class Worker(VerlWorker):
             ) from error
 
     def _meet(self, address: str, port: int) -> Store:
-        """The group's store, once every rank has come to it; says which ones did not."""
+        """Return the group's store after every rank has come; an error names missing ranks."""
         limit = timedelta(seconds=self._facts.rendezvous_s)
         server = TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
         store = SignedStore(server, self._facts.secret, "default")
@@ -199,7 +199,7 @@ class Worker(VerlWorker):
         return store if self.device.type == "cpu" else store.unsigned("group")
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Host and port of the group's store; rank 0's process holds it open from the start."""
+        """Return host and port of the group's store, which rank 0's process holds open."""
         if self._facts.master is None:
             raise WorkerError(
                 f"{self.role} rank {self.rank}: no rendezvous address; start the worker through a "
@@ -210,25 +210,25 @@ class Worker(VerlWorker):
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
-        """Say which data-parallel slice of a mesh this rank computes.
+        """Register the data-parallel slice of a mesh that this rank computes.
 
-        `is_collect`: its result is the one that counts among the ranks of that slice.
+        `is_collect`: among the ranks of the slice, the result of this one is collected.
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def ping(self) -> None:
-        """Answer, beside whatever is being computed: the process is there."""
+        """Answer at once, while the process computes."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def answer_in_turn(self) -> None:
-        """Answer once everything that was asked before is done."""
+        """Answer after all earlier calls have ended."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
-        """Write what a resume needs of this role into the folder `path`.
+        """Write the state that a resume needs into the folder `path`.
 
-        Here that is each rank's random state; a role that learns overrides this and
+        This method writes the rank's random state. A role that learns overrides it, and
         `load_checkpoint`.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_checkpoint(self, path: str, step: int = 0) -> bool:
-        """`save_checkpoint`; a role that leaves files to be written in the background gives True.
+        """Save a checkpoint, and return whether files are still written in the background.
 
         The driver calls it under `trainer.async_save`; see `workers.training.file_copies`.
         """
@@ -245,10 +245,7 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Take over what `save_checkpoint` wrote.
-
-        A rank that had no counterpart keeps its own random state.
-        """
+        """Restore the state that `save_checkpoint` wrote, if there is one for this rank."""
         saved = Path(path) / f"{self.rank}.json"
         if saved.is_file():
             load_random_state(saved)
@@ -260,7 +257,7 @@ class Worker(VerlWorker):
 
 
 class ColocatedWorker(Worker):
-    """Has the other roles of its process as attributes; they are constructed before it."""
+    """A worker that has the other roles of its process as attributes."""
 
     _colocated_classes: ClassVar[dict[str, ClassWithInitArgs]] = {}
 
@@ -274,7 +271,7 @@ class ColocatedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[str, ClassWithInitArgs],
 ) -> type[ColocatedWorker]:
-    """A base class for a worker of your own that calls the other roles of its process.
+    """Return a base class for your own worker that calls the other roles of its process.
 
     class Hybrid(create_colocated_worker_raw_cls({"actor": actor, "critic": critic})):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
