@@ -1,4 +1,4 @@
-"""How a call on a group becomes one call per worker, and how the results become one value again.
+"""Split a call on a group into one call per worker, and collect the results into one value.
 
 `@register` marks a worker's method; `WorkerGroup` reads the mark and grows a method of the same
 name. A dispatch mode is a pair:
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -32,7 +32,7 @@ from verl_like.errors import BatchError, DispatchError, nearest
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "_verl_like_register"
 MeshFacts = list[tuple[int, bool]]
-"""By rank: its data-parallel rank on a mesh, and whether its result is the one to collect."""
+"""By rank: its data-parallel rank on a mesh, and whether its result is collected."""
 
 
 class CallTarget:
@@ -45,21 +45,29 @@ class CallTarget:
     def __init__(
         self,
         group: Group,
+        role: str,
         call_site: str,
         function: Callable[..., Any],
-        ranks: Sequence[int],
-        find_mesh: Callable[[str], MeshFacts],
+        rank: int | None = None,
     ) -> None:
-        """`ranks` of `group` run the method `function`, which messages name `call_site`."""
+        """All ranks of `group`, or one `rank`, run the method `function` of a role.
+
+        Messages name the call by `call_site`.
+        """
         self.name, self.transport, self.call_site = group.name, group.transport, call_site
-        self.ranks, self.world_size = list(ranks), len(ranks)
-        self._function, self._find_mesh = function, find_mesh
+        self.ranks = list(range(group.world_size)) if rank is None else [rank]
+        self.world_size = len(self.ranks)
+        self._group, self._role, self._function = group, role, function
+        self._is_one_rank = rank is not None
         self._meshes: dict[str, MeshFacts] = {}
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
         """Return the layout of a mesh, which does not change between split and collect."""
+        if self._is_one_rank:
+            return [(0, True)]
         if mesh_name not in self._meshes:
-            self._meshes[mesh_name] = self._find_mesh(mesh_name)
+            layout = self._group.state.mesh(mesh_name, role=self._role, where=self.call_site)
+            self._meshes[mesh_name] = layout
         return self._meshes[mesh_name]
 
     def argument(self, key: int | str) -> str:
@@ -73,12 +81,17 @@ class CallTarget:
 
 
 class Group(Protocol):
-    """What a call reads of its group."""
+    """The part of a group that a call reads."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
 
+    @property
+    def world_size(self) -> int: ...  # noqa: D102
+
     transport: Transport
+    state: Any
+    """The `GroupState`, which knows the meshes."""
 
 
 class Dispatch:

@@ -128,34 +128,27 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run the method and return a future at once."""
-        return self._launch(self._target(0 if self.first_rank_only else None), args, kwargs)
+        return self._launch(0 if self.first_rank_only else None, args, kwargs)
 
     def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run the method on one rank, which gets all rows, and return a future of its result."""
-        return self._launch(self._target(rank), args, kwargs)
+        return self._launch(rank, args, kwargs)
 
     def collecting_ranks(self) -> list[int]:
         """Return the ranks whose results count: one for each chunk of a batch."""
-        return self.mode.collecting_ranks(self._target())
-
-    def _target(self, rank: int | None = None) -> CallTarget:
-        """Return all ranks of the group as this call sees them, or one rank."""
-        group = self.group
-        if rank is not None:
-            alone = [(0, True)]
-            return CallTarget(group, self.name, self.function, [rank], lambda mesh: alone)
-        meshes = functools.partial(group.state.mesh, role=self.role, where=self.name)
-        return CallTarget(group, self.name, self.function, range(group.world_size), meshes)
+        target = CallTarget(self.group, self.role, self.name, self.function)
+        return self.mode.collecting_ranks(target)
 
     def _launch(
-        self, target: CallTarget, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, rank: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> WorkerFuture:
-        """Split the arguments, submit a call to each rank, and return the future of the result."""
+        """Split the arguments, submit a call to all ranks or to one, and return a future."""
         if self.group.state.ended.is_set():
             raise WorkerDiedError(
                 f"{self.name}: the group {self.group.name} was shut down, and its processes are "
                 "gone; call it before shutdown(), or inside the group's `with` block."
             )
+        target = CallTarget(self.group, self.role, self.name, self.function, rank)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
             if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
@@ -238,7 +231,7 @@ def _resolved(value: Any) -> Any:
 
 
 class GroupState:
-    """What groups on the same processes share: whether they have ended, and their meshes."""
+    """The state that groups on the same processes share: their meshes, and whether they ended."""
 
     def __init__(self, name: str, world_size: int) -> None:
         self.name, self.world_size, self.ended = name, world_size, threading.Event()
@@ -352,7 +345,7 @@ class WorkerGroup(VerlGroup):
         return BoundMethod(self, role, method, function, mark)
 
     def shares_processes_with(self, other: WorkerGroup) -> bool:
-        """Whether both groups' workers live in the same processes."""
+        """Return whether the workers of both groups are in the same processes."""
         return self.transport.process_key == other.transport.process_key
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:

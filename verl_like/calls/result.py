@@ -88,7 +88,20 @@ def take_apart(value: Any, declared: str, where: str) -> tuple[Any, Metrics | No
         form = BATCH
     if declared and form != declared and value is not None:
         raise DispatchError(f"{where} returned {form}, and is declared to return {declared}.")
-    return payload, None if metrics is None else _plain_metrics(metrics, where), form
+    if metrics is None:
+        return payload, None, form
+    plain: Metrics = {}
+    for name, entry in metrics.items():
+        if not isinstance(name, str):
+            raise DispatchError(
+                f"{where} returned metrics with the key {name!r}, a {type(name).__name__}: names "
+                "are strings."
+            )
+        if isinstance(entry, list):
+            plain[name] = [_plain_value(element, name, where) for element in entry]
+        else:
+            plain[name] = _plain_value(entry, name, where)
+    return payload, plain, form
 
 
 def form_of(headers: Sequence[Header], where: str) -> str:
@@ -126,20 +139,6 @@ def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:
             values = value if isinstance(value, list) else [value]
             collected.setdefault(name, []).extend(values)
     return collected
-
-
-def _plain_metrics(metrics: dict[Any, Any], where: str) -> Metrics:
-    plain: Metrics = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise DispatchError(
-                f"{where} returned metrics with the key {name!r}, a {type(name).__name__}: names "
-                "are strings."
-            )
-        is_list = isinstance(value, list)
-        values = [_plain_value(entry, name, where) for entry in (value if is_list else [value])]
-        plain[name] = values if is_list else values[0]
-    return plain
 
 
 def _plain_value(value: Any, name: str, where: str) -> Any:

@@ -61,7 +61,7 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """The references that are there, or have failed, within that time.
+        """Return the references that are answered or have failed within that time.
 
         It returns as soon as all of them are; a backend may return as soon as one is.
         """
@@ -141,7 +141,8 @@ class Transport(ABC):
         """Return the headers of the calls finished since the last time, for a timeline."""
         return list(take_all(self.finished))
 
-    def share(self, value: Any) -> tuple[Any, Any]:
+    @staticmethod
+    def share(value: Any) -> tuple[Any, Any]:
         """Return a large value as a part of calls, and the object that keeps the part alive.
 
         A backend with an object store puts the value there.

@@ -115,18 +115,15 @@ class RayTransport(ProcessTransport):
             what = *what, call.args, call.kwargs
         # a worker cannot wait for what comes over a connection of the driver's
         here = [part.value() if isinstance(part, Part) else part for part in parts]
-        made = self._task(rank, call).remote(pack(what) or what, *here)
-        payload, header = made if call.returns_batch and call.counts else (made, made)
-        return Pending(rank, payload, header, call.role)
-
-    def _task(self, rank: int, call: Call) -> Any:
         key = rank, call.role, call.method, call.counts
         if key not in self._tasks:
             actor = self.actors[rank]
             for_batch = actor.call_for_batch if call.counts else actor.call_for_header
             method = for_batch if call.returns_batch else actor.call
             self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
-        return self._tasks[key]
+        made = self._tasks[key].remote(pack(what) or what, *here)
+        payload, header = made if call.returns_batch and call.counts else (made, made)
+        return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Return the references that are in the store or have failed; none after Ray's shutdown."""
@@ -214,9 +211,18 @@ class RayTransport(ProcessTransport):
         """Join many references by a task, because each one among a call's arguments takes time."""
         return _joined.remote(*references) if len(references) > MOST_APART else None
 
-    def share(self, value: Any) -> tuple[Any, Any]:
-        """Put the value into the object store once, unless it is small without its padding."""
-        return small_or_stored(value)
+    @staticmethod
+    def share(value: Any) -> tuple[Any, Any]:
+        """Return a value as a part of calls, and the object that keeps it in the store.
+
+        A batch that is small without its padding travels with the call: to put it and to pass a
+        reference would take the driver several times as long.
+        """
+        packed = pack_batch(value)
+        if packed is not None and packed.num_bytes < SHARED_BYTES:
+            return packed, None
+        stored = put_once(value if packed is None else packed)
+        return stored.reference, stored
 
 
 _LOW_MEMORY = re.compile(
@@ -310,19 +316,6 @@ class Stored:
 _held: weakref.WeakValueDictionary[tuple[str, bytes], Stored] = weakref.WeakValueDictionary()
 """The batches in the store, by connection to a cluster and digest of the content."""
 _putting = threading.Lock()
-
-
-def small_or_stored(value: Any) -> tuple[Any, Stored | None]:
-    """Return a value as a part of calls, and the object that keeps it in the store.
-
-    A batch that is small without its padding travels with the call: to put it and to pass a
-    reference would take the driver several times as long.
-    """
-    packed = pack_batch(value)
-    if packed is not None and packed.num_bytes < SHARED_BYTES:
-        return packed, None
-    stored = put_once(value if packed is None else packed)
-    return stored.reference, stored
 
 
 def put_once(value: Any) -> Stored:

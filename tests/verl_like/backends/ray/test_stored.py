@@ -11,7 +11,7 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
-from verl_like.backends.ray.transport import put_once, small_or_stored
+from verl_like.backends.ray.transport import RayTransport, put_once
 from verl_like.batch.ragged import Ragged
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -44,11 +44,11 @@ def test_a_batch_that_is_small_without_its_padding_goes_with_the_call() -> None:
     rows = [torch.arange(30) for _ in range(200)]
     ragged = DataProto.from_dict({"tokens": Ragged.of_rows(rows, width=256, at_end=True)})
     whole = DataProto.from_dict({"tokens": torch.randint(9, (200, 256))})
-    part, keeper = small_or_stored(ragged)
+    part, keeper = RayTransport.share(ragged)
     assert keeper is None
     sent = pickle.loads(pickle.dumps(part, protocol=5)).padded("tokens")
     assert torch.equal(sent, ragged.padded("tokens"))
-    part, keeper = small_or_stored(whole)
+    part, keeper = RayTransport.share(whole)
     assert keeper is not None
     assert torch.equal(ray.get(part).batch["tokens"], whole.batch["tokens"])
 
