@@ -29,12 +29,17 @@ from trainer.cli.make_tiny import make
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.stages import PPOTrainer
-from verl_like.process.machine import cpu_s_of
 
 PROCESSES = {"rollout": 2, "ref": 1, "critic": 1, "actor": 1}
 ROLES = tuple(PROCESSES)
 FIRST_KILL = 2
 """The step; the one before has brought every process to its usual speed."""
+
+
+def cpu_s_of(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(kw_only=True)

@@ -21,24 +21,11 @@ def process_state(pid: int) -> str | None:
 
     None if there is no such process, or no /proc.
     """
-    fields = _fields_of(pid)
-    return fields[0] if fields else None
-
-
-def cpu_s_of(pid: int) -> float:
-    """Return the processor time of a process; 0 if it is gone, or without /proc."""
-    fields = _fields_of(pid)
-    user, system = fields[11:13] if fields else ("0", "0")
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def _fields_of(pid: int) -> list[str]:
-    """Return the fields of a process's stat after the program's name, which may be any text."""
     try:
-        facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
-    return facts.rpartition(")")[2].split()
+        return None
+    return stat.rpartition(")")[2].split()[0]  # after the program's name, which may be any text
 
 
 def children(pid: int) -> Iterator[int]:

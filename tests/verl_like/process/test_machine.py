@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from verl_like.process.machine import children, cpu_s_of, process_state, resident_bytes
+from verl_like.process.machine import children, process_state, resident_bytes
 
 
 def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
@@ -30,13 +30,11 @@ def test_this_process_runs() -> None:
     assert process_state(os.getpid()) == "R"
 
 
-def test_a_child_is_found_while_it_is_there_with_its_processor_time() -> None:
-    with subprocess.Popen(["/bin/sh", "-c", "while :; do :; done"]) as process:
+def test_a_child_is_listed_while_it_lives() -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as process:
         assert process.pid in children(os.getpid())
-        wait_until(lambda: cpu_s_of(process.pid) > 0)
         process.kill()
     assert process.pid not in children(os.getpid())
-    assert cpu_s_of(process.pid) == 0
     assert list(children(process.pid)) == []
 
 
