@@ -65,10 +65,10 @@ class LocalWorkerGroup(WorkerGroup):
                 "RayWorkerGroup."
             )
         roles = ray_cls_with_init.roles(name_prefix)
-        classes = {role: made.cls for role, made in roles.items()}
+        classes = {role: recipe.cls for role, recipe in roles.items()}
         method_table(classes, ray_cls_with_init.prefixed)
         recipes: Recipes = {
-            role: (made.cls, made.args, made.kwargs) for role, made in roles.items()
+            role: (recipe.cls, recipe.args, recipe.kwargs) for role, recipe in roles.items()
         }
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         facts = resource_pool.facts(
@@ -116,7 +116,9 @@ class _LocalTransport(Transport):
         """Return the references that are answered or have failed: at least one before the time."""
         futures = {getattr(reference, "answer", reference) for reference in references}
         done = wait_futures(futures, seconds, FIRST_COMPLETED).done
-        return [each for each in references if getattr(each, "answer", each) in done]
+        return [
+            reference for reference in references if getattr(reference, "answer", reference) in done
+        ]
 
     def fetch(self, reference: Any) -> Any:
         """Return the value behind the reference."""
@@ -229,12 +231,12 @@ class _Child(Requests):
     def _why_dead(self) -> str:
         code = self.process.wait()
         self._outgoing.put(None)
-        how = f"exited with status {code}"
+        ending = f"exited with status {code}"
         if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            ending = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            how += " (by hand, or by the kernel when memory ran out)"
-        return f"the worker process (pid {self.process.pid}) {how}."
+            ending += " (by hand, or by the kernel when memory ran out)"
+        return f"the worker process (pid {self.process.pid}) {ending}."
 
 
 class ChildTransport(_LocalTransport, ProcessTransport):
@@ -274,8 +276,8 @@ class ChildTransport(_LocalTransport, ProcessTransport):
 
     def construct_again(self) -> None:
         """Construct every rank's roles again, after the calls that are queued."""
-        asked = [child.ask_in_turn("construct_again") for child in self.children]
-        self.started = wait_for_start(self, asked)
+        answers = [child.ask_in_turn("construct_again") for child in self.children]
+        self.started = wait_for_start(self, answers)
 
     def pid_here(self, rank: int) -> int:
         """The process id of the rank's child."""

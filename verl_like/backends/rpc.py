@@ -148,8 +148,8 @@ class Requests:
 
     def _fail_all(self, error: WorkerDiedError) -> None:
         with self._lock:
-            left, self._unanswered = list(self._unanswered.values()), {}
-        for answer in left:
+            unanswered, self._unanswered = list(self._unanswered.values()), {}
+        for answer in unanswered:
             answer.set_exception(error)
 
 
@@ -332,18 +332,18 @@ class ProcessTransport(Transport):
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Ask every process past its queue, and a silent process on this machine by a signal."""
-        asked = [requests.ask("stacks") for requests in self.requests]
-        wait_futures(asked, seconds)
-        shown = {}
+        answers = [requests.ask("stacks") for requests in self.requests]
+        wait_futures(answers, seconds)
+        stacks = {}
         for rank, facts in enumerate(self.facts):
-            if rank < len(asked) and asked[rank].done():
-                if asked[rank].exception() is None:  # its process has not ended
-                    shown[rank] = asked[rank].result()
+            if rank < len(answers) and answers[rank].done():
+                if answers[rank].exception() is None:  # its process has not ended
+                    stacks[rank] = answers[rank].result()
                 continue
             path, pid = facts.log_path(), self.pid_here(rank)
             if path is not None and pid is not None and (text := stack_by_signal(pid, path)):
-                shown[rank] = text
-        return shown
+                stacks[rank] = text
+        return stacks
 
     @abstractmethod
     def pid_here(self, rank: int) -> int | None:
@@ -351,17 +351,17 @@ class ProcessTransport(Transport):
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the ranks whose connection is closed or whose process is stopped, and why."""
-        gone = {}
+        lost = {}
         for rank in ranks:
             pid = self.pid_here(rank)
             if rank < len(self.requests) and (dead := self.requests[rank].dead):
-                gone[rank] = str(dead)
+                lost[rank] = str(dead)
             elif pid is not None and self._stays_stopped(pid):
-                gone[rank] = (
+                lost[rank] = (
                     f"the process is stopped since {STOPPED_S:.0f} s (SIGSTOP, by hand or by a "
                     f"scheduler); `kill -CONT {pid}` lets one go on."
                 )
-        return gone
+        return lost
 
     def _stays_stopped(self, pid: int) -> bool:
         """Return whether a process has been stopped for `STOPPED_S`."""

@@ -36,8 +36,8 @@ def start_child(
     ours, theirs = Pipe()
     own_path = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([ROOT, own_path] if own_path else [ROOT])
-    kept = os.environ if inherited is None else inherited
-    environment = {**kept, **(env or {}), "PYTHONPATH": path}
+    inherited_or_all = os.environ if inherited is None else inherited
+    environment = {**inherited_or_all, **(env or {}), "PYTHONPATH": path}
     process = _start_python(program, theirs, arguments, environment)
     theirs.close()
     try:

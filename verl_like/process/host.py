@@ -233,25 +233,25 @@ class WorkerHost:
             result = self._finished(method(*args, **kwargs))
 
         where = f"{call.role}.{call.method} on rank {self.facts.rank}"
-        about: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if call.returns_batch:
             declared = "" if mark is None else mark.returns
             result, metrics, form = take_apart(result, declared, where)
-            about = {"metrics": metrics, "returned": form}
+            fields = {"metrics": metrics, "returned": form}
         elif chunk is not None:
             result = rows_of(result)
-        if about.get("metrics") is None and not isinstance(result, DataProto):
-            return result, about
+        if fields.get("metrics") is None and not isinstance(result, DataProto):
+            return result, fields
 
         chunk = chunk or chunk_of([*args, *kwargs.values()])
-        about["only_padding"] = chunk is not None and chunk.shard.rows == 0
+        fields["only_padding"] = chunk is not None and chunk.shard.rows == 0
         if not isinstance(result, DataProto):
-            return None, about
+            return None, fields
         result = copy.copy(result)
         result.shard = chunk.shard if chunk else None
-        about["keys"] = *result.columns, *result.non_tensor_batch
-        about["rows"] = count_real_rows(result, chunk.num_rows if chunk else 0, where)
-        return result if call.counts else None, about
+        fields["keys"] = *result.columns, *result.non_tensor_batch
+        fields["rows"] = count_real_rows(result, chunk.num_rows if chunk else 0, where)
+        return result if call.counts else None, fields
 
     def _turn_of(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
         """Open the role's log and make its random state the process's.
@@ -278,8 +278,8 @@ class WorkerHost:
         set_random_state(state.random_state)
         self._turn = state
         try:
-            here = torchrun_environment(self.facts, ("127.0.0.1", 0))
-            with environment({**loopback_environment(self.facts), **here}), state:
+            variables = torchrun_environment(self.facts, ("127.0.0.1", 0))
+            with environment({**loopback_environment(self.facts), **variables}), state:
                 yield
         finally:
             state.random_state, self._turn = get_random_state(), outer
@@ -290,9 +290,9 @@ class WorkerHost:
     ) -> tuple[Any, Header]:
         """Do the work and return its payload with a header, which carries its time or its error."""
         start, cpu = time.time(), time.process_time()
-        (payload, about), error = NOTHING, None
+        (payload, fields), error = NOTHING, None
         try:
-            payload, about = work()
+            payload, fields = work()
         except UpstreamError as upstream:
             error = upstream.error
         except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
@@ -310,7 +310,7 @@ class WorkerHost:
             cpu_s=time.process_time() - cpu,
             error=error,
             mesh_facts=self._new_meshes(method),
-            **about,
+            **fields,
         )
         return payload, header
 
@@ -456,12 +456,12 @@ class _Tee(io.TextIOBase):
         self.streams = streams
 
     def write(self, text: str) -> int:
-        shown = mask_text(text)
+        masked = mask_text(text)
         for stream in self.streams:
             try:
-                stream.write(shown)
+                stream.write(masked)
             except UnicodeEncodeError as error:
-                stream.write(shown.encode(error.encoding, LONE_SURROGATES).decode(error.encoding))
+                stream.write(masked.encode(error.encoding, LONE_SURROGATES).decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:

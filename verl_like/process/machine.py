@@ -38,13 +38,13 @@ def children(pid: int) -> Iterator[int]:
 
 def descendants(pid: int) -> list[int]:
     """Return the children of a process and their descendants; none without /proc."""
-    found: list[int] = []
+    processes: list[int] = []
     ahead = [pid]
     while ahead:
         started = list(children(ahead.pop()))
-        found += started
+        processes += started
         ahead += started
-    return found
+    return processes
 
 
 def resident_bytes(pid: int) -> int | None:

@@ -72,8 +72,8 @@ class SignedStore(Store):
     def get(self, key: str) -> bytes:
         """Wait for a value and return it; raise `WorkerError` if its writer lacks the secret."""
         signed: bytes = self._store.get(self._name(key))
-        given, content = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
-        if not hmac.compare_digest(given, self.sign(b"value", key.encode(), content)):
+        signature, content = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self.sign(b"value", key.encode(), content)):
             raise WorkerError(
                 f"what the store holds as {key!r} was not written by a process of this run: its "
                 "signature is wrong. Who else can reach the store's port?"
@@ -88,8 +88,8 @@ class SignedStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of these are there."""
-        there: bool = self._store.check([self._name(key) for key in keys])
-        return there
+        exist: bool = self._store.check([self._name(key) for key in keys])
+        return exist
 
     def unsigned(self, name: str) -> PrefixStore:
         """Return a part without signatures, for threads that must not call Python, as NCCL's."""

@@ -164,10 +164,10 @@ def _session_folder() -> Path:
     parent = private_folder(os.environ.get("RAY_TMPDIR"))
     if len(str(parent)) > LONGEST_PATH:
         parent = private_folder("/tmp")
-    for left in parent.glob("ray-*-*"):
-        pid = left.name.split("-")[1]
+    for old in parent.glob("ray-*-*"):
+        pid = old.name.split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
     folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
 
     def remove() -> None:
@@ -316,8 +316,8 @@ def leave_if_broken() -> bool:
     """
     nodes: list[dict[str, Any]] = []
     if ray.is_initialized():
-        own = [processes[0].process for kind, processes in _own_processes() if kind in DAEMONS]
-        has_lost_own = any(daemon.poll() is not None for daemon in own)
+        daemons = [processes[0].process for kind, processes in _own_processes() if kind in DAEMONS]
+        has_lost_own = any(daemon.poll() is not None for daemon in daemons)
         ask = partial(within, RELEASE_S, lambda: nodes.extend(ray.nodes()))
         if has_lost_own or not ask("asking Ray's nodes") or not any(n["Alive"] for n in nodes):
             _leave()
@@ -334,10 +334,10 @@ def _leave() -> None:
     if not ray.is_initialized():
         return
     atexit.unregister(ray.shutdown)
-    own = [process.process.pid for _, processes in _own_processes() for process in processes]
+    pids = [process.process.pid for _, processes in _own_processes() for process in processes]
     shut_down = partial(ray.shutdown, _exiting_interpreter=True)  # prints the rest of the logs
     if not within(SHUTDOWN_S, shut_down, "leaving Ray"):
-        for pid in own:
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     if threading.current_thread() is threading.main_thread():

@@ -88,28 +88,29 @@ class RayWorkerGroup(_RunningWorkers):
             )
 
         roles = ray_cls_with_init.roles(name_prefix)
-        classes = {role: made.cls for role, made in roles.items()}
+        classes = {role: recipe.cls for role, recipe in roles.items()}
         method_table(classes, ray_cls_with_init.prefixed)
         options = _actor_options(roles, checked_worker_env(worker_env))
         if detached:
             options["lifetime"] = "detached"
         recipes = pack_recipes(
-            {role: (made.cls, made.args, made.kwargs) for role, made in roles.items()}
+            {role: (recipe.cls, recipe.args, recipe.kwargs) for role, recipe in roles.items()}
         )
 
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
-        has = "cuda" if resource_pool.use_gpu else "cpu"
-        if device_name not in (None, "cpu", has):
+        pool_device = "cuda" if resource_pool.use_gpu else "cpu"
+        if device_name not in (None, "cpu", pool_device):
             raise PlacementError(
-                f"device_name={device_name!r}: the places of pool {resource_pool.name} have {has}; "
-                "leave device_name out, or take a pool with use_gpu=True on nodes with GPUs."
+                f"device_name={device_name!r}: the places of pool {resource_pool.name} have "
+                f"{pool_device}; leave device_name out, or take a pool with use_gpu=True on "
+                "nodes with GPUs."
             )
         name = "+".join(roles)
         facts = resource_pool.facts(
             name,
             limits,
-            device_kind=device_name or has,
+            device_kind=device_name or pool_device,
             seed=seed,
             log_dir=log_dir,
             # a lost node counts: another one may come, and must reach this one's processes
@@ -143,16 +144,16 @@ class RayWorkerGroup(_RunningWorkers):
                 "this one need one namespace: ray.init(namespace=...)."
             ) from None
         facts: list[ProcessFacts] = ray.get([actor.facts.remote() for actor in actors])
-        there = facts[0].name.split("+")
-        roles = ray_cls_with_init.roles(name_prefix or there[-1])
-        if list(roles) != there:
+        started_roles = facts[0].name.split("+")
+        roles = ray_cls_with_init.roles(name_prefix or started_roles[-1])
+        if list(roles) != started_roles:
             raise PlacementError(
-                f"{worker_names[0]} has the roles {', '.join(there)}, and ray_cls_with_init "
-                f"{', '.join(roles)}: give the classes, and the name_prefix if any, that the "
-                "workers were started with."
+                f"{worker_names[0]} has the roles {', '.join(started_roles)}, and "
+                f"ray_cls_with_init {', '.join(roles)}: give the classes, and the name_prefix if "
+                "any, that the workers were started with."
             )
         transport = RayTransport(actors, facts, deadlines or Deadlines(), worker_names)
-        classes = {role: made.cls for role, made in roles.items()}
+        classes = {role: recipe.cls for role, recipe in roles.items()}
         return _RunningWorkers(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 
@@ -184,17 +185,17 @@ def _actor_options(
     """Return the options of the actor that holds all the roles, with the variables of all."""
     options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
     variables, runtime_env = dict(worker_env), {}
-    for role, made in roles.items():
-        own = dict(getattr(made, "options", {}))
-        its_env = dict(own.pop("runtime_env", None) or {})
-        for name, value in checked_worker_env(its_env.pop("env_vars", None)).items():
+    for role, recipe in roles.items():
+        role_options = dict(getattr(recipe, "options", {}))
+        role_env = dict(role_options.pop("runtime_env", None) or {})
+        for name, value in checked_worker_env(role_env.pop("env_vars", None)).items():
             if variables.setdefault(name, value) != value:
                 raise ConfigError(
                     f"{role} wants {name}={value} in its environment, and {variables[name]} is "
                     "wanted there, too; roles that share a process share its environment."
                 )
-        runtime_env.update(its_env)
-        options.update(own)
+        runtime_env.update(role_env)
+        options.update(role_options)
     if variables:
         runtime_env["env_vars"] = variables
     return {**options, "runtime_env": runtime_env} if runtime_env else options

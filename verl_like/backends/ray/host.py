@@ -126,12 +126,12 @@ def _unpacked(
 
 def own_packages() -> list[str]:
     """Return the imported packages that are in the same folder as ours."""
-    found = []
+    packages = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if "." not in name and file and Path(file).parent == Path(ROOT, name):
-            found.append(name)
-    return found
+            packages.append(name)
+    return packages
 
 
 def prefer_own_packages(names: Iterable[str]) -> None:
@@ -140,10 +140,10 @@ def prefer_own_packages(names: Iterable[str]) -> None:
     Ray puts the driver's folder first.
     """
     files = {file for name in names for file in (name, f"{name}.py")}
-    others = [path for path in sys.path if path != ROOT and files & _entries(path)]
-    if others:
-        rest = [path for path in sys.path if path not in others and path != ROOT]
-        sys.path[:] = [*rest, ROOT, *others]
+    namesakes = [path for path in sys.path if path != ROOT and files & _entries(path)]
+    if namesakes:
+        rest = [path for path in sys.path if path not in namesakes and path != ROOT]
+        sys.path[:] = [*rest, ROOT, *namesakes]
 
 
 def _entries(folder: str) -> set[str]:

@@ -290,8 +290,8 @@ def _num_processes(resources: Mapping[str, float], need: Mapping[str, float]) ->
 def _nodes_in_words(nodes: Sequence[Mapping[str, Any]], kinds: Iterable[str]) -> str:
     """Describe how much every node has of these kinds of resource."""
     kinds = list(kinds)
-    shown = []
+    words = []
     for node in nodes:
-        has = {kind: node["Resources"].get(kind, 0) for kind in kinds}
-        shown.append(f"{node['NodeManagerAddress']}: {amounts(has)}")
-    return "; ".join(shown)
+        amounts_of_node = {kind: node["Resources"].get(kind, 0) for kind in kinds}
+        words.append(f"{node['NodeManagerAddress']}: {amounts(amounts_of_node)}")
+    return "; ".join(words)

@@ -40,13 +40,13 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
 
 def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
     """Return the names of the nodes that have no such path, or do not answer within a minute."""
-    asked = {}
+    node_of_answer = {}
     for key, node in {node.key: node for node in nodes}.items():
         on_the_node = NodeAffinitySchedulingStrategy(key, soft=False)
-        asked[_exists.options(scheduling_strategy=on_the_node).remote(str(path))] = node
+        node_of_answer[_exists.options(scheduling_strategy=on_the_node).remote(str(path))] = node
 
     missing, until = [], time.monotonic() + ANSWER_S
-    for answer, node in asked.items():
+    for answer, node in node_of_answer.items():
         try:
             sees = ray.get(answer, timeout=max(until - time.monotonic(), 0.0))
         except RayError:  # it cannot answer, or not in time

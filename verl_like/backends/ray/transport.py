@@ -103,26 +103,26 @@ class RayTransport(ProcessTransport):
 
     def construct_again(self) -> None:
         """A task of every actor."""
-        asked = [actor.construct_again.remote() for actor in self.actors]
-        self.started = wait_for_start(self, asked)
+        answers = [actor.construct_again.remote() for actor in self.actors]
+        self.started = wait_for_start(self, answers)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """One task of the actor, whose name is for the dashboard only."""
         if call.past_queue:
             return self.call_past_queue(rank, call)
-        what: tuple[Any, ...] = call.role, call.method
+        message: tuple[Any, ...] = call.role, call.method
         if call.args or call.kwargs:
-            what = *what, call.args, call.kwargs
+            message = *message, call.args, call.kwargs
         # a worker cannot wait for what comes over a connection of the driver's
-        here = [part.value() if isinstance(part, Part) else part for part in parts]
+        values = [part.value() if isinstance(part, Part) else part for part in parts]
         key = rank, call.role, call.method, call.counts
         if key not in self._tasks:
             actor = self.actors[rank]
             for_batch = actor.call_for_batch if call.counts else actor.call_for_header
             method = for_batch if call.returns_batch else actor.call
             self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
-        made = self._tasks[key].remote(pack(what) or what, *here)
-        payload, header = made if call.returns_batch and call.counts else (made, made)
+        task = self._tasks[key].remote(pack(message) or message, *values)
+        payload, header = task if call.returns_batch and call.counts else (task, task)
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
@@ -132,12 +132,12 @@ class RayTransport(ProcessTransport):
         until = time.monotonic() + seconds
         coming = [reference for reference in references if isinstance(reference, Part)]
         done = wait_futures({part.answer for part in coming}, seconds if coming else 0.0).done
-        here: list[Any] = [part for part in coming if part.answer in done]
+        ready: list[Any] = [part for part in coming if part.answer in done]
         tasks = [reference for reference in references if not isinstance(reference, Part)]
         if tasks:
-            left = max(until - time.monotonic(), 0.0)
-            here += ray.wait(tasks, num_returns=len(tasks), timeout=left, fetch_local=False)[0]
-        return here
+            left_s = max(until - time.monotonic(), 0.0)
+            ready += ray.wait(tasks, num_returns=len(tasks), timeout=left_s, fetch_local=False)[0]
+        return ready
 
     def fetch(self, reference: Any) -> Any:
         """Return the value behind the reference, in this process."""
@@ -183,11 +183,11 @@ class RayTransport(ProcessTransport):
         if not self._nodes:
             return {}
         ranks, head = list(ranks), self._cluster.why_head_gone()
-        gone = super().lost(ranks)
+        lost = super().lost(ranks)
         for rank in ranks:
             if why := head or self._cluster.why_node_gone(self._nodes[rank]):
-                gone[rank] = why
-        return gone
+                lost[rank] = why
+        return lost
 
     def _why_dead(self, rank: int) -> str:
         pid = self.started[rank].pid
