@@ -142,7 +142,6 @@ def ppo_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
     """A role of PPO's, its configuration, and its calls."""
     from tests.workers.samples import tiny_config
     from workers.config import ParallelConfig, RewardModelConfig, ScoringModelConfig
-    from workers.config.model import FSDPConfig
     from workers.roles.actor import ActorWorker
     from workers.roles.critic import CriticWorker
     from workers.roles.reference import ReferenceWorker
@@ -161,7 +160,6 @@ def ppo_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
         ppo_mini_batch_size=num_rows,
         ppo_micro_batch_size_per_gpu=ROWS_AT_ONCE,
         parallel=ParallelConfig(**case.parallel),
-        fsdp_config=FSDPConfig(),
         strategy=case.strategy,
     )
     policy, critic = config.actor_rollout_ref, config.critic

@@ -18,7 +18,7 @@ from trainer import PPOTrainer
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.columns import read_columns
-from workers.config import critic_model, critic_optim
+from workers.config import FSDPConfig, critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.loss import Loss
 from workers.training.score_engine import ScoreEngine
@@ -36,7 +36,7 @@ class VerifierWorker(Worker):
         model, optim = critic_model(config), critic_optim(config)
         self.budget = value_budget(config)
         self.engine = ScoreEngine(
-            model, config.critic.model.fsdp_config, head="scalar", optim_config=optim
+            model, FSDPConfig(**config.critic.model.fsdp_config), head="scalar", optim_config=optim
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -262,7 +262,7 @@ def test_a_fault_that_could_not_come_about_is_refused(
 
 def test_dropped_buckets_alone_make_a_run_with_faults(tmp_path: Path) -> None:
     more = (*POLICY_ALONE, *OWN_PROCESS, "chaos.drop_bucket=0.1", "chaos.seed=2")
-    assert load_config(overrides(tmp_path, tmp_path, *more)).chaos.has_faults
+    assert load_config(overrides(tmp_path, tmp_path, *more)).faults.has_faults
 
 
 def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:

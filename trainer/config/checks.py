@@ -29,65 +29,43 @@ def check_fields(config: RunConfig) -> None:
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
         _check_value(key, value)
-        _check_options(key, value)
         for name, item in items_of(key, value):
             for field in leaf_keys(type(item)):
                 _check_value(replace(field, name=f"{name}.{field.name}"), read(item, field.name))
 
 
 def _check_value(key: Key, value: Any) -> None:
-    if key.rules.required and not value:
-        raise ConfigError(f"{key.name} is empty: {key.rules.required}.")
-    _check_registered(key, value)
-    _check_choices(key, value)
-    _check_range(key, value)
-
-
-def _check_options(key: Key, value: Any) -> None:
-    """Reject options of another type than their fields have."""
-    if key.rules.options is None:
-        return
-    for name, option in value.items():
-        try:
-            OmegaConf.merge(OmegaConf.structured(key.rules.options), {name: option})
-        except OmegaConfBaseException as err:
-            words = str(err).partition("\n")[0]
-            raise ConfigError(f"{key.name}.{name}={option}: {words.rstrip('.')}.") from err
-
-
-def _check_registered(key: Key, value: Any) -> None:
-    if not key.rules.registry:
-        return
-    for name in value if isinstance(value, list) else [value]:
-        try:
-            registry_of(key.rules.registry).look_up(name)
-        except ConfigError as err:
-            hint = f" {key.rules.hint}" if key.rules.hint else ""
-            raise ConfigError(f"{key.name}={name}: {err}{hint}") from err
-
-
-def _check_choices(key: Key, value: Any) -> None:
-    choices = key.rules.choices
-    if not choices or value is None:
-        return
-    for name in value if isinstance(value, list) else [value]:
-        if name not in choices:
-            words = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
-            hint = nearest(name, choices)
-            if name in key.rules.elsewhere:
-                hint = f" What others call {name} is {key.rules.elsewhere[name]} here."
-            raise ConfigError(f"{key.name}={name}: choose {_with_hint(key, words)}{hint}")
-
-
-def _check_range(key: Key, value: Any) -> None:
+    """Reject a value that is missing, of no registry, not among the choices or out of range."""
+    rules, hint = key.rules, f", {key.rules.hint}." if key.rules.hint else "."
+    if rules.required and not value:
+        raise ConfigError(f"{key.name} is empty: {rules.required}.")
     if value != value:
         raise ConfigError(f"{key.name}={value}: it must be a number.")
-    if value is not None and not key.has_in_range(value):
-        raise ConfigError(f"{key.name}={value}: it must be {_with_hint(key, key.range)}")
-
-
-def _with_hint(key: Key, words: str) -> str:
-    return f"{words}, {key.rules.hint}." if key.rules.hint else f"{words}."
+    if value is None:
+        return
+    for name in value if isinstance(value, list) else [value]:
+        if rules.registry:
+            try:
+                registry_of(rules.registry).look_up(name)
+            except ConfigError as err:
+                way_out = f" {rules.hint}" if rules.hint else ""
+                raise ConfigError(f"{key.name}={name}: {err}{way_out}") from err
+        if rules.choices and name not in rules.choices:
+            words = ", ".join(rules.choices)
+            words = " or ".join(rules.choices) if len(rules.choices) == 2 else f"one of {words}"
+            near = nearest(name, rules.choices)
+            if name in rules.elsewhere:
+                near = f" What others call {name} is {rules.elsewhere[name]} here."
+            raise ConfigError(f"{key.name}={name}: choose {words}{hint}{near}")
+    if not key.has_in_range(value):
+        raise ConfigError(f"{key.name}={value}: it must be {key.range}{hint}")
+    if rules.options is not None:
+        for name, option in value.items():
+            try:
+                OmegaConf.merge(OmegaConf.structured(rules.options), {name: option})
+            except OmegaConfBaseException as err:
+                reason = str(err).partition("\n")[0].rstrip(".")
+                raise ConfigError(f"{key.name}.{name}={option}: {reason}.") from err
 
 
 def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
@@ -201,9 +179,9 @@ def _check_pool_resources(config: RunConfig) -> None:
 
 def _check_chaos(config: RunConfig) -> None:
     """Refuse to kill where no worker has a process of its own: the driver would die with it."""
-    if config.chaos.kill_worker == 0:
+    if config.faults.kill_worker == 0:
         return
-    what, backend = f"chaos.kill_worker={config.chaos.kill_worker:g}", config.trainer.backend
+    what, backend = f"chaos.kill_worker={config.faults.kill_worker:g}", config.trainer.backend
     sizes = {name: sum(of_nodes) for name, of_nodes in config.resource_pool_spec.items()}
     if not any(config.has_own_processes(name, size) for name, size in sizes.items()):
         raise ConfigError(

@@ -176,8 +176,8 @@ class PoolResources(Section):
 
 
 HAS_FAULTS = When(
-    "a chance in `chaos` is above 0",
-    lambda _, run: run.chaos.has_faults,
+    "a chance is above 0",
+    lambda chaos, _: chaos.has_faults,
     "all chances in chaos are 0, so there are no faults",
 )
 DELAYS = When(
@@ -197,7 +197,7 @@ class ChaosConfig(Section):
     """Chance that a random role's calls are delayed in a step."""
     delay_s: float = key(1.0, above=0, read_when=DELAYS)
     """Seconds of delay."""
-    seed: int = key(1, allows="a number")
+    seed: int = key(1, allows="a number", read_when=HAS_FAULTS)
     """Seed of the faults."""
 
     @property
@@ -243,8 +243,13 @@ class RunConfig(Section):
     )
     """Pool: resources of each of its processes."""
 
-    chaos: ChaosConfig = key(factory=ChaosConfig, read_when=HAS_FAULTS, may_change_on_resume=True)
+    chaos: dict[str, Any] = key(factory=dict, options=ChaosConfig, may_change_on_resume=True)
     """Injected faults."""
+
+    @property
+    def faults(self) -> ChaosConfig:
+        """The injected faults, with defaults."""
+        return ChaosConfig(**self.chaos)
 
     @property
     def child_pools(self) -> frozenset[str]:

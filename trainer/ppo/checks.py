@@ -342,9 +342,9 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
     """Weights that are to be lost on their way travel, and int8 weights are whole and stay."""
     pools = expand_roles(config.role_mapping)
     receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
-    if config.chaos.drop_bucket and receivers <= {pools.get("actor")}:
+    if config.faults.drop_bucket and receivers <= {pools.get("actor")}:
         yield (
-            f"chaos.drop_bucket={config.chaos.drop_bucket:g}: in this run no weights travel "
+            f"chaos.drop_bucket={config.faults.drop_bucket:g}: in this run no weights travel "
             "between processes. They do where a rollout has another pool than the actor: "
             "placement=standalone, or `verl-like detached`."
         )

@@ -7,8 +7,9 @@ the prompts, the algorithm and what PPO adds to the section `trainer`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.config.schema import HAS_FAULTS, NAME_A_FOLDER, ChaosConfig, RunConfig
+from trainer.config.schema import NAME_A_FOLDER, ChaosConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import Section, When, entry_takes, key, when
 from workers.config import (
@@ -176,10 +177,13 @@ class PPOConfig(RunConfig, WorkersConfig):
     """Advantages and KL."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
     """The run."""
-    chaos: PPOChaosConfig = key(
-        factory=PPOChaosConfig, read_when=HAS_FAULTS, may_change_on_resume=True
-    )
+    chaos: dict[str, Any] = key(factory=dict, options=PPOChaosConfig, may_change_on_resume=True)
     """Injected faults."""
+
+    @property
+    def faults(self) -> PPOChaosConfig:
+        """The injected faults, with defaults."""
+        return PPOChaosConfig(**self.chaos)
 
     def of_role(self, role: str) -> PPOConfig:
         """The configuration that this role's workers get: this one."""

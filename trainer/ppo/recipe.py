@@ -148,7 +148,6 @@ ROWS_OF_A_PASS = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "rollout",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref",
     "critic.ppo_micro_batch_size_per_gpu": "critic",
-    "distillation.teacher_model.log_prob_micro_batch_size_per_gpu": "teacher",
 }
 """Key that counts the rows of a pass -> the role that makes these passes."""
 

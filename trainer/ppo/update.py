@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
 LARGEST_ERROR = 1.0
 """Nats by which one step counts at most: a policy far from its target does not jump."""
+ENTROPY_COEFF_LR = 0.1
+"""How much of the distance to the target the log of the coefficient moves by in a step."""
 RANGE = 100.0
 """How far the coefficient goes from its first value, up and down: it stays able to come back."""
 
@@ -281,14 +283,14 @@ def correct_rollout(
 class EntropyController:
     """The coefficient of the entropy bonus, whose logarithm follows the distance to a target.
 
-    log c grows by lr x (target - entropy): an entropy below the target makes the bonus weigh more
+    log c grows by 0.1 x (target - entropy): an entropy below the target makes the bonus weigh more
     (SAC, arXiv 1812.05905). Without a target it stays.
     """
 
     def __init__(self, actor: ActorConfig) -> None:
         """Start at `actor.entropy_coeff`, which is above 0 where there is a target."""
         self.value = actor.entropy_coeff
-        self.target, self.lr = actor.target_entropy, actor.entropy_coeff_lr
+        self.target = actor.target_entropy
         self.bounds = self.value / RANGE, self.value * RANGE
 
     def update(self, entropy: float) -> dict[str, float]:
@@ -302,7 +304,7 @@ class EntropyController:
         if math.isfinite(entropy) and entropy > 0:
             error = min(max(self.target - entropy, -LARGEST_ERROR), LARGEST_ERROR)
             low, high = self.bounds
-            self.value = min(max(self.value * math.exp(self.lr * error), low), high)
+            self.value = min(max(self.value * math.exp(ENTROPY_COEFF_LR * error), low), high)
         return metrics
 
     def state_dict(self) -> dict[str, float]:

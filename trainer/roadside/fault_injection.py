@@ -37,7 +37,7 @@ class FaultInjection:
 
     def __init__(self, config: RunConfig, samples: SampleWatch | None = None) -> None:
         """`samples` is the watch of the run's samples, where the report of faults counts them."""
-        self._settings, self._samples = config.chaos, samples
+        self._settings, self._samples = config.faults, samples
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
         self._first: int | None = None

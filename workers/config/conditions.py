@@ -6,7 +6,6 @@ and the whole configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,8 @@ def policy_loss_of(run: Any) -> str:
     return loss_mode
 
 
-def loss_reads(name: str) -> Callable[[Any, Any], bool]:
-    """Whether the policy loss reads that key of the actor's section; one of the user's may."""
+def loss_reads(name: str) -> When:
+    """Return the condition that the policy loss reads a key of the actor; a user's may read any."""
 
     def holds(_: Any, run: Any) -> bool:
         loss = registry_of("policy loss").look_up(policy_loss_of(run))
@@ -64,7 +63,11 @@ def loss_reads(name: str) -> Callable[[Any, Any], bool]:
         keys = None if facts is None else facts.keys_read
         return keys is None or name in keys
 
-    return holds
+    return When(
+        f"the policy loss reads `{name.rpartition('.')[2]}`",
+        holds,
+        "the loss of policy_loss.loss_mode does not read it",
+    )
 
 
 HAS_CRITIC = When(

@@ -5,25 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import Section, When, key, unless, when
+from verl_like.config_key import Section, key, unless, when
 from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
 from workers.config.model import (
     CheckpointConfig,
-    FSDPConfig,
     OptimConfig,
     ShardedConfig,
     own_axes,
+    own_sharding,
 )
 from workers.config.policy import LOSS_AGG_MODES
 
-HAS_DIVISOR = When(
-    "the critic's aggregation is seq-mean-token-sum-norm",
-    lambda critic, run: (
-        (critic.loss_agg_mode or run.actor_rollout_ref.actor.loss_agg_mode)
-        == "seq-mean-token-sum-norm"
-    ),
-    "the critic's losses are not aggregated by seq-mean-token-sum-norm",
-)
 VALUE_IS_CLIPPED = unless("value_loss", "huber", "critic.value_loss=huber clips nothing")
 
 
@@ -37,8 +29,8 @@ class CriticModelConfig(Section):
     """Recompute activations in the backward pass; null: on CUDA."""
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
-    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
-    """Sharding."""
+    fsdp_config: dict[str, Any] = own_sharding()
+    """Sharding that differs from what `critic.strategy` says."""
 
 
 @dataclass(kw_only=True)
@@ -74,8 +66,6 @@ class CriticConfig(ShardedConfig):
     """Error above which Huber's loss is linear."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
     """How token losses become one number; null: the actor's."""
-    loss_scale_factor: float | None = key(None, above=0, read_when=HAS_DIVISOR)
-    """Divisor; null: the actor's, then the response's width."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)

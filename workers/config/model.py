@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import Section, When, entry_takes, key, unless, when
-from workers.config.conditions import CUT_BY_SAMPLES, SAVES, is_bare_config
+from workers.config.conditions import SAVES, is_bare_config
 
 STRATEGIES = (
     "single",
@@ -152,18 +152,19 @@ def own_axes() -> Any:
     return key(factory=dict, options=ParallelConfig, may_change_on_resume=True)
 
 
+def own_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
+    """Return the field of a role's sharding, where it differs from what `strategy` says."""
+    return key(factory=dict, options=options, may_change_on_resume=True)
+
+
 @dataclass(kw_only=True)
 class FrozenModelConfig(Section):
     """How a model that gives log-probs alone is held."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """int8 holds linear weights as int8, whole on each rank."""
-    log_prob_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
-    )
-    """Samples per pass and rank."""
-    fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
-    """Sharding."""
+    fsdp_config: dict[str, Any] = own_sharding(FrozenFSDPConfig)
+    """Sharding of this role that differs from what `strategy` says."""
     parallel: dict[str, Any] = own_axes()
     """Axes of this role that differ from the run's `parallel`."""
 

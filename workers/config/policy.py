@@ -17,11 +17,11 @@ from workers.config.conditions import (
 from workers.config.model import (
     CheckpointConfig,
     FrozenModelConfig,
-    FSDPConfig,
     ModelConfig,
     OptimConfig,
     ShardedConfig,
     own_axes,
+    own_sharding,
 )
 from workers.config.rollout import RolloutConfig
 
@@ -33,6 +33,7 @@ LOSS_AGG_MODES = (
     "token-sum",
 )
 """How token losses may become one number."""
+SHUFFLE_SEED = 42
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """Estimators of a KL; with a trailing +, the value has k2's gradient."""
@@ -54,30 +55,12 @@ ONE_CLIP_RATIO = When(
     lambda actor, _: actor.clip_ratio_low is None or actor.clip_ratio_high is None,
     "clip_ratio_low and clip_ratio_high are both set and replace it",
 )
-LOSS_CLIPS = When(
-    "the policy loss clips a ratio",
-    loss_reads("clip_ratio"),
-    "the loss of policy_loss.loss_mode clips no ratio",
-)
-LOSS_CLIPS_TWICE = When(
-    "the policy loss has a dual clip",
-    loss_reads("clip_ratio_c"),
-    "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
-)
-SAPO = When("the policy loss is sapo", loss_reads("tau_pos"), "the policy loss is not sapo")
-CLIP_COV = When(
-    "the policy loss is clip_cov",
-    loss_reads("policy_loss.clip_cov_ratio"),
-    "the policy loss is not clip_cov",
-)
-KL_COV = When(
-    "the policy loss is kl_cov",
-    loss_reads("policy_loss.kl_cov_ratio"),
-    "the policy loss is not kl_cov",
-)
-DRO = When(
-    "the policy loss is dro", loss_reads("policy_loss.dro_beta"), "the policy loss is not dro"
-)
+LOSS_CLIPS = loss_reads("clip_ratio")
+LOSS_CLIPS_TWICE = loss_reads("clip_ratio_c")
+SAPO = loss_reads("tau_pos")
+CLIP_COV = loss_reads("policy_loss.clip_cov_ratio")
+KL_COV = loss_reads("policy_loss.kl_cov_ratio")
+DRO = loss_reads("policy_loss.dro_beta")
 HAS_ENTROPY_BONUS = unless("entropy_coeff", 0)
 HAS_REFERENCE = When(
     "there is a reference",
@@ -182,8 +165,6 @@ class ActorConfig(ShardedConfig):
     """Passes over the batch per update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
     """Reshuffle mini-batches in each pass, the critic's too."""
-    data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, when("shuffle")))
-    """Seed of `shuffle`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """PPO's clip range on both sides."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
@@ -208,10 +189,6 @@ class ActorConfig(ShardedConfig):
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
     """Target entropy per token in nats, to which the weight adapts; null keeps the weight."""
-    entropy_coeff_lr: float = key(
-        0.1, above=0, read_when=(HAS_ENTROPY_BONUS, unless("target_entropy"))
-    )
-    """Per step, the log of the weight moves by this times the distance to the target."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
@@ -230,8 +207,8 @@ class ActorConfig(ShardedConfig):
     """Largest gradient norm."""
     optim: OptimConfig = key(factory=OptimConfig)
     """Optimizer."""
-    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
-    """Sharding."""
+    fsdp_config: dict[str, Any] = own_sharding()
+    """Sharding that differs from what `strategy` says."""
     parallel: dict[str, Any] = own_axes()
     """Axes of the actor that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
@@ -246,7 +223,7 @@ def replays_routing(policy: Any) -> bool:
 
 def shuffle_seed(actor: ActorConfig) -> int | None:
     """The seed of the mini-batches' orders, of actor and critic; None where they stay."""
-    return actor.data_loader_seed if actor.shuffle else None
+    return SHUFFLE_SEED if actor.shuffle else None
 
 
 @dataclass(kw_only=True)
@@ -261,6 +238,10 @@ class RefModelConfig(Section):
 class RefConfig(FrozenModelConfig):
     """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
 
+    log_prob_micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+    )
+    """Samples per pass and rank."""
     model: RefModelConfig = key(factory=RefModelConfig)
     """Model; types, attention and packing are the actor's."""
     update_every: int | None = key(None, above=0)
@@ -311,8 +292,6 @@ class DistillationConfig(Section):
 
     teacher_model: TeacherModelConfig = key(factory=TeacherModelConfig)
     """Teacher; starts the teacher role."""
-    temperature: float | None = key(None, above=0, hint="or null for the rollout's")
-    """Temperature of the teacher; null: the rollout's."""
     gamma: float = key(0.0, at_least=0, at_most=1)
     """Discount of later tokens' rewards; 1 minimises the KL of whole responses."""
     use_task_rewards: bool = key(False, verl="distillation.distillation_loss.use_task_rewards")

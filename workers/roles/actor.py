@@ -9,7 +9,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import replays_routing, shuffle_seed
+from workers.config import FSDPConfig, replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss
@@ -78,7 +78,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         return HeldModel(
             "actor_rollout_ref.model.path",
             policy.model,
-            own.fsdp_config,
+            FSDPConfig(**own.fsdp_config),
             own.strategy,
             trains=True,
             has_average=own.ema_decay is not None,

@@ -10,7 +10,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import critic_model, critic_optim, shuffle_seed
+from workers.config import FSDPConfig, critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.memory import HeldModel
@@ -46,7 +46,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
             prompts = actor.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
         self.loss_agg_mode = own.loss_agg_mode or actor.loss_agg_mode
-        self.loss_scale_factor = own.loss_scale_factor or actor.loss_scale_factor
+        self.loss_scale_factor = actor.loss_scale_factor
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
@@ -64,7 +64,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         return HeldModel(
             "critic.model.path",
             critic_model(config),
-            own.model.fsdp_config,
+            FSDPConfig(**own.model.fsdp_config),
             own.strategy,
             "scalar",
             trains=True,

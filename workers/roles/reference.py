@@ -15,7 +15,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import is_actors_module, reference_model
+from workers.config import FrozenFSDPConfig, is_actors_module, reference_model
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
@@ -58,7 +58,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
         return HeldModel(
             "actor_rollout_ref.ref.model.path" if is_apart else "actor_rollout_ref.model.path",
             reference_model(policy),
-            own.fsdp_config,
+            FrozenFSDPConfig(**own.fsdp_config),
             policy.actor.strategy,
             quantization=own.quantization,
             has_average=follows and own.ema_decay > 0,

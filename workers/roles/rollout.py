@@ -91,7 +91,7 @@ class RolloutWorker(WeightReceiver, Worker):
     def _players(self, config: WorkersConfig) -> Players | None:
         if not plays(config):
             return None
-        faults = Faults.of(getattr(config, "chaos", None))
+        faults = Faults.of(getattr(config, "faults", None))
         return Players(config.environment, tokenizer_of(self.policy.model.path), faults)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

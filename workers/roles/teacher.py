@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from workers.columns import SEQUENCES, Column, batch_columns
-from workers.config import teacher_model
+from workers.config import FrozenFSDPConfig, teacher_model
 from workers.memory import HeldModel
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
@@ -26,10 +26,9 @@ class TeacherWorker(ModelWorker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
-        policy, distillation = config.actor_rollout_ref, config.distillation
-        self.temperature = distillation.temperature or log_prob_temperature(policy.rollout)
-        rows = distillation.teacher_model.log_prob_micro_batch_size_per_gpu
-        self.budget = pass_budget(config, rows)
+        policy = config.actor_rollout_ref
+        self.temperature = log_prob_temperature(policy.rollout)
+        self.budget = pass_budget(config, policy.rollout.log_prob_micro_batch_size_per_gpu)
         self.engine = self.engine_of(self.held_model(config), TrainEngine)
 
     @classmethod
@@ -39,11 +38,11 @@ class TeacherWorker(ModelWorker):
         return HeldModel(
             "distillation.teacher_model.model_path",
             teacher_model(config),
-            own.fsdp_config,
+            FrozenFSDPConfig(**own.fsdp_config),
             config.actor_rollout_ref.actor.strategy,
             quantization=own.quantization,
             section="distillation.teacher_model",
-            rows=own.log_prob_micro_batch_size_per_gpu,
+            rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
             parallel=config.axes(own.parallel),
         )
 

@@ -16,7 +16,7 @@ from verl_like.errors import ConfigError, VerlLikeError
 REFUSED = [
     ("epochs=3", "There is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
     ("rewards={name: a}", "'rewards.name'. rewards has no keys below it; it takes a list"),
-    ("chaos.kill_worker.step=2", "chaos.kill_worker has no keys below it; it takes a number"),
+    ("trainer.seed.step=2", "trainer.seed has no keys below it; it takes a whole number"),
     ("rewards=[a]", r"^rewards=\[a\]: .*str is not .*; it takes a list of sections.$"),
     ("rewards=[{name: a, weight: x}]", ": weight: Value 'x' .* Float; it takes a number.$"),
     ("critic.ppo_epochs=0", "critic.ppo_epochs=0: it must be above 0, or null for the actor's"),

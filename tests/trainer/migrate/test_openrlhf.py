@@ -80,8 +80,8 @@ def test_values_and_defaults_are_theirs() -> None:
     assert (config.algorithm.kl_ctrl.kl_coef, config.algorithm.score_clip) == (0.01, 10.0)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
     assert (actor.strategy, config.critic.strategy) == ("fsdp", "fsdp")
-    assert actor.fsdp_config.optimizer_offload
-    assert config.critic.model.fsdp_config.optimizer_offload
+    assert actor.fsdp_config["optimizer_offload"]
+    assert config.critic.model.fsdp_config["optimizer_offload"]
 
 
 def test_flags_with_sections_and_shell_variables() -> None:

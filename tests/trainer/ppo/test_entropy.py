@@ -16,24 +16,24 @@ from workers.config import ActorConfig
 from workers.roles.actor import ActorWorker
 
 
-def steered(first: float, target: float, lr: float) -> EntropyController:
-    actor = ActorConfig(entropy_coeff=first, target_entropy=target, entropy_coeff_lr=lr)
+def steered(first: float, target: float) -> EntropyController:
+    actor = ActorConfig(entropy_coeff=first, target_entropy=target)
     return EntropyController(actor)
 
 
 def test_the_logarithm_follows_the_distance_to_the_target() -> None:
-    controller = steered(0.01, target=1.0, lr=0.5)
+    controller = steered(0.01, target=1.0)
     assert controller.update(0.8) == {"actor/entropy_coeff": 0.01}
-    assert controller.value == pytest.approx(0.01 * math.exp(0.5 * 0.2))
+    assert controller.value == pytest.approx(0.01 * math.exp(0.1 * 0.2))
     controller.update(1.4)
-    assert controller.value == pytest.approx(0.01 * math.exp(0.5 * (0.2 - 0.4)))
+    assert controller.value == pytest.approx(0.01 * math.exp(0.1 * (0.2 - 0.4)))
 
 
 @pytest.mark.parametrize(("entropy", "bound"), [(1e-3, 1.0), (9.0, 1e-4)])
 def test_a_step_counts_at_most_one_nat_and_the_weight_stays_in_its_range(
     entropy: float, bound: float
 ) -> None:
-    controller = steered(0.01, target=5.0, lr=0.1)
+    controller = steered(0.01, target=5.0)
     controller.update(entropy)
     assert abs(math.log(controller.value / 0.01)) == pytest.approx(0.1)
     for _ in range(100):
@@ -43,13 +43,13 @@ def test_a_step_counts_at_most_one_nat_and_the_weight_stays_in_its_range(
 
 @pytest.mark.parametrize("entropy", [0.0, math.nan])
 def test_an_update_that_saw_no_tokens_moves_nothing(entropy: float) -> None:
-    controller = steered(0.01, target=1.0, lr=0.5)
+    controller = steered(0.01, target=1.0)
     controller.update(entropy)
     assert controller.value == 0.01
 
 
 def test_an_entropy_that_answers_to_the_weight_settles_at_the_target() -> None:
-    controller = steered(0.01, target=1.0, lr=0.3)
+    controller = steered(0.01, target=1.0)
     entropy = 0.2
     for _ in range(200):
         controller.update(entropy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.workers.samples import PROMPT, make_batch, started, tiny_config
@@ -12,15 +11,11 @@ from workers.config import teacher_model
 from workers.roles.teacher import TeacherWorker
 
 
-@pytest.mark.parametrize(("own", "used"), [(None, 0.7), (2.0, 2.0)])
-def test_its_log_probs_are_those_of_its_model_at_its_temperature(
-    tiny_dir: Path, own: float | None, used: float
-) -> None:
+def test_its_log_probs_are_those_of_its_model_at_the_rollouts_temperature(tiny_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(tiny_dir)
     config.distillation.teacher_model.model_path = str(tiny_dir / "model")
-    config.distillation.temperature = own
     config.actor_rollout_ref.rollout.temperature = 0.7
     batch = make_batch(5)
     found = started(TeacherWorker, config).compute_teacher_log_prob(batch)
@@ -33,7 +28,7 @@ def test_its_log_probs_are_those_of_its_model_at_its_temperature(
             attention_mask=columns["attention_mask"],
             position_ids=columns["position_ids"],
         ).logits
-    log_probs = (logits[:, PROMPT - 1 : -1] / used).log_softmax(dim=-1)
+    log_probs = (logits[:, PROMPT - 1 : -1] / 0.7).log_softmax(dim=-1)
     expected = log_probs.gather(-1, columns["responses"][..., None]).squeeze(-1)
     inside = columns["response_mask"].bool()
     torch.testing.assert_close(

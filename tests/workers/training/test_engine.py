@@ -57,7 +57,7 @@ def on_ranks(
         tiny_dir,
         entropy_coeff=0.01,
         use_kl_loss=True,
-        fsdp_config=FSDPConfig(fsdp_size=fsdp_size),
+        fsdp_config={"fsdp_size": fsdp_size},
         ppo_mini_batch_size=num_rows // 2 if num_rows % 2 == 0 else num_rows,
     )
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
@@ -295,4 +295,4 @@ def test_rows_longer_than_the_model_s_positions_are_refused(tiny_dir: Path) -> N
 
 def test_a_sharding_size_that_does_not_divide_the_ranks_is_refused(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="fsdp_size=2 does not divide the 1 ranks"):
-        tiny_actor(tiny_dir, fsdp_config=FSDPConfig(fsdp_size=2))
+        tiny_actor(tiny_dir, fsdp_config={"fsdp_size": 2})

@@ -83,7 +83,7 @@ def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
     axes = {axis: min(change.pop(axis, size), world) for axis, size in sizes.items()}
     config.parallel = ParallelConfig(**axes)
     if world > 1:
-        section.fsdp_config.fsdp_size = config.critic.model.fsdp_config.fsdp_size = size
+        section.fsdp_config = config.critic.model.fsdp_config = {"fsdp_size": size}
         sharding.SMALL_ELEMENTS = 0 if layer_by_layer else sharding.SMALL_ELEMENTS
     for name, value in change.items():
         setattr(config.actor_rollout_ref.model, name, value)

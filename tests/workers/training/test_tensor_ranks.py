@@ -80,9 +80,9 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     actor_section.strategy = change.pop("strategy", "fsdp")
     fsdp_size, sp = change.pop("fsdp_size", -1), change.pop("sp", 1)
     if world > 1:
-        actor_section.fsdp_config.fsdp_size = fsdp_size
+        actor_section.fsdp_config = {"fsdp_size": fsdp_size}
         config.critic.strategy = actor_section.strategy
-        config.critic.model.fsdp_config.fsdp_size = actor_section.fsdp_config.fsdp_size
+        config.critic.model.fsdp_config = actor_section.fsdp_config
         config.parallel = ParallelConfig(tp=2, sp=sp)
     for name, value in change.items():
         setattr(config.actor_rollout_ref.model, name, value)
