@@ -54,8 +54,8 @@ def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> 
 def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     """Return the configuration with the roles and pools of this run only, and notices to show.
 
-    `keys` are those that the user set: a pool of theirs that no role uses is an error, one of a
-    preset is dropped.
+    `keys` are the user's. A pool that the user names and no role uses is an error; a preset's pool
+    without roles is left out.
     """
     inactive = recipe.inactive_roles(config)
     notices = _notices_of_roles(inactive, keys)
@@ -73,11 +73,9 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
         spec = {pool: spec[pool] for pool in spec if pool not in shares} | shares
     config = changed(config, {"resource_pool_spec": spec})
     named_pools = names_below("resource_pool_spec", keys)
-    for pool in [pool for pool in spec if pool not in used]:
-        if pool in named_pools:
-            roles = [role for role in inactive if mapped_before.get(role) == pool]
-            raise _unused_pool(config, pool, {role: inactive[role] for role in roles})
-        notices.append(f"notice: no role of this run uses the pool {pool!r}, it is dropped")
+    for pool in sorted(named_pools - used):
+        roles = [role for role in inactive if mapped_before.get(role) == pool]
+        raise _unused_pool(config, pool, {role: inactive[role] for role in roles})
 
     spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
     config = changed(config, {"resource_pool_spec": spec})
