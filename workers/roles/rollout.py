@@ -22,6 +22,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import (
     Dispatch,
+    all_ranks,
     collect_list,
     make_nd_compute_dataproto_dispatch_fn,
     register,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 MESH = "rollout"
 """Ranks with one data rank share an engine."""
 SPLIT = make_nd_compute_dataproto_dispatch_fn(MESH)
-ASK = replace(SPLIT, collect_fn=collect_list, form="list", collecting_ranks=None)
+ASK = replace(SPLIT, collect_fn=collect_list, form="list", collecting_ranks=all_ranks)
 """Rows are split over the engines; nothing comes back."""
 
 
