@@ -41,6 +41,20 @@ OF_ROWS = {
     "lora_rank": "model.lora_rank",
     "lora_alpha": "model.lora_alpha",
 } | OF_RUNS
+OF_TRL = {
+    "beta": "kl",
+    "epsilon": "clip",
+    "eval_steps": "validate_every",
+    "learning_rate": "lr",
+    "max_completion_length": "max_new_tokens",
+    "num_generations": "n",
+    "num_train_epochs": "epochs",
+    "output_dir": "save_to",
+    "per_device_train_batch_size": "batch_size",
+    "report_to": "logger",
+    "save_steps": "save_every",
+}
+"""TRL's name -> ours, for messages. Batches here are counted over all devices."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a weight -> the key that turns it on: a flat name of 0 turns it off."""
 
@@ -74,8 +88,11 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
-    """The refusal, with the flat name that is nearest, by itself or by the end of its key."""
+    """The error's message, with TRL's name translated or else the nearest flat name."""
     same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
-    hint = f" Did you mean {same[0]!r}?" if same else nearest(name, names)
+    if OF_TRL.get(name) in names:
+        hint = f" TRL's {name} is {OF_TRL[name]!r} here."
+    else:
+        hint = f" Did you mean {same[0]!r}?" if same else nearest(name, names)
     text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
     return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"

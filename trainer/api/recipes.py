@@ -27,7 +27,11 @@ from verl_like.errors import ConfigError
 
 
 class PPO(PythonRun):
-    """PPO, GRPO and their kin: a policy learns from rewards of what it says."""
+    """PPO and its variants: a policy learns from rewards for its responses.
+
+    run = PPO("Qwen/Qwen3-0.6B", ["Say a joke."], lambda response: len(response), lr=1e-6)
+    run.fit(steps=10)
+    """
 
     recipe = "trainer.ppo.recipe.PPO"
     flat_names = OF_PPO
@@ -142,7 +146,11 @@ class PPO(PythonRun):
 
 
 class GRPO(PPO):
-    """GRPO: PPO whose samples are compared with those of the same prompt, without a critic."""
+    """GRPO: samples of one prompt are compared with each other, without a critic.
+
+    run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
+    run.fit(steps=100)
+    """
 
     presets = {"algorithm": "grpo"}
 
@@ -161,8 +169,8 @@ class RowsRun(PythonRun):
         model: Any = None,
         rows: Any = None,
         /,
-        *,
         val_rows: Any = None,
+        *,
         tokenizer: Any = None,
         callbacks: Sequence[object] = (),
         **keys: Any,
@@ -186,18 +194,27 @@ class RowsRun(PythonRun):
 
 
 class SFT(RowsRun):
-    """Supervised fine-tuning on texts, chats, and dicts with prompt and response."""
+    """Supervised fine-tuning on texts, chats, or dicts with prompt and response.
+
+    SFT("Qwen/Qwen3-0.6B", [{"prompt": "2 + 2", "response": "4"}], lr=1e-5).fit(steps=10)
+    """
 
     recipe = "trainer.sft.recipe.SFT"
 
 
 class RewardModel(RowsRun):
-    """A reward model of pairs: dicts with chosen, rejected and, as a rule, prompt."""
+    """A reward model, trained on pairs: dicts with chosen, rejected and usually prompt.
+
+    RewardModel("Qwen/Qwen3-0.6B", [{"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}]).fit()
+    """
 
     recipe = "trainer.reward_model.recipe.REWARD_MODEL"
 
 
 class DPO(RowsRun):
-    """DPO and its kin: preferences, as pairs like those of `RewardModel`."""
+    """DPO and other preference losses, on pairs like those of `RewardModel`.
+
+    DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
+    """
 
     recipe = "trainer.preference.recipe.DPO"
