@@ -107,22 +107,30 @@ class TurnLoop:
         except BaseException:
             self.abort()
             raise
-        return {one.number: self._trajectories.pop(one.number) for one in self._in(State.ENDED)}
+        return {
+            ended.number: self._trajectories.pop(ended.number) for ended in self._in(State.ENDED)
+        }
 
     def abort(self) -> None:
         """Drop all trajectories and end their environments."""
-        self._engine.abort([one.request_id for one in self._in(State.ENGINE)])
+        self._engine.abort([running.request_id for running in self._in(State.ENGINE)])
         for trajectory in self._open():
             self._host.end(trajectory.number)
         self._trajectories = {}
 
     def _in(self, state: State) -> list[Trajectory]:
-        return [one for one in self._trajectories.values() if one.state is state]
+        return [
+            trajectory for trajectory in self._trajectories.values() if trajectory.state is state
+        ]
 
     def _open(self) -> list[Trajectory]:
         """The trajectories that have an environment."""
         closed = State.QUEUED, State.ENDED
-        return [one for one in self._trajectories.values() if one.state not in closed]
+        return [
+            trajectory
+            for trajectory in self._trajectories.values()
+            if trajectory.state not in closed
+        ]
 
     def _open_queued(self) -> None:
         if queued := self._in(State.QUEUED):
@@ -144,7 +152,7 @@ class TurnLoop:
         self._tokenize_observations()
         self._end_late()
         self._submit_ready()
-        running = {one.request_id: one for one in self._in(State.ENGINE)}
+        running = {trajectory.request_id: trajectory for trajectory in self._in(State.ENGINE)}
         if not running:
             return False
         until = time.monotonic() + seconds
@@ -154,7 +162,7 @@ class TurnLoop:
             running[request_id].on_sample(sample, self._setting)
         if budget.max_tokens is None:
             return False
-        most = max(one.num_drawn_in_take for one in self._trajectories.values())
+        most = max(trajectory.num_drawn_in_take for trajectory in self._trajectories.values())
         return most >= budget.max_tokens or (is_early and not samples)
 
     def _receive(self, seconds: float) -> int:
@@ -173,7 +181,7 @@ class TurnLoop:
     def _tokenize_observations(self) -> None:
         """Tokenize all new observations together, which costs less than one by one."""
         observed = self._in(State.OBSERVED)
-        all_ids = self._chat.ids_of([one.observation[0] for one in observed])
+        all_ids = self._chat.ids_of([trajectory.observation[0] for trajectory in observed])
         for trajectory, ids in zip(observed, all_ids, strict=True):
             trajectory.read(ids, self._setting)
 
@@ -190,7 +198,7 @@ class TurnLoop:
         for trajectory in ready:
             trajectory.times.append(Times(waiting=trajectory.lap()))
         sampling = self._setting.sampling
-        segments = [one.sample.last_segment(sampling.max_tokens) for one in ready]
+        segments = [trajectory.sample.last_segment(sampling.max_tokens) for trajectory in ready]
         request_ids = self._engine.submit(segments, sampling)
         for trajectory, request_id in zip(ready, request_ids, strict=True):
             trajectory.submitted(request_id)
@@ -221,7 +229,7 @@ class TurnLoop:
         is_late = answer["reason"] == LATE
         trajectory.was_late |= is_late
         unfinished = [*self._open(), *self._in(State.QUEUED)]
-        has_time = not is_late or not all(one.was_late for one in unfinished)
+        has_time = not is_late or not all(other.was_late for other in unfinished)
         if trajectory.attempts > self._config.retries or not has_time:
             trajectory.end(answer["reason"], self._setting, str(answer["failed"]))
             return

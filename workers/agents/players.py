@@ -1,4 +1,4 @@
-"""What a rollout worker plays trajectories with, from rows of prompts to rows of trajectories."""
+"""How a rollout worker plays trajectories, from rows of prompts to rows of trajectories."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ if TYPE_CHECKING:
 ROW_COLUMNS = (
     "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", RECORDED,
 )  # fmt: skip
-"""Columns that a trajectory begins with, beside those of any sample."""
+"""Columns that a trajectory begins with, in addition to those of any sample."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
-"""What `reset` gets of any row, beside the columns of the user's own."""
+"""Columns of any row that `reset` gets, in addition to the user's."""
 MOST_OPEN = 1024
 """Environments that one rollout process has at the same time."""
 OF_ALL = -1
-"""In the place of a sample's index: what the samples of a prompt have in common."""
+"""The index of the noise that all samples of a prompt share."""
 PROCESSES = 4
-"""Processes that a sandbox of environments may have for each of them."""
+"""Processes per environment that a sandbox allows."""
 
 
 def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
-    """The environments that the configuration asks for, with processes for `MOST_OPEN` of them."""
+    """The configured environments, with processes for `MOST_OPEN` of them."""
     sandbox = Sandbox.of(config.sandbox)
     sandbox = replace(sandbox, processes=max(sandbox.processes, PROCESSES * MOST_OPEN))
     return EnvironmentSpec(config.path, config.kwargs, config.tools, sandbox)
 
 
 class Players:
-    """Environments and chat template of one rollout worker, and the trajectories that it plays.
+    """Environments, chat template and trajectories of one rollout worker.
 
-    Called like an engine: `submit`, then `take` until none is running.
+    It is called like an engine: `submit`, then `take` until no trajectory is running.
     """
 
     def __init__(
         self, config: EnvironmentConfig, tokenizer: Any, faults: Faults = NO_FAULTS
     ) -> None:
-        """Nothing starts before the first trajectory; `faults` are those of a run's training."""
+        """Nothing starts before the first trajectory; `faults` are injected in training only."""
         self._config, self._tokenizer, self._faults = config, tokenizer, faults
         self._loop: TurnLoop | None = None
 
@@ -70,18 +70,10 @@ class Players:
         """Trajectories that are played or wait for their turn."""
         return 0 if self._loop is None else self._loop.num_running
 
-    def play(
-        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
-    ) -> list[Trajectory]:
-        """A trajectory for every real row."""
-        numbers = self.submit(data, engine, sampling, noise_of)
-        played = self.take()
-        return [played[number] for number in numbers]
-
     def submit(
         self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
     ) -> list[int]:
-        """Begin a trajectory for every real row, beside those that are played."""
+        """Begin a trajectory for every row that is no padding; return their numbers."""
         require(data, "raw_prompt", "sample_index", "uid")
         if self._loop is None or not self.num_running:
             tools = self._host.tools
@@ -96,16 +88,16 @@ class Players:
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> dict[int, Trajectory]:
-        """Trajectories that have ended after so many further tokens of one, or so long."""
+        """Trajectories that ended once one had so many more tokens, or after so long."""
         return {} if self._loop is None else self._loop.take(max_tokens, seconds)
 
     def abort(self) -> None:
-        """Let go of all that are played."""
+        """Drop all trajectories."""
         if self._loop is not None:
             self._loop.abort()
 
     def _decode(self, has_tools: bool) -> Any:
-        """Ids to text; calls of tools may stand between special tokens."""
+        """Turn ids into text; calls of tools may be between special tokens."""
         if has_tools:
             return lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False)
         return lambda ids: decode_rows(self._tokenizer, [ids])[0]
@@ -135,42 +127,44 @@ def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
     return starts
 
 
-def trajectory_columns(batch: DataProto, played: list[Trajectory]) -> DataProto:
+def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> DataProto:
     """The columns that rows of trajectories have in addition to those of samples."""
     responses = batch.column("response_mask")
     assert isinstance(responses, Ragged), "the rollout makes ragged rows"
-    num_pads = len(batch) - len(played)
-    turns = torch.tensor([turn for one in played for turn in one.turns], dtype=torch.long)
+    num_pads = len(batch) - len(trajectories)
+    turns = torch.tensor(
+        [turn for trajectory in trajectories for turn in trajectory.turns], dtype=torch.long
+    )
     rewards, begin = torch.zeros(len(turns)), 0
-    for one in played:
-        for place, reward in one.rewards:
+    for trajectory in trajectories:
+        for place, reward in trajectory.rewards:
             if place >= 0:
                 rewards[begin + place] += reward
-        begin += len(one.turns)
+        begin += len(trajectory.turns)
     tensors = {
         "turn": responses.with_values(turns),
         "environment_rewards": responses.with_values(rewards),
     }
     facts = [
         {
-            "ended": one.ended,
-            "problem": one.problem,
-            "is_left_out": one.is_left_out,
-            "num_turns": one.num_turns,
-            "num_calls": one.num_calls,
-            "num_call_errors": one.num_call_errors,
-            "num_segments": len(one.sample.segments) + 1,
-            "attempts": one.attempts,
-            "given_up_tokens": dict(one.given_up),
-            "faults": dict(one.faults),
-            "engine_s": one.engine_s,
-            "environment_s": one.environment_s,
-            "waiting_s": one.waiting_s,
-            "answers": one.answers,
-            "times": [asdict(times) for times in one.times],
+            "ended": trajectory.ended,
+            "problem": trajectory.problem,
+            "is_left_out": trajectory.is_left_out,
+            "num_turns": trajectory.num_turns,
+            "num_calls": trajectory.num_calls,
+            "num_call_errors": trajectory.num_call_errors,
+            "num_segments": len(trajectory.sample.segments) + 1,
+            "attempts": trajectory.attempts,
+            "given_up_tokens": dict(trajectory.given_up),
+            "faults": dict(trajectory.faults),
+            "engine_s": trajectory.engine_s,
+            "environment_s": trajectory.environment_s,
+            "waiting_s": trajectory.waiting_s,
+            "answers": trajectory.answers,
+            "times": [asdict(times) for times in trajectory.times],
         }
-        for one in played
+        for trajectory in trajectories
     ]
-    ended = [one.ended for one in played] + ["pad"] * num_pads
+    ended = [trajectory.ended for trajectory in trajectories] + ["pad"] * num_pads
     objects = {"ended": object_rows(ended), "episode": object_rows([*facts, *[{}] * num_pads])}
     return DataProto.from_dict(tensors, objects)

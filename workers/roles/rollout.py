@@ -106,51 +106,47 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=SPLIT, readonly=True)
     @batch_columns(reads=("input_ids", "attention_mask", *NAMED))
-    @in_step(lambda: None)
+    @in_step
     def generate_sequences(self, data: DataProto) -> DataProto:
         """One response per row.
 
         `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
-        sampling, pad = self.sampling_of(data), _pad_of(data)
-        if self.players is None:
-            results: Sequence[Any] = self.engine.generate(self.requests_of(data), sampling)
-        else:
-            results = self.players.play(data, self.engine, sampling, self._noise_of(data))
-        return self._batch_of(results, sampling, pad, len(data))
+        if self._requests:
+            raise RolloutError(
+                f"rollout: this rank is generating {len(self._requests)} samples already; take or "
+                "abort them first."
+            )
+        numbers = self._begin(data)
+        results = self._generator.take()
+        return self._batch_of([results[number] for number in numbers], len(data))
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
-    @in_step(lambda: None)
+    @in_step
     def submit(self, data: DataProto) -> None:
         """Begin the samples of these rows; `take` returns them with their column `request`."""
         require(data, REQUEST)
-        sampling, self._pad = self.sampling_of(data), _pad_of(data)
-        if self.players is None:
-            numbers = self.engine.submit(self.requests_of(data), sampling)
-        else:
-            numbers = self.players.submit(data, self.engine, sampling, self._noise_of(data))
-        self._sampling = sampling
+        numbers = self._begin(data)
         requests = data.padded(REQUEST)[: len(numbers)].tolist()
         self._requests |= dict(zip(numbers, requests, strict=True))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    @in_step(lambda: None)
+    @in_step
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
         """Samples that are finished once one has so many more tokens, or after so long."""
-        generator: RolloutEngine | Players = self.players or self.engine
         try:
-            results = generator.take(max_tokens, seconds)
+            results = self._generator.take(max_tokens, seconds)
         except BaseException:
             self._requests = {}
             raise
         if not results:
             return None
         requests = torch.tensor([self._requests.pop(number) for number in results])
-        batch = self._batch_of(list(results.values()), self._sampling, self._pad, len(results))
+        batch = self._batch_of(list(results.values()), len(results))
         return batch.union(DataProto.from_dict({REQUEST: requests}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @in_step(lambda: None)
+    @in_step
     def abort(self) -> None:
         """Drop all samples that were submitted and not taken."""
         if self.players is not None:
@@ -163,14 +159,27 @@ class RolloutWorker(WeightReceiver, Worker):
         """Let the engine of this rank do what the engine's first rank does in one call."""
         self.engine.follow()
 
-    def _batch_of(
-        self,
-        results: Sequence[Sample | Trajectory],
-        sampling: SamplingParams,
-        pad: int,
-        num_rows: int,
-    ) -> DataProto:
+    @property
+    def _generator(self) -> RolloutEngine | Players:
+        return self.players or self.engine
+
+    def _begin(self, data: DataProto) -> list[int]:
+        """Submit the rows that are no padding; return the numbers of their samples."""
+        pad, sampling = data.meta_info.get("pad_token_id"), self.sampling_of(data)
+        if pad is None:
+            raise RolloutError(
+                "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
+            )
+        if self.players is None:
+            numbers = self.engine.submit(self.requests_of(data), sampling)
+        else:
+            numbers = self.players.submit(data, self.engine, sampling, self._noise_of(data))
+        self._sampling, self._pad = sampling, int(pad)
+        return numbers
+
+    def _batch_of(self, results: Sequence[Sample | Trajectory], num_rows: int) -> DataProto:
         """Samples or trajectories as rows, with padding rows after them."""
+        sampling, pad = self._sampling, self._pad
         played = [one for one in results if isinstance(one, Trajectory)]
         samples = [one.sample if isinstance(one, Trajectory) else one for one in results]
         samples += [Sample([pad], finish_reason="pad")] * (num_rows - len(samples))
@@ -266,12 +275,3 @@ class RolloutWorker(WeightReceiver, Worker):
     def wake_up(self) -> None:
         """Allocate the memory that `sleep` freed."""
         self.engine.wake_up()
-
-
-def _pad_of(data: DataProto) -> int:
-    pad = data.meta_info.get("pad_token_id")
-    if pad is None:
-        raise RolloutError(
-            "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
-        )
-    return int(pad)

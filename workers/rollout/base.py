@@ -1,4 +1,4 @@
-"""The interface of a rollout engine, and what it is told: how to sample, and its limits.
+"""The interface of a rollout engine, its sampling parameters and its limits.
 
 The engines are `rollout.hf`, `rollout.native.engine` and `rollout.vllm.engine`.
 """
@@ -38,7 +38,7 @@ class SamplingParams:
     routed_experts: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that draw nothing."""
+        """Reject values with which nothing can be sampled."""
         greedy = "for greedy decoding set do_sample=false"
         in_range = 0 <= self.min_tokens <= self.max_tokens
         checks = (
@@ -57,18 +57,18 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """What logits are divided by in reported log-probs: greedy counts as 1."""
+        """The divisor of the logits in reported log-probs; 1 for greedy decoding."""
         return self.temperature if self.do_sample else 1.0
 
     @property
     def num_log_probs(self) -> int:
-        """Log-probs per token: the policy's, and with `truncated_log_probs` those drawn from."""
+        """Log-probs per token: the policy's, and with `truncated_log_probs` the truncated one."""
         return 2 if self.truncated_log_probs else 1
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine is built for: widths of columns, how much it decodes and stores at once.
+    """The sizes that an engine is built for: widths of columns, samples at once, cache memory.
 
     With `keep_kv` new weights leave the KV cache of unfinished samples as it is.
     """
@@ -81,7 +81,7 @@ class EngineLimits:
 
 
 class Budget:
-    """How far one `take` goes: drawn tokens of any one sample, and seconds; None is no bound."""
+    """The bounds of one `take`: sampled tokens of any sample, and seconds; None is no bound."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Budget:
         seconds: float | None = None,
         until_one: bool = False,
     ) -> None:
-        """With `until_one` no further than the step in which a sample is finished."""
+        """With `until_one` the take ends with the step that finishes a sample."""
         self.max_tokens, self.until_one = max_tokens, until_one
         self._until = None if seconds is None else time.monotonic() + seconds
 
     @property
     def seconds_left(self) -> float:
-        """Until the time is over."""
+        """Seconds until the time is over."""
         return math.inf if self._until is None else max(0.0, self._until - time.monotonic())
 
     @property
@@ -116,7 +116,7 @@ class RolloutEngine(ABC):
                 done = engine.take(seconds=1.0) # be loaded, between two takes
             engine.sleep()                      # training takes the memory
 
-    A sample's tokens do not depend on what runs beside it.
+    A sample's tokens do not depend on the samples that run at the same time.
     An engine that shares the trainer's module needs no `load_weights`. `version` is the last
     commit's, None when stale.
     """
@@ -125,7 +125,7 @@ class RolloutEngine(ABC):
     asleep: bool = False
     owns_weights: bool = True
     follows: bool = False
-    """Another rank of this engine decides what is drawn, and answers."""
+    """Another rank of this engine leads: it schedules and returns the samples."""
     num_bytes: int = 0
     vocab_size: int
 
@@ -146,9 +146,9 @@ class RolloutEngine(ABC):
         return len(self._running)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
-        """Begin these samples, or go on with them; gives a number for each.
+        """Begin or continue these samples; return their numbers.
 
-        All samples that run together are sampled in one way.
+        All samples that run together have the same sampling parameters.
         """
         self._check_ready()
         self._check_sampling(sampling)
@@ -172,10 +172,10 @@ class RolloutEngine(ABC):
         seconds: float | None = None,
         until_one: bool = False,
     ) -> dict[int, Sample]:
-        """Step until all samples are finished, or with `until_one` one; the finished, by number.
+        """Generate until all samples are finished; return the finished samples by number.
 
-        With `max_tokens` until one has drawn so many more; with `seconds` no longer than that,
-        though a step at least.
+        It ends earlier with `until_one` when a sample is finished, with `max_tokens` when a sample
+        has so many more tokens, and with `seconds` after that time, but at least one step.
         """
         if not self._running:
             return {}
@@ -199,7 +199,7 @@ class RolloutEngine(ABC):
         return finished
 
     def abort(self, numbers: Iterable[int] | None = None) -> dict[int, Sample]:
-        """Stop these samples, or all: unfinished ones, which can be submitted again to go on."""
+        """Stop these samples, or all; return them, so that they can be submitted again."""
         stopped = set(self._running if numbers is None else numbers) & self._running.keys()
         samples = self._abort(stopped)
         for number in stopped:
@@ -207,7 +207,7 @@ class RolloutEngine(ABC):
         return samples
 
     def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """Submit all and take all: the samples in their order."""
+        """Submit all and take all; return the samples in their order."""
         if self._running:
             raise RolloutError(
                 f"rollout: this engine is generating {self.num_running} samples already."
@@ -273,18 +273,18 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        """Take in checked samples, by number."""
+        """Begin checked samples, by number."""
 
     @abstractmethod
     def _advance(self, budget: Budget) -> dict[int, Sample]:
-        """Step all that runs until it is finished or the budget is spent; gives what is finished.
+        """Generate until all is finished or the budget is spent; return the finished samples.
 
-        The version may be another than at the last call: later tokens are of it.
+        The version may differ from that of the last call: later tokens have the new one.
         """
 
     @abstractmethod
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        """Let go of these samples and give them as they are; of an error's, those that are left."""
+        """Drop these samples and return them as they are; after an error, those that are left."""
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

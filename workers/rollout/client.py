@@ -1,15 +1,15 @@
-"""The driver's side of a rollout group: what its ranks are asked for, and the samples that came.
+"""The driver's side of a rollout group: it submits rows to ranks and takes their samples.
 
     client = RolloutClient(group)
     client.submit(Submission(rows))
     while client.submissions:
-        for submission in client.take(seconds=0.5):   # those whose samples are all here
+        for submission in client.take(seconds=0.5):   # submissions with all their samples
             samples = submission.samples()
 
-Decoding issues no collective, so each rank is asked for samples of its own. Weights or further
-submissions may come between two takes. A sample depends neither on the rank that generates it nor
-on its neighbours: samples that a lost rank had not finished are generated again from their prompts
-by the group that replaces it, and are the same.
+Decoding issues no collective, so each rank generates samples of its own. Weights or further
+submissions may arrive between two takes. A sample depends neither on its rank nor on its
+neighbours: the group that replaces a lost one generates the unfinished samples again from their
+prompts, and they are the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from workers.rollout.batches import REQUEST
 
 logger = logging.getLogger(__name__)
 ROW_BITS = 32
-"""A request's number is the number of its submission, then the number of its row."""
+"""The number of a request has the number of its row in these low bits, its submission above."""
 
 
 class Submission:
-    """Rows to generate, and the samples that have come."""
+    """Rows to generate, and the samples that have arrived."""
 
     def __init__(self, rows: DataProto) -> None:
         self.rows = rows
@@ -48,7 +48,7 @@ class Submission:
 
     @property
     def num_samples(self) -> int:
-        """Samples that have come."""
+        """Samples that have arrived."""
         return len(self._numbers)
 
     @property
@@ -70,24 +70,24 @@ Replace = Callable[[LostSamplesError, Submission], Any]
 
 
 class RolloutClient:
-    """Requests to one rollout group."""
+    """The client of one rollout group."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.submissions: dict[int, Submission] = {}
-        """Those that are not taken yet, by number."""
+        """The submissions that are not taken yet, by number."""
         self._last_number = 0
         self._num_open: dict[int, int] = {}
-        """Rank -> samples that it is generating."""
+        """Rank -> number of samples that it is generating."""
         self._sent: list[WorkerFuture] = []
-        """Futures of what was submitted since the last take."""
+        """Futures of the submit calls since the last take."""
         self._following: list[WorkerFuture] = []
-        """Futures of ranks that share an engine with a rank that was called."""
+        """Futures of the ranks that share an engine with a rank that was called."""
 
     def generate(self, rows: DataProto, replace: Replace | None = None) -> DataProto:
-        """`group.generate_sequences(rows)`, also where the group loses a process meanwhile.
+        """Return `group.generate_sequences(rows)`, even if the group loses a process.
 
-        Without `replace` an error names the samples that are lost.
+        Without `replace` an error names the lost samples.
         """
         submission = Submission(rows)
         while missing := submission.missing:
@@ -108,15 +108,15 @@ class RolloutClient:
                 for rank in calls.keys() - lost:
                     submission.add(shares[rank], calls[rank].get())
                 if submission.missing:
-                    found = lost_samples(submission, error, submission.missing)
-                    self.group = replace(found, submission)
+                    lost_error = lost_samples(submission, error, submission.missing)
+                    self.group = replace(lost_error, submission)
             else:
                 for rank, call in calls.items():
                     submission.add(shares[rank], call.get())
         return submission.samples()
 
     def submit(self, *submissions: Submission) -> None:
-        """Begin these submissions beside those that are being generated.
+        """Begin these submissions next to those that are running.
 
         All of them have the same columns and meta entries.
         """
@@ -132,9 +132,9 @@ class RolloutClient:
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
-        """The submissions that are whole once every rank has gone so far; see an engine's `take`.
+        """Let every rank go so far (see an engine's `take`); return the complete submissions.
 
-        Raises `WorkerDiedError` where a rank is lost. The group's submissions are lost with it.
+        If a rank is lost, raise `WorkerDiedError`; the group's submissions are lost with it.
         """
         ranks = [rank for rank, number in self._num_open.items() if number]
         calls = {rank: self._ask("take", rank, max_tokens, seconds) for rank in ranks}
@@ -142,8 +142,8 @@ class RolloutClient:
         gather(*sent, *calls.values(), *self._others())
         for rank, call in calls.items():
             self._add(rank, call.get())
-        whole = [number for number, one in self.submissions.items() if not one.missing]
-        return [self.submissions.pop(number) for number in whole]
+        complete = [number for number, rows in self.submissions.items() if not rows.missing]
+        return [self.submissions.pop(number) for number in complete]
 
     @cached_property
     def _ranks_of_engine(self) -> int:
@@ -176,7 +176,7 @@ class RolloutClient:
             self.submissions[number].add(rows, part)
 
     def _shares(self, rows: Sequence[int]) -> dict[int, Sequence[int]]:
-        """Rank -> the rows that it generates, in equal shares."""
+        """Rank -> the rows that it generates, equally many for each."""
         ranks = self.group.generate_sequences.collecting_ranks()
         size = -(-len(rows) // len(ranks))
         shares = {rank: rows[place * size :][:size] for place, rank in enumerate(ranks)}
@@ -193,7 +193,7 @@ def _rows(rows: DataProto, numbers: Sequence[int]) -> DataProto:
 def lost_samples(
     submission: Submission, error: Exception, missing: Sequence[int]
 ) -> LostSamplesError:
-    """The error that names the samples that did not come."""
+    """An error that names the missing samples."""
     rows = submission.rows.select_idxs(list(missing))
     uids, indices = rows.non_tensor_batch["uid"], rows.padded("sample_index").tolist()
     names = [f"{uid}/{index}" for uid, index in zip(uids, indices, strict=True)]

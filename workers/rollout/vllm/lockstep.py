@@ -113,21 +113,18 @@ def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def in_step(otherwise: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A role's method that has its engine draw: the first rank's way; others follow and give this.
+def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A role's method that generates: an engine's first rank runs it, the others follow.
 
-    An engine of one rank leads.
+    The others return None. An engine of one rank leads.
     """
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            if worker.engine.follows:
-                worker.engine.follow()
-                return otherwise()
-            with worker.engine.leading():
-                return method(worker, *args, **kwargs)
+    @functools.wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        if worker.engine.follows:
+            worker.engine.follow()
+            return None
+        with worker.engine.leading():
+            return method(worker, *args, **kwargs)
 
-        return call
-
-    return decorate
+    return call

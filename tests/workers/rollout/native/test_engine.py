@@ -19,6 +19,7 @@ from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.batches import batch_of
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 from workers.rollout.sample import Sample
@@ -271,20 +272,14 @@ def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker: Rollou
     assert padded.batch["response_mask"][4:].sum() == 0
 
 
-def test_a_samples_policy_version_is_that_of_its_oldest_token(
-    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def generate(samples: Any, *_: Any) -> list[Sample]:
-        versions = [torch.tensor(row, dtype=torch.int32) for row in ([1, 1, 3], [2], [])]
-        return [
-            sample.with_response(row.long(), row.float()[:, None], row, "stop")
-            for sample, row in zip(samples, versions, strict=True)
-        ]
-
-    monkeypatch.setattr(worker.engine, "generate", generate)
-    found = worker.generate_sequences(prompt_batch(3)).batch["policy_version"]
-    assert found.dtype == torch.int64
-    assert found.tolist() == [1, 2, 3]
+def test_a_samples_policy_version_is_that_of_its_oldest_token() -> None:
+    versions = [torch.tensor(row, dtype=torch.int32) for row in ([1, 1, 3], [2], [])]
+    samples = [
+        Sample([9]).with_response(row.long(), row.float()[:, None], row, "stop") for row in versions
+    ]
+    column = batch_of(samples, (6, 5), 0, 3).batch["policy_version"]
+    assert column.dtype == torch.int64
+    assert column.tolist() == [1, 2, 3]
 
 
 def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(

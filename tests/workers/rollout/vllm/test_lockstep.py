@@ -68,15 +68,15 @@ class Role:
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
 
-    @in_step(lambda: None)
+    @in_step
     def submit(self) -> list[int]:
         return self.engine.submit(requests_of([[11], [12, 13]]), SAMPLING)
 
-    @in_step(lambda: None)
+    @in_step
     def take(self, seconds: float | None = None) -> Any:
         return sorted(self.engine.take(seconds=seconds))
 
-    @in_step(lambda: None)
+    @in_step
     def abort(self) -> Any:
         return sorted(self.engine.abort())
 
