@@ -1,4 +1,4 @@
-"""What an agent's request has a rollout read, or why it is refused."""
+"""The ids that an agent's request lets a rollout read, or the reason for its rejection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TOO_LONG = "context_length_exceeded"
 """OpenAI's code for more tokens than there is room for."""
 
 
-def check_sampling(given: Mapping[str, Any], sampling: SamplingParams) -> None:
-    """Refuse settings of a request that are not the run's: samples are drawn in one way."""
+def check_sampling(settings: Mapping[str, Any], sampling: SamplingParams) -> None:
+    """Reject settings of a request that differ from the run's: all samples share them."""
     expected = {
         "temperature": sampling.temperature if sampling.do_sample else 0,
         "top_p": sampling.top_p,
@@ -26,11 +26,13 @@ def check_sampling(given: Mapping[str, Any], sampling: SamplingParams) -> None:
         "stop_token_ids": sorted(sampling.stop_token_ids),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
     }
-    for name, value in given.items():
-        found = sorted([value] if isinstance(value, str) else value) if name == "stop" else value
-        if name == "stop_token_ids":  # the model's own end a turn in any case
-            found = sorted({*value, *sampling.stop_token_ids})
-        if found != expected[name]:
+    for name, value in settings.items():
+        comparable = value
+        if name == "stop":
+            comparable = sorted([value] if isinstance(value, str) else value)
+        elif name == "stop_token_ids":  # the model's stop tokens end a turn in any case
+            comparable = sorted({*value, *sampling.stop_token_ids})
+        if comparable != expected[name]:
             raise Refused(
                 f"{name}={value!r:.80} is not this run's {expected[name]!r}, by which all of its "
                 "samples are drawn: leave it out",
@@ -45,10 +47,10 @@ def ids_to_read(
     chat: TurnRenderer,
     as_drawn: bool,
 ) -> tuple[list[int], bool]:
-    """The ids that a request has beyond what was read and drawn before, or all of them.
+    """The ids that a request adds to what was read and sampled, or all of its ids.
 
-    Messages after those of before are rendered alone where older turns stay as they were drawn. A
-    request that does not begin with what was read and drawn is read as a whole: a new segment.
+    Only the new messages are rendered if older turns stay as they were sampled. A request that does
+    not begin with what was read and sampled is read as a whole, which is a new segment.
     """
     if request["extends"] and as_drawn:
         return chat.between(sample.stop_token, messages), False

@@ -62,7 +62,7 @@ class HFEngine(ModuleEngine):
             self._decodings[number] = _Decoding(self, sample, sampling)
 
     def _advance(self, budget: Budget) -> dict[int, Sample]:
-        """One sample after the other; the time is looked at between two of them."""
+        """Run one sample after the other; the budget's time is checked between two samples."""
         finished: dict[int, Sample] = {}
         was_training = self.module.training
         self.module.eval()
@@ -83,7 +83,7 @@ class HFEngine(ModuleEngine):
 
 
 def _check_rotary(config: Any, width: int) -> None:
-    """Refuse rows that pass, as they grow, to other rotary factors than they began with."""
+    """Reject rows that change their rotary factors as they grow."""
     border = factor_border(config)
     if border is not None and width > border:
         raise ConfigError(
@@ -97,8 +97,8 @@ def _check_rotary(config: Any, width: int) -> None:
 class _Decoding:
     """One sample: a logits processor that leaves one token, and a stop criterion.
 
-    Tokens that are there already are fed one by one, as they were drawn; those of older weights are
-    read at once with the prompt, unless their keys and values are to be kept.
+    Tokens that the sample already has are fed one by one, as they were sampled. Tokens of older
+    weights are read at once with the prompt, unless their keys and values are kept.
     """
 
     def __init__(self, engine: HFEngine, sample: Sample, sampling: SamplingParams) -> None:
@@ -118,7 +118,7 @@ class _Decoding:
         self.routed: Tensor | None = None
 
     def run(self, max_tokens: int | None) -> None:
-        """Until it is finished, or has drawn so many more tokens."""
+        """Generate until it is finished, or has so many more tokens."""
         from transformers import GenerationConfig
 
         self.finish_reason, self.longest = "", self.most
@@ -155,7 +155,7 @@ class _Decoding:
             self.cache = found.past_key_values
 
     def _note_routed(self, chosen: Tensor) -> None:
-        """What routers chose for the tokens that this run has read."""
+        """Note what routers chose for the tokens that this run has read."""
         if not self.engine.uses_cache:  # each pass reads the whole row: that of the last one
             chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
         elif self.cache is not None and self.routed is not None:
@@ -163,7 +163,7 @@ class _Decoding:
         self.routed = chosen
 
     def so_far(self) -> Sample:
-        """The sample with what is drawn."""
+        """The sample with its tokens so far."""
         tokens = torch.tensor(self.tokens, dtype=torch.long)
         versions = torch.tensor(self.versions, dtype=torch.int32)
         log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
@@ -172,7 +172,7 @@ class _Decoding:
         )
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores that leave greedy search the token that is there, or that the noise draws."""
+        """Scores that leave greedy search one token: an earlier one, or a newly sampled one."""
         if self.position == len(self.tokens):
             self._draw(scores)
         token = torch.tensor([self.tokens[self.position]], device=scores.device)

@@ -1,4 +1,4 @@
-"""`Sample`: a prompt and its response so far, which is what engines are asked for and give."""
+"""`Sample`: a prompt and its response so far, which engines take and return."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ def _no_versions() -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Keys and values of samples whose turns have ended together."""
+    """Keys and values of samples whose turns ended in the same step."""
 
     layers: Sequence[tuple[Tensor, Tensor] | None]
     """[samples, heads, tokens, head size] of keys and of values, as wide as the longest."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all layers."""
         return sum(part.nbytes for layer in self.layers if layer for part in layer)
 
 
 @dataclass(eq=False)
 class KeptStates:
-    """Keys and values that an engine has computed of a sample, for its next turn."""
+    """Keys and values of a sample that an engine keeps for its next turn."""
 
     states: States | None = None
-    """None once they are in use, and out of date."""
+    """None once they are in use, and so out of date."""
     row: int = 0
-    """The sample's, of those states."""
+    """The sample's row in `states`."""
     read: Sequence[int] = ()
-    """The tokens that they are of: the prompt, and the first of the response."""
+    """The tokens that they belong to: the prompt, and the first tokens of the response."""
     version: int | None = None
-    """Of the weights."""
+    """The version of the weights that computed them."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One row: prompt ids without padding, the noise key, a name for messages, and the response.
 
-    `tokens` are those of the response to the stop token and with it, each with its log-prob and
-    the version of the weights that drew it (-1 marks a token that was observed, not drawn).
+    `tokens` is the response with its stop token; each token has its log-prob and the version of the
+    weights that sampled it (-1 marks a token that was observed, not sampled).
     `finish_reason` is "stop" or "length"; "abort" is an unfinished response, which can be submitted
     again and goes on where it ended; a sample that is yet to begin has none.
     `truncated_log_probs` are those of the distribution that was drawn from, where the sampling asks
@@ -80,17 +80,17 @@ class Sample:
     finish_reason: str = ""
     truncated_log_probs: Tensor | None = None
     end_at: int | None = None
-    """Tokens of the response, observed ones too, at which it ends for now; None: the sampling's."""
+    """Number of tokens at which the response ends for now; None: as the sampling says."""
     segments: tuple[int, ...] = ()
-    """Places in the response where what the policy reads begins anew: nothing before is read on."""
+    """Places in the response where a segment begins, which the policy reads without the rest."""
     routed_experts: Tensor | None = None
-    """[tokens, layers, choices]: what routers chose for those that are read, the prompt's first.
+    """[tokens, layers, choices]: what routers chose for the tokens that are read, prompt first.
 
     Where the sampling asks for it. A token that is read again, as new weights came, has the later
     choices, which its keys and values are of.
     """
     kept: KeptStates | None = None
-    """What an engine has computed of it; an empty one asks for that to be kept for a next turn."""
+    """Keys and values for a next turn; an empty object asks the engine to keep them."""
 
     def with_response(
         self,
@@ -100,7 +100,7 @@ class Sample:
         finish_reason: str,
         routed_experts: Tensor | None = None,
     ) -> Sample:
-        """The sample with copies of what was drawn; `log_probs` is [tokens, kinds]."""
+        """The sample with copies of this response; `log_probs` is [tokens, kinds]."""
         policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
         return replace(
             self,
@@ -195,11 +195,11 @@ class Sample:
         )
 
     def longest(self, max_tokens: int) -> int:
-        """Tokens that the response may have, of those that the sampling allows."""
+        """Number of tokens at which the response ends, at most `max_tokens`."""
         return max_tokens if self.end_at is None else min(self.end_at, max_tokens)
 
     def stacked_log_probs(self, num_kinds: int) -> Tensor:
-        """[tokens, kinds]: the policy's, then the truncated ones."""
+        """[tokens, kinds]: the policy's log-probs, then the truncated ones."""
         kinds = [self.log_probs, self.truncated_log_probs][:num_kinds]
         return torch.stack([kind for kind in kinds if kind is not None], dim=1)
 

@@ -1,7 +1,7 @@
-"""Which samples run in the native engine, what each has so far, and which slot of the cache it has.
+"""The samples that run in the native engine, and their slots in the KV cache.
 
 waiting samples --prefill, in groups--> slots of the KV cache
-slots           --decode, one token a pass--> finished samples leave, waiting ones enter
+slots           --decode, a token per pass--> finished samples leave, waiting samples enter
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ class _Waiting:
     read_at_once: int
     """Tokens of its response that are read in one pass with the prompt."""
     kept: KeptStates | None = None
-    """Keys and values with which it goes on instead."""
+    """Keys and values that make this pass unnecessary."""
 
     @property
     def text(self) -> tuple[int, ...]:
-        """What that pass reads."""
+        """The tokens that this pass reads."""
         return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
 class Scheduler:
-    """The running samples: those that wait, and those in the slots of the cache.
+    """The running samples: they wait for a slot of the cache, or are in one.
 
-    Samples in flight fill slots 0..num_active-1, each with a row in the table; the last ones move
-    into freed slots, so a pass runs over a prefix. A sample that begins with tokens already made
-    (`forced`) reads those of older weights in one pass with its prompt, and is fed the others one
-    by one instead of drawing. So its keys and values, and with them its bits, are those of an
-    uninterrupted run. One that comes back with keys and values of an earlier turn is fed those that
-    were observed since.
+    Samples in flight fill slots 0..num_active-1, each with a row in the table; the last samples
+    move into freed slots, so a pass runs over a prefix. A sample that is submitted with tokens
+    (`forced`) reads the tokens of older weights in one pass with its prompt, and is fed the others
+    one by one instead of sampling. So its keys and values, and with them its bits, are those of an
+    uninterrupted run. A sample that returns with keys and values of an earlier turn is fed the
+    tokens that were observed since.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class Scheduler:
         return not self.num_active and not self.waiting
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """These wait for a slot, by number; those that go on come before those that begin."""
+        """Let these samples, by number, wait for a slot; continued samples enter first."""
         added = []
         for number, sample in samples.items():
             at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
-            one = _Waiting(number, sample, at_once, self._usable(sample, at_once))
-            if one.kept is None:
-                added.append(one)
+            entry = _Waiting(number, sample, at_once, self._usable(sample, at_once))
+            if entry.kept is None:
+                added.append(entry)
             else:
-                self.waiting.appendleft(one)
-        self.waiting.extend(sorted(added, key=lambda one: one.read_at_once == 0))
+                self.waiting.appendleft(entry)
+        self.waiting.extend(sorted(added, key=lambda entry: entry.read_at_once == 0))
 
     def _usable(self, sample: Sample, at_once: int) -> KeptStates | None:
-        """What was kept of it, where that is what would be computed again."""
+        """Its kept keys and values, if they are what a pass would compute."""
         kept = sample.kept
         if kept is None or kept.states is None or kept.version != self.engine.version:
             return None
@@ -134,24 +134,25 @@ class Scheduler:
         return kept if at_once <= num_read and text == kept.read else None
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
-        """Let go of these; as far as they are."""
+        """Drop these samples; return them as they are."""
         slots = np.flatnonzero(np.isin(self.table.numbers[: self.num_active], list(numbers)))
         removed = self._take_out(slots, ["abort"] * len(slots))
-        for one in self.waiting:
-            if one.number in numbers:
-                removed[one.number] = replace(one.sample, finish_reason="abort")
-        self.waiting = deque(one for one in self.waiting if one.number not in numbers)
+        for entry in self.waiting:
+            if entry.number in numbers:
+                removed[entry.number] = replace(entry.sample, finish_reason="abort")
+        self.waiting = deque(entry for entry in self.waiting if entry.number not in numbers)
         return removed
 
     def take_finished(self) -> dict[int, Sample]:
-        """What has been finished since the last call."""
+        """The samples that were finished since the last call."""
         finished, self._finished = self._finished, {}
         return finished
 
     def run(self, budget: Budget) -> None:
-        """Prefill when a group of prompts can enter, else decode one token of everything in flight.
+        """Generate until all samples are finished, or the budget is spent.
 
-        Until all are finished, or the budget is spent.
+        A group of prompts is prefilled when it can enter; otherwise every sample in flight gets a
+        token.
         """
         self._take_newer_weights()
         self._fit_cache()
@@ -175,11 +176,11 @@ class Scheduler:
         return int(self.table.num_drawn[: self.num_active].max()) >= max_tokens
 
     def _fit_cache(self) -> None:
-        """Slots for as many samples as run, wide enough for each."""
+        """Make slots for as many samples as run, wide enough for each."""
         num_running = self.num_active + len(self.waiting)
         self.max_active = max(self.max_active, min(self.most_active, num_running))
         num_slots = max(self.least_rows, self.max_active)
-        longest = max((len(one.sample.prompt) for one in self.waiting), default=0)
+        longest = max((len(entry.sample.prompt) for entry in self.waiting), default=0)
         longest = max(longest, *self.table.prompt_lengths[: self.num_active].tolist(), 0)
         widest = slot_width(self.config, longest, self.sampling.max_tokens)
         if self.cache is None:
@@ -195,9 +196,9 @@ class Scheduler:
             self.forward = self.forward_class(self.engine.module, self.cache)
 
     def _take_newer_weights(self) -> None:
-        """What is in flight goes on with the weights of now.
+        """Continue the samples in flight with the present weights.
 
-        It is read again first, unless its keys and values are to be kept as the old ones made them.
+        They are read again first, unless the old weights' keys and values are kept.
         """
         if self.engine.version == self.version:
             return
@@ -205,11 +206,11 @@ class Scheduler:
         if self.engine.limits.keep_kv:
             return
         active = self._take_out(np.arange(self.num_active), ["abort"] * self.num_active)
-        unread = active | {one.number: one.sample for one in self.waiting}
+        unread = active | {entry.number: entry.sample for entry in self.waiting}
         self.waiting = deque(_Waiting(*each, len(each[1].tokens)) for each in unread.items())
 
     def _let_in_kept(self) -> None:
-        """Those that come back with their keys and values go into free slots."""
+        """Put samples that return with their keys and values into free slots."""
         group: list[tuple[_Waiting, KeptStates]] = []
         while self.num_active + len(group) < self.max_active and self.waiting:
             kept = self.waiting[0].kept
@@ -223,21 +224,21 @@ class Scheduler:
         self.cache.fit(max(longest, self.longest) + 2, self.num_active)
         self.longest = max(self.longest, longest - 1)  # a group may be read before a decode
         kept_together: dict[States, list[tuple[_Waiting, KeptStates]]] = {}
-        for one, kept in group:
+        for entry, kept in group:
             assert kept.states is not None, "else it is not usable"
-            kept_together.setdefault(kept.states, []).append((one, kept))
-        for states, those in kept_together.items():
-            those.sort(key=lambda pair: pair[1].row)
-            rows = places_of([kept.row for _, kept in those], self.device)
-            count = max(len(kept.read) for _, kept in those)
+            kept_together.setdefault(kept.states, []).append((entry, kept))
+        for states, together in kept_together.items():
+            together.sort(key=lambda pair: pair[1].row)
+            rows = places_of([kept.row for _, kept in together], self.device)
+            count = max(len(kept.read) for _, kept in together)
             self.cache.put_kept(self.num_active, states, rows, count)
-            for slot, (one, kept) in enumerate(those, start=self.num_active):
-                num_read = len(kept.read) - len(one.sample.prompt)
-                self.table.put(slot, one.number, one.sample, num_read + 1, self.sampling)
-                if one.sample.routed_experts is not None:
-                    self.table.routed[slot] = [one.sample.routed_experts[: len(kept.read)]]
+            for slot, (entry, kept) in enumerate(together, start=self.num_active):
+                num_read = len(kept.read) - len(entry.sample.prompt)
+                self.table.put(slot, entry.number, entry.sample, num_read + 1, self.sampling)
+                if entry.sample.routed_experts is not None:
+                    self.table.routed[slot] = [entry.sample.routed_experts[: len(kept.read)]]
                 kept.states = None
-            self.num_active += len(those)
+            self.num_active += len(together)
 
     def _next_group(self) -> list[_Waiting]:
         """The next samples to prefill; none while fewer than `MIN_ROWS` of them would fit."""
@@ -263,14 +264,14 @@ class Scheduler:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
-        texts = [one.text for one in group]
+        texts = [entry.text for entry in group]
         distinct = list(dict.fromkeys(texts))
         row_of = {text: row for row, text in enumerate(distinct)}
         sources = torch.tensor([row_of[text] for text in texts], device=self.device)
 
         longest = max(map(len, distinct))
         width = whole_blocks(longest)
-        if not any(one.read_at_once for one in group):
+        if not any(entry.read_at_once for entry in group):
             width = prefill_width(longest, self.engine.limits.prompt_width)
         rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.least_rows // width)))
         prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
@@ -279,8 +280,8 @@ class Scheduler:
         self.longest = max(self.longest, longest - 1)  # the next group may come before a decode
 
         slots = np.arange(self.num_active, self.num_active + len(group))
-        for slot, one in zip(slots.tolist(), group, strict=True):
-            self.table.put(slot, one.number, one.sample, one.read_at_once, self.sampling)
+        for slot, entry in zip(slots.tolist(), group, strict=True):
+            self.table.put(slot, entry.number, entry.sample, entry.read_at_once, self.sampling)
         if self.noted is not None:
             routed = self.noted.take().unflatten(0, (rows, width))
             for slot, text in zip(slots.tolist(), texts, strict=True):
@@ -289,9 +290,9 @@ class Scheduler:
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
-        """One more token for slots 0..num_active-1.
+        """Sample a token for slots 0..num_active-1.
 
-        Slots beyond, up to the number of rows of a pass, are computed and not read.
+        The other slots, up to the number of rows of a pass, are computed and not read.
         """
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
@@ -314,14 +315,14 @@ class Scheduler:
         self._append(np.arange(self.num_active), logits[: self.num_active])
 
     def _append(self, slots: NDArray[np.int64], logits: Tensor) -> None:
-        """Draw the next token of each of these slots, and empty those that are finished."""
+        """Sample the next token of each of these slots, and empty the finished slots."""
         table = self.table
         steps = table.lengths[slots]
         noise = torch.from_numpy(uniforms(table.keys[slots], steps)).to(self.device)
         drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
 
-        # A sample that is fed tokens made before keeps them, with their log-probs and versions.
+        # A sample that is fed its earlier tokens keeps them, with their log-probs and versions.
         new = steps >= table.forced[slots]
         if not new.all():
             tokens = np.where(new, tokens, table.tokens[slots, steps])
@@ -345,9 +346,9 @@ class Scheduler:
             self._finished |= self._take_out(slots[is_finished], reasons.tolist())
 
     def _take_out(self, emptied: NDArray[np.int64], reasons: Sequence[str]) -> dict[int, Sample]:
-        """The samples of these slots, which end for these reasons.
+        """Empty these slots and return their samples, which end for these reasons.
 
-        Active ones from the end move into the gaps.
+        Active slots from the end move into the gaps.
         """
         table, kept = self.table, self._kept(emptied[np.asarray(reasons) != "abort"])
         taken = {
@@ -367,9 +368,9 @@ class Scheduler:
         return taken
 
     def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
-        """Copies of the keys and values of slots that ask for it, as far as there is room.
+        """Copy the keys and values of the slots whose samples ask for it, while there is room.
 
-        The newest token of each is not read yet.
+        The newest token of each sample is not read yet.
         """
         table = self.table
         asking = slots[[sample.kept is not None for sample in table.samples[slots]]]
@@ -390,7 +391,7 @@ class Scheduler:
 
 
 def rows_of_pass(count: int, least: int) -> int:
-    """How many rows a pass over `count` of them computes: at least `least`, see `ROWS_STEP`."""
+    """Rows that a pass over `count` samples computes: at least `least`, see `ROWS_STEP`."""
     if count <= ROWS_STEP:
         return max(least, 1 << (count - 1).bit_length())
     return -(-count // ROWS_STEP) * ROWS_STEP
