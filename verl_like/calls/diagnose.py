@@ -383,9 +383,10 @@ class HangWatch:
     the driver does not wait for a process that does not answer.
     """
 
-    def __init__(self, transport: Pool) -> None:
+    def __init__(self, transport: Pool, since: float) -> None:
+        """The first look comes `LOOK_EVERY_S` after `since`, a reading of `time.monotonic`."""
         self._transport = transport
-        self._next_look = time.monotonic() + LOOK_EVERY_S
+        self._next_look = since + LOOK_EVERY_S
         self._looking: threading.Thread | None = None
         self._stacks: dict[int, str] | None = None
         self._explained: dict[int, str] | None = None

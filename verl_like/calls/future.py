@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.calls.diagnose import (
@@ -202,7 +202,7 @@ def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Head
 class _Wait:
     """The clock of one wait for a future, and the grace of the other ranks after a failure."""
 
-    def __init__(self, future: WorkerFuture, timeout: float | None) -> None:
+    def __init__(self, future: WorkerFuture, timeout: float | None, since: float) -> None:
         self.future = future
         transport, name = future.transport, future.name
         limits, times = transport.deadlines, transport.call_times
@@ -220,7 +220,7 @@ class _Wait:
             self.look_from_s = math.inf
         is_first_call = usual_s is None and future._limit is None and timeout is None
         more = ", the first of its calls, which loads or compiles" if is_first_call else ""
-        self.clock = WaitClock(f"{name}{more}", limit_s, limits.warn_s)
+        self.clock = WaitClock(f"{name}{more}", limit_s, limits.warn_s, since)
         self._failed_at_s: float | None = None
 
     @property
@@ -274,22 +274,25 @@ def wait_for(
     An error comes with the place if the wait has passed its deadline; the call may then be waited
     for again. Each pool is looked at once for all its calls.
     """
-    waits = {place: _Wait(future, timeout) for place, future in enumerate(futures)}
-    watches = {future.transport: HangWatch(future.transport) for future in futures}
-    for transport in watches:
+    began = time.monotonic()
+    transports = dict.fromkeys(future.transport for future in futures)
+    for transport in transports:
         transport.report_abandoned()
-    _read_together(list(waits.values()))
+    _read_together(futures, timeout)
+    left = dict(enumerate(futures))
+    for place in _settle_answered(left):
+        del left[place]
+        yield place, None
+    if not left:
+        return
+
+    waits = {place: _Wait(future, timeout, began) for place, future in left.items()}
+    watches = {transport: HangWatch(transport, began) for transport in transports}
     while waits:
-        answered = {place: wait.future for place, wait in waits.items() if not wait.future._open}
-        _bring_payloads([future for future in answered.values() if not future._failures])
-        for place, future in answered.items():
-            if future._outcome is None:
-                future.settle()
+        _read_answers(list(waits.values()))
+        for place in _settle_answered({place: wait.future for place, wait in waits.items()}):
             del waits[place]
             yield place, None
-        if not waits:
-            return
-        _read_answers(list(waits.values()))
         for transport, watch in watches.items():
             of_pool = {n: wait for n, wait in waits.items() if wait.future.transport is transport}
             for place, error in _look(transport, of_pool, watch):
@@ -297,21 +300,36 @@ def wait_for(
                 yield place, error
 
 
-def _read_together(waits: Sequence[_Wait]) -> None:
-    """Read all answers by one request, if they come soon."""
-    calls = [(wait.future, call) for wait in waits for call in wait.future._open.values()]
+def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> None:
+    """Read all answers by one request, if they come before anything is due to be looked at."""
+    calls = [(future, call) for future in futures for call in future._open.values()]
     if not calls:
         return
-    seconds = min(SOON_S, *(wait.clock.remaining() for wait in waits))
+    seconds = [SOON_S] if timeout is None else [SOON_S, max(0.0, timeout)]
+    for future in futures:
+        limits = future.transport.deadlines
+        seconds += [limits.call_s, limits.late_s, limits.warn_s]
+        if future._limit is not None:
+            seconds.append(future._limit[0])
     headers = [call.header for _, call in calls]
     apart = [call.payload for _, call in calls if not call.is_one_answer]
-    values = calls[0][0].transport.fetch_together([*headers, *apart], seconds)
+    values = calls[0][0].transport.fetch_together([*headers, *apart], min(seconds))
     if values is not None:
         payloads = iter(values[len(headers) :])
         for (future, call), answer in zip(calls, values[: len(headers)], strict=True):
             future.note(call.header, answer)
             if not call.is_one_answer:
                 future._payloads[call.rank] = next(payloads)
+
+
+def _settle_answered(futures: Mapping[int, WorkerFuture]) -> list[int]:
+    """Settle the futures whose calls have all been answered, and return their places."""
+    answered = {place: future for place, future in futures.items() if not future._open}
+    _bring_payloads([future for future in answered.values() if not future._failures])
+    for future in answered.values():
+        if future._outcome is None:
+            future.settle()
+    return list(answered)
 
 
 def _read_answers(waits: Sequence[_Wait]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,7 @@ def watched(*looks: dict[int, str], late: list[int], caplog: Any) -> list[str]:
     pool: Any = SimpleNamespace(
         world_size=2, stacks=lambda seconds: next(shown), describe=lambda rank: f"actor rank {rank}"
     )
-    watch = HangWatch(pool)
+    watch = HangWatch(pool, time.monotonic())
     for _ in looks:
         watch._look({"actor.update": late})
     return [record.getMessage() for record in caplog.records]
