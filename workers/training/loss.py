@@ -24,8 +24,6 @@ from workers.training.lm_head import DEFAULT, Wanted
 from workers.training.microbatch import Columns, MiniBatch, RowColumns
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
-LOSS_INPUTS = ("responses", "response_mask")
-"""Columns that every loss gets."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Loss:
     name: str
     compute: LossFn
     columns: Sequence[str] = ()
-    """Columns that it reads in addition to `LOSS_INPUTS`."""
+    """Columns that it reads in addition to `responses` and `response_mask`."""
     wanted: Wanted = DEFAULT
     """Outputs of the model that it reads in addition to log-probs."""
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None

@@ -19,7 +19,7 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import begin_pass
 from workers.parallel.page_lock import to_device
 from workers.training.lm_head import DEFAULT, Wanted
-from workers.training.loss import LOSS_INPUTS, Loss
+from workers.training.loss import Loss
 from workers.training.microbatch import (
     Budget,
     MiniBatch,
@@ -30,7 +30,7 @@ from workers.training.microbatch import (
     spread,
 )
 from workers.training.packing import Feed
-from workers.training.readings import Reading
+from workers.training.readings import TOKENS, Reading
 
 if TYPE_CHECKING:
     from workers.training.model import Model
@@ -85,10 +85,11 @@ class Passes:
         """Run forward and backward passes; return this rank's shares of the metrics.
 
         The outputs of the passes are appended to `pieces`. Columns stay ragged up to the loss,
-        whose signature is verl's: [rows, R]. Only what the loss reads becomes a rectangle.
+        whose signature is verl's: [rows, R]. Token ids, their mask and positions become rectangles
+        only if the loss declares them.
         """
         totals: dict[str, Tensor] = {}
-        names = {*LOSS_INPUTS, *loss.columns} - {ROUTED}
+        names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
 
         def compute(columns: RowColumns, num_real: int) -> Tensor:
             outputs = self.outputs(columns, loss.wanted)
