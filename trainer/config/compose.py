@@ -248,7 +248,10 @@ def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
             OmegaConf.update(tree, name, read(recipe.schema(), name), merge=False)
         else:
             section, _, own_name = name.rpartition(".")
+            default = read(recipe.schema(), section) if section in known else {}
             OmegaConf.select(tree, section).pop(own_name, None)
+            if isinstance(default, dict) and own_name in default:
+                OmegaConf.update(tree, name, default[own_name])
         return
 
     is_list = name in known and typing.get_origin(known[name].kind) is list

@@ -98,3 +98,8 @@ def test_a_role_has_the_axes_of_the_run_except_for_its_own() -> None:
 def test_options_are_checked_like_keys(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([*NEEDED, setting])
+
+
+def test_a_deleted_option_has_its_default_again() -> None:
+    config = load_config([*NEEDED, "critic.optim={lr: 2, eps: 1}", "~critic.optim.lr"])
+    assert config.critic.optim == {"lr": 1e-5, "eps": 1}
