@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -257,6 +256,7 @@ def fsdp(trial: Trial) -> Iterator[Figure]:
 
 def memory(trial: Trial) -> Iterator[Figure]:
     """Predicted, allocated and reserved memory of an update, by model, tokens and recomputation."""
+    from workers.config import WorkersConfig
     from workers.memory import LargestPass, memory_of
 
     lengths = (1024, 2048) if trial.tiny else (4096, 8192, 16384)
@@ -264,7 +264,9 @@ def memory(trial: Trial) -> Iterator[Figure]:
         for recompute in (True, False):
             worker = actor(trial, size, 0, 0, enable_gradient_checkpointing=recompute)
             held = worker.held_model(
-                SimpleNamespace(actor_rollout_ref=worker.policy, algorithm=None)
+                WorkersConfig(
+                    actor_rollout_ref=worker.policy, data=None, trainer=None, algorithm=None
+                )
             )
             for tokens in lengths:
                 num_rows = 2 * tokens // (PROMPT + RESPONSE)

@@ -425,5 +425,5 @@ def test_what_is_wrong_with_a_function_is_said_though_its_process_is_gone(
     monkeypatch.setattr(os, "pidfd_open", gone)
     (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
     process = RewardProcess(FunctionSpec(str(tmp_path / "broken.py"), "f"), 60.0)
-    with pytest.raises(ConfigError, match="broken.py:f is not loaded: SyntaxError"):
+    with pytest.raises(ConfigError, match="broken.py, line 1: invalid syntax: def f"):
         process.start()
