@@ -39,6 +39,8 @@ RELEASE_S = 5.0
 """Time to end workers and to give their places back; a cluster may not answer."""
 SHUTDOWN_S = 10.0
 """Time for Ray's shutdown; then its daemons are killed."""
+REMOVE_S = 5.0
+"""How long the session folder is removed again while processes that are ending write into it."""
 DAEMONS = ("gcs_server", "raylet")
 """The processes of a head and of a node that every computation needs."""
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -171,8 +173,11 @@ def _session_folder() -> Path:
     folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # and not in a fork of the process
+        until = time.monotonic() + REMOVE_S
+        # a process of the cluster that is ending may write into it once more
+        while os.getpid() == owner and folder.exists() and time.monotonic() < until:
             shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05 * folder.exists())
 
     atexit.register(remove)
     return folder
