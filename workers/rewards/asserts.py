@@ -14,6 +14,7 @@ import builtins
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 EQUAL, IS, CLOSE, BELOW, AT_MOST, TRUE = "equal", "is", "close", "below", "at most", "true"
@@ -34,7 +35,7 @@ class Check:
     is_negated: bool = False
 
     def holds(self, value: Any, expected: Sequence[Any]) -> bool:
-        """Whether the assert holds for the program's value."""
+        """Return whether the assert holds for the program's value."""
         return self._compare(value, *expected) is not self.is_negated
 
     def _compare(self, value: Any, *expected: Any) -> bool:
@@ -54,8 +55,12 @@ class Check:
             return False
 
 
+@lru_cache(maxsize=4096)
 def read_assert(line: str) -> Check | None:
-    """The sides of an assert; None: what it expects cannot be kept from the program."""
+    """Split an assert into its sides; None if its expected side cannot be kept from the program.
+
+    A row's asserts are read at the start of a run and for each of its samples, hence the cache.
+    """
     try:
         statements = ast.parse(line.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -128,7 +133,15 @@ def _needs_program(expression: ast.expr) -> bool:
 
 
 def value_of(text: str) -> Any:
-    """The value that a process has written with `repr`; text that is no literal stays text."""
+    """Return the value that a process has written with `repr`, or the text if it is no literal."""
+    try:
+        return literal(text)
+    except ValueError:
+        return text
+
+
+def literal(text: str) -> Any:
+    """Return the value of a literal, with the numbers inf and nan; ValueError for other text."""
     try:
         tree = ast.parse(text, mode="eval")
         for node in ast.walk(tree):
@@ -138,8 +151,8 @@ def value_of(text: str) -> Any:
                 else:
                     setattr(node, name, _number(child))
         return ast.literal_eval(tree)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return text
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no literal: {text:.80}") from error
 
 
 def _number(node: Any) -> Any:

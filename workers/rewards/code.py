@@ -14,6 +14,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import re
@@ -24,7 +25,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
-from workers.rewards.asserts import Check, read_assert, value_of
+from workers.rewards.asserts import Check, literal, read_assert, value_of
 from workers.rewards.channel import DriverEnd, NoAnswerError
 from workers.rewards.program import Program
 
@@ -82,10 +83,14 @@ def run_tests(
 def _evaluate(
     runner: _Runner, checks: list[Check], limits: Mapping[str, float]
 ) -> list[tuple[Check, list[Any]]]:
-    """Each check with its expected values, which are computed without the program."""
-    sources = list(dict.fromkeys(source for check in checks for source in check.expected))
-    results = runner.results(Program("import math", sources, "value", **limits))
+    """Return each check with its expected values, which are computed without the program."""
     values = {}
+    for source in {source for check in checks for source in check.expected}:
+        with contextlib.suppress(ValueError):
+            values[source] = literal(source)  # most are, and then need no process
+    sources = list(dict.fromkeys(s for check in checks for s in check.expected if s not in values))
+    program = Program("import math", sources, "value", **limits)
+    results = runner.results(program) if sources else {}
     for number, source in enumerate(sources):
         text, problem = results.get(number, ("", "was not run"))
         if problem is not None:
