@@ -23,7 +23,7 @@ from verl_like.backends.rpc import Part, ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
@@ -64,15 +64,10 @@ class LocalWorkerGroup(WorkerGroup):
                 "detached=True: processes of the local backend end with their driver; take "
                 "RayWorkerGroup."
             )
-        roles = ray_cls_with_init.roles(name_prefix)
-        classes = {role: recipe.cls for role, recipe in roles.items()}
-        method_table(classes, ray_cls_with_init.prefixed)
-        recipes: Recipes = {
-            role: (recipe.cls, recipe.args, recipe.kwargs) for role, recipe in roles.items()
-        }
+        recipes = ray_cls_with_init.recipes(name_prefix)
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         facts = resource_pool.facts(
-            "+".join(roles), limits, device_kind=device_name, seed=seed, log_dir=log_dir
+            "+".join(recipes), limits, device_kind=device_name, seed=seed, log_dir=log_dir
         )
         transport: Transport
         if resource_pool.world_size == 1 and not own_processes:
@@ -90,6 +85,7 @@ class LocalWorkerGroup(WorkerGroup):
                     f"{len(facts)} of them on GPUs. Use backend=ray, or trainer.device=cpu."
                 )
             transport = ChildTransport(recipes, facts, limits, env, master_port)
+        classes = {r: recipe.cls for r, recipe in ray_cls_with_init.roles(name_prefix).items()}
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 

@@ -58,6 +58,14 @@ class ClassWithInitArgs:
             )
         return {**self._colocated, default: self}
 
+    def recipes(
+        self, default: str
+    ) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+        """Return the class and arguments of every role; reject roles whose methods would clash."""
+        roles = self.roles(default)
+        method_table({role: recipe.cls for role, recipe in roles.items()}, self.prefixed)
+        return {role: (recipe.cls, recipe.args, recipe.kwargs) for role, recipe in roles.items()}
+
     @property
     def prefixed(self) -> frozenset[str]:
         """The roles whose methods are called `<role>_<method>` on a group of all."""

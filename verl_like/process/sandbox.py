@@ -27,6 +27,7 @@ from verl_like.process.system_calls import (
     KEEPS_TO_ITSELF,
     MACHINE,
     METADATA,
+    PR_SET_NO_NEW_PRIVS,
     deny,
     drop_capabilities,
 )
@@ -54,7 +55,6 @@ _REFER, _TRUNCATE, _SIGNALS_AND_SOCKETS = 1 << 13, 1 << 14, 3
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
-_PR_SET_NO_NEW_PRIVS = 38
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _keep_writes_in(*places: str) -> None:
         rule = struct.pack("=Qi", allowed, descriptor)
         libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0)
         os.close(descriptor)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.syscall(_LANDLOCK_RESTRICT, rules, 0) != 0:
         raise ConfigError(
             f"writing cannot be kept in {places[0]} here ({os.strerror(ctypes.get_errno())})."

@@ -39,50 +39,42 @@ SIGNALS = "kill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo tgkill tkill
 PROCESSES = "clone clone3 fork vfork".split()
 """Calls that start processes; threads stay possible."""
 
-_PAIRS = {
-    # name: (x86_64, aarch64); None: the machine does not have the call
-    **{"acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280)},
-    **{"chmod": (90, None), "chown": (92, None), "chroot": (161, 51)},
-    **{"clock_adjtime": (305, 266), "clock_settime": (227, 112)},
-    **{"clone": (56, 220), "clone3": (435, 435), "delete_module": (176, 106)},
-    **{"fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
-    **{"fchown": (93, 55), "fchownat": (260, 54), "finit_module": (313, 273)},
-    **{"fork": (57, None), "fremovexattr": (199, 16), "fsconfig": (431, 431)},
-    **{"fsetxattr": (190, 7), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433)},
-    **{"futimesat": (261, None), "init_module": (175, 105)},
-    **{"io_uring_enter": (426, 426), "io_uring_register": (427, 427)},
-    **{"io_uring_setup": (425, 425), "ioperm": (173, None), "iopl": (172, None)},
-    **{"kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219)},
-    **{"kill": (62, 129), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6)},
-    **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "mknod": (133, None)},
-    **{"mknodat": (259, 33), "mount": (165, 40), "mount_setattr": (442, 442)},
-    **{"move_mount": (429, 429), "msgget": (68, 186), "name_to_handle_at": (303, 264)},
-    **{"open_by_handle_at": (304, 265), "open_tree": (428, 428), "perf_event_open": (298, 241)},
-    **{"pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "pivot_root": (155, 41)},
-    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117)},
-    **{"quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142)},
-    **{"removexattr": (197, 14), "removexattrat": (466, 466), "request_key": (249, 218)},
-    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
-    **{"sched_setaffinity": (203, 122), "sched_setattr": (314, 274)},
-    **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190)},
-    **{"setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268)},
-    **{"setpriority": (141, 140), "settimeofday": (164, 170), "setxattr": (188, 5)},
-    **{"setxattrat": (463, 463), "shmget": (29, 194), "swapoff": (168, 225), "swapon": (167, 224)},
-    **{"syslog": (103, 116), "tgkill": (234, 131), "tkill": (200, 130), "umount2": (166, 39)},
-    **{"unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, None)},
-    **{"utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None)},
-}
+_TABLE = """
+acct 163 89, add_key 248 217, adjtimex 159 171, bpf 321 280, chmod 90 -, chown 92 -,
+chroot 161 51, clock_adjtime 305 266, clock_settime 227 112, clone 56 220, clone3 435 435,
+delete_module 176 106, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, fchown 93 55,
+fchownat 260 54, finit_module 313 273, fork 57 -, fremovexattr 199 16, fsconfig 431 431,
+fsetxattr 190 7, fsmount 432 432, fsopen 430 430, fspick 433 433, futimesat 261 -,
+init_module 175 105, io_uring_enter 426 426, io_uring_register 427 427, io_uring_setup 425 425,
+ioperm 173 -, iopl 172 -, kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219,
+kill 62 129, lchown 94 -, lremovexattr 198 15, lsetxattr 189 6, memfd_create 319 279,
+memfd_secret 447 447, mknod 133 -, mknodat 259 33, mount 165 40, mount_setattr 442 442,
+move_mount 429 429, msgget 68 186, name_to_handle_at 303 264, open_by_handle_at 304 265,
+open_tree 428 428, perf_event_open 298 241, pidfd_getfd 438 438, pidfd_send_signal 424 424,
+pivot_root 155 41, process_vm_readv 310 270, process_vm_writev 311 271, ptrace 101 117,
+quotactl 179 60, quotactl_fd 443 443, reboot 169 142, removexattr 197 14, removexattrat 466 466,
+request_key 249 218, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+sched_setaffinity 203 122, sched_setattr 314 274, sched_setparam 142 118,
+sched_setscheduler 144 119, semget 64 190, setdomainname 171 162, sethostname 170 161,
+setns 308 268, setpriority 141 140, settimeofday 164 170, setxattr 188 5, setxattrat 463 463,
+shmget 29 194, swapoff 168 225, swapon 167 224, syslog 103 116, tgkill 234 131, tkill 200 130,
+umount2 166 39, unshare 272 97, userfaultfd 323 282, utime 132 -, utimensat 280 88, utimes 235 -,
+vfork 58 -
+"""
+"""Call, its number on x86_64, and on aarch64; a dash where the machine does not have the call."""
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_NUMBERS: dict[str, dict[str, int]] = {
-    machine: {name: number for name, pair in _PAIRS.items() if (number := pair[place]) is not None}
-    for place, machine in enumerate(_AUDIT_NUMBERS)
-}
+_NUMBERS: dict[str, dict[str, int]] = {machine: {} for machine in _AUDIT_NUMBERS}
+for _name, *_columns in map(str.split, _TABLE.split(",")):
+    for _machine, _number in zip(_AUDIT_NUMBERS, _columns, strict=True):
+        if _number != "-":
+            _NUMBERS[_machine][_name] = int(_number)
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
 """Operations of the filter's language (classic BPF)."""
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x50000
 _CLONE_THREAD = 0x10000
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
+PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _PR_CAPBSET_DROP, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 _CAPABILITY_VERSION, _LAST_CAPABILITY = 0x20080522, 63
 _CAP_DAC_READ_SEARCH = 2
@@ -105,7 +97,7 @@ def deny(*names: Iterable[str], gains_rights: bool = False) -> bool:
     code = ctypes.create_string_buffer(packed, len(packed))
     program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(code))
     libc = ctypes.CDLL(None)
-    if not gains_rights and libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+    if not gains_rights and libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return False
     result: int = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0)
     return result == 0

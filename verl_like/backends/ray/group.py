@@ -19,7 +19,7 @@ from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
@@ -88,14 +88,11 @@ class RayWorkerGroup(_RunningWorkers):
             )
 
         roles = ray_cls_with_init.roles(name_prefix)
-        classes = {role: recipe.cls for role, recipe in roles.items()}
-        method_table(classes, ray_cls_with_init.prefixed)
+        recipes = ray_cls_with_init.recipes(name_prefix)
         options = _actor_options(roles, checked_worker_env(worker_env))
         if detached:
             options["lifetime"] = "detached"
-        recipes = pack_recipes(
-            {role: (recipe.cls, recipe.args, recipe.kwargs) for role, recipe in roles.items()}
-        )
+        packed = pack_recipes(recipes)
 
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
@@ -118,8 +115,9 @@ class RayWorkerGroup(_RunningWorkers):
         )
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(len(facts))]
-        actors = _start_actors(recipes, names, facts, bundles, options)
+        actors = _start_actors(packed, names, facts, bundles, options)
         transport = RayTransport(actors, facts, limits, names, master_port)
+        classes = {role: recipe.cls for role, recipe in roles.items()}
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
     @staticmethod
