@@ -61,7 +61,7 @@ class Trainer(Hooks, ABC):
     call_labels: ClassVar[Mapping[str, str]] = {}
     """Method -> the name of its time among the metrics, where that is not the method's name."""
     alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
-    """Which metrics raise an alarm: the numbers, their bands and the words."""
+    """The metrics that raise an alarm, with their bands and messages."""
     learns_from_samples: ClassVar[bool] = False
     """Whether a step trains on samples that it has generated, which the sample log follows."""
 
@@ -228,7 +228,7 @@ class Trainer(Hooks, ABC):
         return {}
 
     def validation_is_due(self) -> bool:
-        """Whether a validation is due after this step; step 0 is before the first."""
+        """Return whether a validation is due after this step; step 0 is before the first."""
         settings, step = self.config.trainer, self.global_step
         if not self.has_validation:
             return False

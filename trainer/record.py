@@ -73,6 +73,6 @@ class Run:
         return calls
 
     def can_replace(self, role: str) -> bool:
-        """Whether this role's group can be replaced in the middle of a step."""
+        """Return whether this role's group can be replaced in the middle of a step."""
         is_replaceable = self.groups[role].transport.is_replaceable
         return is_replaceable and self.restarts.are_left(self.step)

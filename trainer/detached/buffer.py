@@ -528,7 +528,7 @@ class ExperienceBuffer:
         return piece
 
     def _has_room(self, piece: Experience, version: int) -> bool:
-        """Whether a piece that is generated with this version may be open, too."""
+        """Return whether there is room for one more piece, generated with this version."""
         before = [other for other in self.stream.waiting if other.number < piece.number]
         opened = [*self._ready, *self._in_flight.values(), piece, *before]
         if not self._evicts and num_samples_of(opened) > self._limit:

@@ -99,7 +99,7 @@ class MakerLosses:
 
     def _look_again(self) -> None:
         if self._is_ending():
-            raise ToldToStop("a node in the place of a maker's")
+            raise ToldToStop("a node to replace a maker's")
         time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, maker: int) -> list[int]:

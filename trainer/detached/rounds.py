@@ -31,7 +31,7 @@ class Rounds:
         return number, *divmod(place, self.update_steps)
 
     def is_fresh(self, step: int) -> bool:
-        """Whether this step trains on a batch for the first time."""
+        """Return whether this step trains on a batch for the first time."""
         return self.place(step)[1] == 0
 
     def batch_of(self, step: int) -> int:
@@ -52,5 +52,5 @@ class Rounds:
         return whole * self.update_steps + min(rest, self.update_steps)
 
     def ends_with(self, step: int) -> bool:
-        """Whether this step is the last one of its round."""
+        """Return whether this step is the last one of its round."""
         return step % self.length == 0

@@ -57,7 +57,7 @@ END_S = 10.0
 
 @dataclass
 class Draws:
-    """What a step has taken from the queue."""
+    """The samples that a step has taken from the queue, in numbers."""
 
     uids: list[str] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
@@ -229,7 +229,7 @@ class DetachedTrainer(PPOTrainer):
         gather(*(self.groups[role].ping.remote() for role in roles.values()))
 
     def is_ending(self) -> bool:
-        """Whether the run ends, so that a lost maker is not waited for."""
+        """Return whether the run ends: then nobody waits for a lost maker."""
         return bool(self.run.stop.received) or self.buffer.is_closed
 
     # ------------------------------------------------------------------------- validation
@@ -297,7 +297,7 @@ class DetachedTrainer(PPOTrainer):
 
     @property
     def can_save(self) -> bool:
-        """Whether the step ends a round: no checkpoint holds the batches of a round."""
+        """Return whether the step ends a round, whose batches no checkpoint holds."""
         return self.rounds.ends_with(self.global_step)
 
     def replaceable_roles(self) -> frozenset[str]:
@@ -356,7 +356,7 @@ class DetachedTrainer(PPOTrainer):
     def describe(
         cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """What makers and trainers will do, then PPO's paragraphs."""
+        """Describe the work of makers and trainers, then add PPO's paragraphs."""
         assert isinstance(config, DetachedConfig), "this trainer's configuration"
         plan = "\n".join(plan_lines(config, max_columns, brief))
         return [plan, *super().describe(config, max_columns, brief)]

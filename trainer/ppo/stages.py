@@ -91,7 +91,7 @@ class PPOTrainer(Trainer):
         self.estimation = Estimation(self.config)
         self.entropy_ctrl = EntropyController(self.config.actor_rollout_ref.actor)
         self.weight_version = 0
-        """Of the weights that the rollout has."""
+        """The version of the weights that the rollout has."""
 
     def step(self) -> Metrics:
         """One PPO step: the dataflow of this module's first lines."""
@@ -103,7 +103,7 @@ class PPOTrainer(Trainer):
         return sampled | scored | estimated | updated | synced | self.speed(batch)
 
     def make_rollouts(self, tokenizer: Any, rewards: Rewards) -> Rollouts:
-        """Who generates and scores."""
+        """Make the object that generates samples and launches their rewards."""
         return Rollouts(self, tokenizer, rewards, send_weights=self.send_weights)
 
     # ---------------------------------------------------------------------------- 1. sample
@@ -362,7 +362,7 @@ class PPOTrainer(Trainer):
         return replaceable_roles(self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver itself needs to go on, as JSON has it."""
+        """Return the driver's own state, as JSON has it."""
         return {
             "weight_version": self.weight_version,
             **self.estimation.state_dict(),

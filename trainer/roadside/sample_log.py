@@ -56,7 +56,7 @@ class _Open:
 
 
 class SampleLog:
-    """What became of every sample. Threads that share it hold its lock."""
+    """The fate of every sample. Threads that share the log hold its lock."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         self.lock = nullcontext() if lock is None else lock
@@ -381,7 +381,7 @@ class SampleWatch:
 
 
 def has_own_code(trainer: Any) -> bool:
-    """Whether hooks or stages of the user's may have changed a batch."""
+    """Return whether hooks or stages of the user's may have changed a batch."""
     packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
     return bool(trainer.run.callbacks) or not packages <= HOUSE
 

@@ -196,7 +196,7 @@ def _keep_writes_in(*places: str) -> None:
 
 
 def can_keep_writes() -> bool:
-    """Whether this machine can keep a process from writing outside a folder."""
+    """Return whether this machine can keep a process from writing outside a folder."""
     return _landlock_version() >= 1
 
 

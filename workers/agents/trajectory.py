@@ -38,7 +38,7 @@ GIVEN_UP = "in an environment that failed"
 
 
 class State(Enum):
-    """What a trajectory waits for."""
+    """The thing that a trajectory waits for."""
 
     QUEUED = "a place among the open trajectories"
     ENVIRONMENT = "the answer of its environment"
@@ -66,7 +66,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the trajectories of a loop share."""
+    """The settings and helpers that the trajectories of a loop share."""
 
     host: EnvironmentHost | RecordedHost
     chat: TurnRenderer

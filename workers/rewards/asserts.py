@@ -120,7 +120,7 @@ def _check(left: ast.expr, right: ast.expr, relation: str, *more: ast.expr) -> C
 
 
 def _needs_program(expression: ast.expr) -> bool:
-    """Whether it uses a name that the program has to define."""
+    """Return whether the expression uses a name that the program has to define."""
     names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
     bound = {
         name.id

@@ -54,7 +54,7 @@ class Program:
 
     code: str
     inputs: list[Any]
-    """Of each test: standard input, arguments of the function, an expression, or an assertion."""
+    """Standard input, arguments of the function, an expression, or an assertion, per test."""
     kind: str = "stdin"
     """stdin, function, value or assert."""
     function: str = ""
