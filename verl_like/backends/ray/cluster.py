@@ -39,8 +39,6 @@ RELEASE_S = 5.0
 """Time to end workers and to give their places back; a cluster may not answer."""
 SHUTDOWN_S = 10.0
 """Time for Ray's shutdown; then its daemons are killed."""
-REMOVE_S = 5.0
-"""How long the session folder is removed again while processes that are ending write into it."""
 DAEMONS = ("gcs_server", "raylet")
 """The processes of a head and of a node that every computation needs."""
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -173,11 +171,8 @@ def _session_folder() -> Path:
     folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
 
     def remove() -> None:
-        until = time.monotonic() + REMOVE_S
-        # a process of the cluster that is ending may write into it once more
-        while os.getpid() == owner and folder.exists() and time.monotonic() < until:
+        if os.getpid() == owner:  # and not in a fork of the process
             shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(0.05 * folder.exists())
 
     atexit.register(remove)
     return folder
@@ -340,11 +335,20 @@ def _leave() -> None:
         return
     atexit.unregister(ray.shutdown)
     pids = [process.process.pid for _, processes in _own_processes() for process in processes]
-    shut_down = partial(ray.shutdown, _exiting_interpreter=True)  # prints the rest of the logs
+    ended = threading.Event()
+
+    def shut_down() -> None:
+        try:
+            ray.shutdown(_exiting_interpreter=True)  # prints the rest of the logs
+        finally:
+            ended.set()
+
     if not within(SHUTDOWN_S, shut_down, "leaving Ray"):
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        # without its daemons the shutdown ends; until then it may write into the session's folder
+        ended.wait(SHUTDOWN_S)
     if threading.current_thread() is threading.main_thread():
         # Ray's end puts the system's handler back, and Python still shows its own
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
