@@ -40,7 +40,7 @@ import numpy as np
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, Call, calls_in
 from workers.agents.seeds import seed_globals
-from workers.agents.tools import Tool, waited
+from workers.agents.tools import Tool, fits, waited, words_of
 
 MODEL = "policy"
 """The name under which `v1/models` lists the policy; a request may ask for it by any name."""
@@ -50,11 +50,24 @@ ROLES = {"developer": "system", **{role: role for role in ("system", "user", "as
 LONGEST_BODY = 2**22
 """Bytes of a request."""
 
-DRAWN_BY = (
-    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids"),
-    *("logit_bias",),
-)
-"""Settings of a request that have to be the run's, which draws all samples in one way."""
+NUMBER, INTEGER, TEXT = ({"type": kind} for kind in ("number", "integer", "string"))
+OBJECTS = {"type": "array", "items": {"type": "object"}}
+SAMPLING = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
+    **dict.fromkeys(("top_k", "min_tokens"), INTEGER),
+    "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
+    "stop_token_ids": {"type": "array", "items": INTEGER},
+    "logit_bias": {"type": "object"},
+}
+"""Settings that must be the run's, which samples everything in the same way, with their types."""
+KINDS = {
+    **SAMPLING,
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), INTEGER),
+    **dict.fromkeys(("messages", "tools"), OBJECTS),
+    "token_ids": {"type": "array", "items": INTEGER},
+    "sampling_params": {"type": "object"},
+}
+"""The types that a body must have, by name, as JSON schemas."""
 ONE_VALUE = {
     "n": 1,
     "presence_penalty": 0,
@@ -72,7 +85,13 @@ NO_MATTER = {
 }
 """Settings that change nothing of what is drawn."""
 OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-OF_IDS = {"max_tokens", "skip_special_tokens", "logprobs", "routed_experts_prompt_start"}
+OF_IDS = {
+    "token_ids",
+    "max_tokens",
+    "skip_special_tokens",
+    "logprobs",
+    "routed_experts_prompt_start",
+}
 """Token ids are never skipped, always have their log-probs, and experts are not asked for."""
 
 
@@ -198,7 +217,7 @@ class Session:
         if not is_again:
             try:
                 found.set_result(self._answered(asked))
-            except Refused as problem:
+            except Exception as problem:  # noqa: BLE001 - it is this request's error
                 found.set_exception(problem)
         return found.result()
 
@@ -218,36 +237,37 @@ class Session:
         return found
 
     def _answered(self, asked: Request) -> tuple[str, dict[str, Any]]:
+        try:
+            self._events.put(self._event(asked))
+            answer = self._answers.get()
+            if "refused" in answer:
+                self._is_cut = answer["is_cut"]
+                raise Refused(**answer["refused"])
+            turn, self._num_turns = self._num_turns, self._num_turns + 1
+            self._tools = asked.tools
+            self._history = []
+            if asked.is_chat:
+                answer["message"] = _message(answer["text"], asked.tools, turn)
+                self._num_calls = len(answer["message"].get("tool_calls", ()))
+                self._history = [*asked.messages, _read_message(answer["message"], [])]
+        finally:
+            self._is_asking = False
+        return f"{self.name}-{turn}", answer
+
+    def _event(self, asked: Request) -> dict[str, Any]:
         read = len(self._history)
-        extends = asked.is_chat and read < len(asked.messages) and self._tools == asked.tools
+        extends = asked.is_chat and 0 < read < len(asked.messages) and self._tools == asked.tools
         extends = extends and _spoken(asked.messages[:read]) == _spoken(self._history)
         request = {
-            "extends": extends and read > 0,
+            "extends": extends,
             "chat": asked.messages,
             "ids": asked.ids,
             "tools": asked.tools,
             "max_tokens": asked.max_tokens,
             "sampling": asked.sampling,
         }
-        messages = asked.messages[read:] if request["extends"] else asked.messages
-        event = {"messages": messages, "reward": 0.0, "request": request}
-        self._events.put(event | self._calls())
-        answer = self._answers.get()
-        try:
-            if "refused" in answer:
-                self._is_cut = answer["is_cut"]
-                raise Refused(**answer["refused"])
-            turn, self._num_turns = self._num_turns, self._num_turns + 1
-            if asked.is_chat:
-                answer["message"] = _message(answer["text"], asked.tools, turn)
-                self._num_calls = len(answer["message"].get("tool_calls", ()))
-                self._history = [*asked.messages, _read_message(answer["message"], [])]
-            else:
-                self._history = []
-            self._tools = asked.tools
-        finally:
-            self._is_asking = False
-        return f"{self.name}-{turn}", answer
+        messages = asked.messages[read:] if extends else asked.messages
+        return {"messages": messages, "reward": 0.0, "request": request, **self._calls()}
 
     def end(self, found: Any) -> None:
         """The agent has returned this."""
@@ -332,41 +352,38 @@ def read_request(path: str, body: Any) -> Request:
         raise Refused("the body is no JSON object")
     is_chat = path.endswith("/chat/completions")
     given = {name: value for name, value in body.items() if value is not None}
+    _check_kinds(given)
     if not is_chat:
         settings = given.pop("sampling_params", {})
-        if not isinstance(settings, dict):
-            raise Refused("sampling_params is no JSON object", "sampling_params")
-        ids = given.pop("token_ids", None)
-        if not ids or not isinstance(ids, list) or not all(type(one) is int for one in ids):
-            raise Refused("token_ids is no list of ids", "token_ids")
         given |= {name: value for name, value in settings.items() if value is not None}
+        _check_kinds(given)
+    needed = "messages" if is_chat else "token_ids"
+    if not given.get(needed):
+        raise Refused(f"{needed} are missing, or there is none of them", needed)
     own = OF_CHAT if is_chat else OF_IDS
     for name, value in given.items():
-        if name in own or name in NO_MATTER or name in DRAWN_BY:
+        if name in own or name in NO_MATTER or name in SAMPLING:
             continue
         if name not in ONE_VALUE:
             raise Refused(f"{name} is not there for agents: leave it out", name)
         if value != ONE_VALUE[name]:
             raise Refused(f"{name} can only be {json.dumps(ONE_VALUE[name])} here", name)
     longest = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
-    if any(type(one) is not int or one < 1 for one in longest):
-        raise Refused(f"{longest[0]!r:.80} tokens cannot be drawn", "max_tokens")
+    if longest and min(longest) < 1:
+        raise Refused(f"{min(longest)} tokens cannot be drawn", "max_tokens")
     asked = Request(
         is_chat,
         max_tokens=min(longest, default=None),
-        sampling={name: given[name] for name in DRAWN_BY if name in given},
+        sampling={name: given[name] for name in SAMPLING if name in given},
         model=str(given.get("model", MODEL)),
     )
     if not is_chat:
-        asked.ids = ids
+        asked.ids = given["token_ids"]
         return asked
-    messages = given.get("messages")
-    if not messages or not isinstance(messages, list):
-        raise Refused("messages is no list of messages", "messages")
-    for one in messages:
+    for one in given["messages"]:
         asked.messages.append(_read_message(one, asked.messages))
     asked.tools = given.get("tools", [])
-    if not isinstance(asked.tools, list) or not all(map(_is_tool, asked.tools)):
+    if not all(map(_is_tool, asked.tools)):
         raise Refused("tools are functions: {type: function, function: {name: ...}}", "tools")
     asked.streams = bool(given.get("stream"))
     options = given.get("stream_options")
@@ -374,24 +391,33 @@ def read_request(path: str, body: Any) -> Request:
     return asked
 
 
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if not fits(value, KINDS.get(name, {})):
+            raise Refused(f"{name}={value!r:.80} is no {words_of(KINDS[name])}", name)
+
+
+def _is_tool(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _read_message(one: Any, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _read_message(one: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A message as chat templates take it: a text, calls with arguments as an object."""
-    if not isinstance(one, dict) or one.get("role") not in ROLES:
+    role, calls = one.get("role"), one.get("tool_calls") or []
+    if not isinstance(role, str) or role not in ROLES:
         raise Refused(f"{one!r:.80} is no message of {', '.join(ROLES)}", "messages")
-    message = {"role": ROLES[one["role"]], "content": _text_of(one.get("content"))}
-    if calls := one.get("tool_calls"):
+    if not fits(calls, OBJECTS):
+        raise Refused(f"tool_calls={calls!r:.80} is no list of calls", "messages")
+    message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(one.get("content"))}
+    if calls:
         message["tool_calls"] = [_read_call(call) for call in calls]
     if message["role"] == "tool":
         number = one.get("tool_call_id")
         named = [call for past in before for call in past.get("tool_calls", [])]
         found = [call["function"]["name"] for call in named if call["id"] == number]
         name = one.get("name") or (found[-1] if found else None)
-        message |= {"tool_call_id": number} | ({"name": name} if name else {})
+        message |= {"tool_call_id": str(number)} | ({"name": str(name)} if name else {})
     return message
 
 
@@ -403,12 +429,14 @@ def _text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def _read_call(call: Any) -> dict[str, Any]:
+def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise TypeError("no object")
         named = {"name": str(function["name"]), "arguments": arguments}
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise Refused(
@@ -498,12 +526,14 @@ class _Handler(BaseHTTPRequestHandler):
             if session is None or session.name != name:
                 raise Refused(f"there is no session {name!r:.80} here", status=404)
             answer(session, path.partition("?")[0])
-        except Refused as problem:
+        except OSError:  # the client is gone
+            self.close_connection = True
+        except Exception as problem:  # noqa: BLE001 - it is this request's error
+            if not isinstance(problem, Refused):
+                problem = Refused(f"it cannot be answered: {problem!r:.200}")
             self.close_connection = True  # the body may not have been read
             error = {"type": "invalid_request_error", **problem.facts}
             self._send(error.pop("status"), {"error": error})
-        except OSError:  # the client is gone
-            self.close_connection = True
 
     def _models(self, session: Session, path: str) -> None:
         if path != "v1/models":

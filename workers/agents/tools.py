@@ -82,7 +82,9 @@ class Tool:
     def problem_with(self, arguments: Mapping[str, Any]) -> str:
         """What keeps it from being called with these; "" if nothing does."""
         properties = self.parameters.get("properties", {})
-        takes = ", ".join(f"{name}: {_words(one)}" for name, one in properties.items()) or "nothing"
+        takes = (
+            ", ".join(f"{name}: {words_of(one)}" for name, one in properties.items()) or "nothing"
+        )
         for name in arguments:
             if name not in properties:
                 return f"{self.name} has no argument {name!r}; it takes {takes}"
@@ -90,8 +92,8 @@ class Tool:
             if name not in arguments:
                 return f"{self.name} needs the argument {name!r}; it takes {takes}"
         for name, value in arguments.items():
-            if not _fits(value, properties[name]):
-                return f"{self.name}: {name}={value!r:.80} is no {_words(properties[name])}"
+            if not fits(value, properties[name]):
+                return f"{self.name}: {name}={value!r:.80} is no {words_of(properties[name])}"
         return ""
 
 
@@ -116,16 +118,18 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _words(schema: Mapping[str, Any]) -> str:
+def words_of(schema: Mapping[str, Any]) -> str:
+    """A schema's type in words."""
     if "enum" in schema:
         return f"one of {schema['enum']}"
     if "anyOf" in schema:
-        return " or ".join(map(_words, schema["anyOf"]))
-    return str(schema.get("type", "value"))
+        return " or ".join(map(words_of, schema["anyOf"]))
+    kind = str(schema.get("type", "value"))
+    return f"array of {words_of(schema['items'])}" if "items" in schema else kind
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    if _fits(text, schema):
+    if fits(text, schema):
         return text
     try:
         return json.loads(text)
@@ -133,16 +137,16 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """By the part of JSON schema that `_schema` writes; what it does not know fits."""
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether a value has the type that a schema of `_schema` says; unknown types fit."""
     if "enum" in schema:
         return value in schema["enum"]
     if "anyOf" in schema:
-        return any(_fits(value, one) for one in schema["anyOf"])
+        return any(fits(value, one) for one in schema["anyOf"])
     kind = schema.get("type")
     if kind == "array":
         items = schema.get("items", {})
-        return isinstance(value, list) and all(_fits(one, items) for one in value)
+        return isinstance(value, list) and all(fits(one, items) for one in value)
     if kind == "null":
         return value is None
     if not isinstance(kind, str) or kind not in ACCEPTS:

@@ -317,8 +317,9 @@ class Trajectory:
                     words = "tokens after the first request's, and data.max_response_length is"
                     raise Refused(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
                 self._continue(ids, is_whole, self._end_of_turn(length, setting))
-        except (ConfigError, Refused) as error:
-            problem = error if isinstance(error, Refused) else Refused(str(error))
+        except Exception as error:  # noqa: BLE001 - it is this request's error
+            words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
+            problem = error if isinstance(error, Refused) else Refused(words)
             setting.host.say(self.number, "", refused=problem.facts, is_cut=bool(self.cut))
             return
         if request["extends"] and as_drawn:

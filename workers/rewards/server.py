@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,6 +25,8 @@ from workers.rewards.scorer import Scorer
 
 LONGEST_REQUEST = 256 * 2**20
 """Bytes of a request beyond which it is refused."""
+MOST_DROPPED = 65536
+"""Bytes of a request without the token that are read and dropped."""
 PATIENCE_S = 60.0
 """How long a client may take to send its request."""
 
@@ -76,22 +79,25 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:  # noqa: N802 - the base class calls it so
         """Score the posted samples."""
         length = self.headers.get("Content-Length", "")
+        given = self.headers.get("Authorization", "")
+        expected = f"Bearer {self.server.token}"
+        if self.server.token and not hmac.compare_digest(given.encode(), expected.encode()):
+            self.close_connection = True
+            self._answer(401, {"error": "the bearer token is missing, or another one"})
+            if length.isdecimal():  # closing a socket with unread bytes could drop the answer
+                with suppress(OSError):  # the client is gone
+                    self.rfile.read(min(int(length), MOST_DROPPED))
+            return
         if not length.isdecimal() or int(length) > LONGEST_REQUEST:
             self.close_connection = True  # what is not read would be taken for the next request
             self._answer(413, {"error": f"a request has a length of at most {LONGEST_REQUEST}"})
             return
 
         body = self.rfile.read(int(length))
-        given = self.headers.get("Authorization", "")
-        expected = f"Bearer {self.server.token}"
-        if self.server.token and not hmac.compare_digest(given.encode(), expected.encode()):
-            self._answer(401, {"error": "the bearer token is missing, or another one"})
-            return
-
         try:
             content = json.loads(body)
             samples = read_samples(content)
-        except (ValueError, TypeError, KeyError) as err:
+        except Exception as err:  # noqa: BLE001 - it is this request's error
             self._answer(400, {"error": f"no samples in the request: {err!r:.200}"})
             return
         self._answer(200, as_answer(content, self.server.score(samples)))

@@ -126,6 +126,27 @@ def sets(row, name, value):
     return 1.0
 
 
+def asks_oddly(row):
+    """Requests that no server could take, each between two that any can."""
+    client, odd = (
+        openai.OpenAI(),
+        {
+            "stop": 5,
+            "logit_bias": {"a": []},
+            "tools": [{"function": {"name": "a", "parameters": 5}}],
+        },
+    )
+    client.chat.completions.create(messages=ASK, **SHORT)
+    for name, value in odd.items():
+        try:
+            client.chat.completions.create(messages=ASK, **SHORT, **{name: value})
+        except openai.BadRequestError:
+            continue
+        raise AssertionError(name)
+    client.chat.completions.create(messages=ASK, **SHORT)
+    return 1.0
+
+
 def says_much(row):
     """A prompt that does not fit, then one that does."""
     client, code = openai.OpenAI(), None

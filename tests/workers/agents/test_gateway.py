@@ -405,8 +405,25 @@ def message(**more: Any) -> dict[str, Any]:
         ("v1/completions", {}, 404, "there is no POST v1/completions"),
         (CHAT, "{", 400, "the body is no JSON"),
         (CHAT, "[]", 400, "the body is no JSON object"),
-        (CHAT, {}, 400, "messages is no list"),
+        (CHAT, {}, 400, "messages are missing"),
+        (CHAT, {"messages": "hi"}, 400, "messages='hi' is no array of object"),
+        (CHAT, {"messages": [5]}, 400, "messages=[5] is no array of object"),
         (CHAT, message(role="judge"), 400, "is no message of"),
+        (CHAT, message(role=["user"]), 400, "is no message of"),
+        (CHAT, message(tool_calls=5), 400, "tool_calls=5 is no list of calls"),
+        (CHAT, message(tool_calls=[5]), 400, "tool_calls=[5] is no list of calls"),
+        (
+            CHAT,
+            message(tool_calls=[{"function": {"name": "a", "arguments": "5"}}]),
+            400,
+            "is no call",
+        ),
+        (CHAT, {**message(), "stop": 5}, 400, "stop=5 is no string or array of string"),
+        (CHAT, {**message(), "stop": ["a", 5]}, 400, "stop=['a', 5] is no string or array of"),
+        (CHAT, {**message(), "temperature": "hot"}, 400, "temperature='hot' is no number"),
+        (CHAT, {**message(), "max_tokens": "9"}, 400, "max_tokens='9' is no integer"),
+        (CHAT, {**message(), "tools": 5}, 400, "tools=5 is no array of object"),
+        (CHAT, "[" * 100_000, 400, "the body is no JSON"),
         (CHAT, message(content=7), 400, "content is no text: 7"),
         (CHAT, message(content=[{"type": "image_url"}]), 400, "content is no text"),
         (CHAT, message(tool_calls=[{"function": {"name": "a"}}]), 400, "is no call of a tool"),
@@ -415,8 +432,9 @@ def message(**more: Any) -> dict[str, Any]:
         (CHAT, {**message(), "seed": 1}, 400, "seed is not there for agents: leave it out"),
         (CHAT, {**message(), "max_tokens": 0}, 400, "0 tokens cannot be drawn"),
         (CHAT, {**message(), "tools": [{"name": "add"}]}, 400, "tools are functions"),
-        (IDS, {"token_ids": ["a"]}, 400, "token_ids is no list of ids"),
-        (IDS, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params is no JSON object"),
+        (IDS, {"token_ids": ["a"]}, 400, "token_ids=['a'] is no array of integer"),
+        (IDS, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params=1 is no object"),
+        (IDS, {"token_ids": [1], "sampling_params": {"stop": 5}}, 400, "stop=5 is no string or"),
         (IDS, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n can only be 1 here"),
         (IDS, {"token_ids": [1], "features": {}}, 400, "features is not there for agents"),
     ],
@@ -429,6 +447,24 @@ def test_what_is_not_there_is_refused_in_openais_words(
     error = found.json()["error"]
     assert (found.status_code, error["type"]) == (status, "invalid_request_error")
     assert words in error["message"]
+
+
+def test_whatever_a_request_raises_is_its_own_error(play: Play, session: Session) -> None:
+    """In the rollout's worker, and in the process of the agent; the next request is answered."""
+    (one,) = play("asks_oddly")
+    assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 2)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": 5}}]
+    call = "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"
+    with ThreadPoolExecutor(1) as agent:
+        done = agent.submit(httpx.post, url(session, CHAT), json={**message(), "tools": tools})
+        session.next()
+        session.answer({"text": call})
+        found = done.result(10)
+        assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error")
+        done = agent.submit(httpx.post, url(session, CHAT), json=message())
+        session.next()
+        session.answer({"text": "hi"})
+        assert done.result(10).status_code == 200
 
 
 def test_a_body_that_is_too_long_is_not_read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -254,7 +255,16 @@ def test_a_sample_that_json_cannot_hold_is_named(ask: Any) -> None:
         ask("http://127.0.0.1:9/").score([sample("a", extra=object())])
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{", b'{"query": 3}', b'{"samples": [1]}'])
+def test_the_token_is_checked_before_the_body_is_read(served: RewardServer) -> None:
+    """A client without the token gets its answer though it never sends its body."""
+    with socket.create_connection(served.server_address[:2], timeout=10) as client:
+        client.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
+        assert client.recv(64).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{", b'{"query": 3}', b'{"query": [3]}', b'{"samples": [1]}', b"[" * 100_000]
+)
 def test_a_request_without_samples_is_refused(served: RewardServer, body: bytes) -> None:
     import urllib.error
     import urllib.request
