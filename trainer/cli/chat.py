@@ -30,6 +30,7 @@ from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
+from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer, with_observation
 from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
@@ -167,7 +168,8 @@ def talk(chat: Chat) -> None:
 def play(chat: Chat, options: argparse.Namespace) -> None:
     """One trajectory, turn by turn, to its end or `--turns`."""
     tools = [in_full(path) for path in options.tools]
-    spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools)
+    forms = forms_of(str(chat.tokenizer.chat_template))
+    spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools, call_parser=forms)
     row, seed = {"prompt": "", **options.row}, options.seed or 0
     if sys.stdin.isatty():
         print("Enter: the model's turn; a text: yours; Ctrl-D ends")

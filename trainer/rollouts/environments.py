@@ -33,7 +33,7 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> l
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
-    with closing(EnvironmentHost(spec_of(own), own.step_s)) as host:
+    with closing(EnvironmentHost(spec_of(own, tokenizer), own.step_s)) as host:
         columns: list[str] = host.columns
         if refuses_tools and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
@@ -56,6 +56,7 @@ def with_full_paths(config: Any) -> Any:
     paths = {
         "environment.path": in_full(own.path) if own.path else "",
         "environment.tools": [in_full(path) for path in own.tools],
+        "environment.call_parser": own.call_parser and in_full(own.call_parser),
     }
     return changed(config, paths)
 

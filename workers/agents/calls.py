@@ -1,13 +1,17 @@
 """Calls of tools in what a policy says, in the forms that chat models write.
 
-`docs/agents.md` has the table of them. No text raises: what is wrong with a call is said in it.
+    calls, text = parse(said, forms_of(chat_template))
+
+`docs/agents.md` lists the forms. No text raises: a call says what is wrong with it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,80 +24,232 @@ class Call:
     arguments: Mapping[str, Any]
     problem: str = ""
     has_texts: bool = False
-    """The form has texts alone for arguments: what they are, the tool's schema says."""
+    """All arguments are texts, because the form has nothing else: the tool's schema types them."""
 
 
-def calls_in(text: str) -> list[Call]:
-    """The calls in what was said, in their order."""
-    for block, read in FORMS.items():
-        if blocks := block.findall(text):
-            return [call for one in blocks for call in read(one.strip())]
-    bare = text.strip().removeprefix("<|python_tag|>").strip()
-    if not bare.startswith("{"):
-        return []
-    call = _of_json(bare)
-    return [call] if call.name else []
+Parser = Callable[[str], tuple[list[Call], str]]
+"""The calls in a text, in their order, and the text next to them."""
 
 
-def _in_tags(text: str) -> list[Call]:
-    if "<function=" in text:
-        return [
-            Call(
-                name.strip(), _texts(inner, "<parameter=", ">", "", "</parameter>"), has_texts=True
+@dataclass(frozen=True)
+class Form:
+    """The strings around a call."""
+
+    opening: str
+    closing: str = ""
+    """"": the call ends where the next one begins."""
+    mark: str = ""
+    """The string by which a chat template has this form; by default the opening."""
+
+    def blocks(self, text: str) -> list[re.Match[str]]:
+        """The calls in a text."""
+        opening = re.escape(self.opening)
+        closing = re.escape(self.closing) + "|" if self.closing else ""
+        return [*re.finditer(rf"{opening}(.*?)(?:{closing}(?={opening})|\Z)", text, re.DOTALL)]
+
+
+FORMS = {
+    "hermes": Form("<tool_call>", "</tool_call>"),
+    "mistral": Form("[TOOL_CALLS]"),
+    "deepseek": Form("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    "deepseek_v32": Form("<｜DSML｜invoke", "</｜DSML｜invoke>"),
+    "minimax": Form("<invoke", "</invoke>"),
+    "kimi": Form("<|tool_call_begin|>", "<|tool_call_end|>"),
+    "harmony": Form(" to=functions.", "<|call|>", mark="<|call|>"),
+    "gemma": Form("<|tool_call>call:", "<tool_call|>"),
+    "function_gemma": Form("<start_function_call>call:", "<end_function_call>"),
+    "lfm2": Form("<|tool_call_start|>", "<|tool_call_end|>"),
+    "olmo": Form("<function_calls>", "</function_calls>"),
+    "cohere": Form("<|START_ACTION|>", "<|END_ACTION|>"),
+    "granite": Form("<|tool_call|>", "<|/tool_call|>"),
+    "internlm": Form("<|action_start|><|plugin|>", "<|action_end|>", mark="<|action_start|>"),
+}
+"""The forms by their names, as `environment.call_parser` takes them."""
+THOUGHTS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+    "<|channel|>analysis": "<|end|><|start|>assistant",
+}
+"""The strings around reasoning, in which nothing is called."""
+IS_LIKE_A_CALL = re.compile(
+    r"<[^<>\s]*(?:tool|function)[_▁]?calls?\b|<(?:function|invoke)\b|\"(?:arguments|parameters)\"\s*:",
+    re.IGNORECASE,
+)
+BEFORE_BARE = re.compile(r"(?:<\|python_(?:tag|start)\|>|functools|Action:|```(?:json)?|\s)*")
+AROUND_CALLS = re.compile(
+    r"</?(?:minimax:tool_call|｜DSML｜function_calls|\|tool_calls_section_(?:begin|end)\|"
+    r"|｜tool▁calls▁(?:begin|end)｜)>"
+)
+"""The tags around all calls of a turn."""
+NAME = r"[A-Za-z_][\w.-]*"
+NAME_AND_JSON = re.compile(
+    rf"(?:functions\.|function<｜tool▁sep｜>(?=\w))?({NAME})(?::\d+)?"
+    r"(?:<[^<>]*>|\[[^\[\]]*\]\w*|```json|commentary\b|json\b|\s)*(\{.*)",
+    re.DOTALL,
+)
+"""A name, separators of some kind, and arguments."""
+FUNCTION = re.compile(r'<function=([^<>]*)>|\A\s*name="([^"<>]*)"\s*>')
+PARAMETER = re.compile(
+    r'<(?:｜DSML｜)?parameter(?:=|\s+name=")([^<>"]*)[^<>]*>|<arg_key>([^<]*)</arg_key>\s*<arg_value>'
+)
+VALUE = re.compile(r"(.*)</(?:(?:｜DSML｜)?parameter|arg_value)>", re.DOTALL)
+"""An argument ends with the last closing tag before the next argument."""
+GEMMA = re.compile(rf'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|([{{,]\s*)({NAME})\s*:', re.DOTALL)
+"""Strings, and keys without quotes."""
+
+
+def forms_of(template: str) -> list[str]:
+    """The forms that a chat template names; none: all of them."""
+    return [name for name, form in FORMS.items() if (form.mark or form.opening) in template]
+
+
+def parse(text: str, forms: Collection[str] = ()) -> tuple[list[Call], str]:
+    """The calls in a text in the first of these forms that it has, and the text next to them.
+
+    A text that is nothing but calls needs no opening, in any form.
+    """
+    seen = _without_thoughts(text)
+    for name, form in FORMS.items():
+        if (not forms or name in forms) and (blocks := form.blocks(seen)):
+            calls = [call for block in blocks for call in _read(block[1].strip(), name)]
+            return calls, _outside(text, blocks)
+    return _bare(seen.strip())
+
+
+def call_like(text: str) -> str:
+    """The part of a text that looks like a call in some form; "" if there is none."""
+    found = IS_LIKE_A_CALL.search(_without_thoughts(text))
+    return found[0] if found else ""
+
+
+def of_user(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:
+    """The parser that a user's function is: it returns a list of {"name", "arguments"}."""
+    return lambda text: ([_of_object(call) for call in function(text)], "")
+
+
+def _without_thoughts(text: str) -> str:
+    """The text with blanks where it is reasoning, which the prompt may have opened."""
+    for opening, closing in THOUGHTS.items():
+        pattern = rf"{re.escape(opening)}.*?(?:{re.escape(closing)}|\Z)"
+        text = re.sub(pattern, lambda thought: " " * len(thought[0]), text, flags=re.DOTALL)
+        thought, closed, rest = text.rpartition(closing)
+        text = " " * len(thought + closed) + rest
+    return text
+
+
+def _outside(text: str, blocks: Sequence[re.Match[str]]) -> str:
+    begins = [0, *(block.end() for block in blocks)]
+    ends = [*(block.start() for block in blocks), len(text)]
+    rest = "".join(text[begin:end] for begin, end in zip(begins, ends, strict=True))
+    return AROUND_CALLS.sub("", rest).strip()
+
+
+def _bare(text: str) -> tuple[list[Call], str]:
+    """The calls that a text is."""
+    bare = BEFORE_BARE.sub("", text, count=1).rstrip()
+    bare = bare.removesuffix("```").removesuffix("<|python_end|>").rstrip()
+    calls: list[Call] = []
+    if re.match(rf"\[\s*{NAME}\(", bare):
+        calls = _pythonic(bare)
+    elif bare.startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            objects, rest = _objects(bare)
+            are_calls = all(
+                isinstance(one, dict) and {"arguments", "parameters"} & {*one} for one in objects
             )
-            for name, inner in _pieces(text, "<function=", ">")
-        ]
-    name, keys, rest = text.partition("<arg_key>")
-    if NAME.fullmatch(name.strip()):
-        texts = _texts(keys + rest, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-        return [Call(name.strip(), texts, has_texts=True)]
-    return [_of_json(text)]
+            calls = [_of_object(one) for one in objects] if are_calls and not rest else []
+    return (calls, "") if calls and all(call.name for call in calls) else ([], text)
 
 
-def _texts(text: str, opening: str, after_name: str, before: str, closing: str) -> dict[str, str]:
-    """Arguments whose values stand as they are between `before` and `closing`."""
-    found = {}
-    for name, rest in _pieces(text, opening, after_name):
-        value = rest.partition(before)[2] if before else rest
-        found[name] = value.partition(closing)[0].removeprefix("\n").removesuffix("\n")
-    return found
-
-
-def _pieces(text: str, opening: str, after_name: str) -> list[tuple[str, str]]:
-    """(name, what follows) behind every opening; one pass, however many there are."""
-    halves = [piece.partition(after_name) for piece in text.split(opening)[1:]]
-    return [(name, rest) for name, _, rest in halves]
-
-
-def _of_mistral(text: str) -> list[Call]:
+def _read(text: str, form: str) -> list[Call]:
+    """The calls in a block."""
+    if "gemma" in form:
+        text = GEMMA.sub(_as_json, text)
+    if functions := _pieces(FUNCTION, text):
+        return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
+    name = text.partition("<arg_key>")[0].strip()
+    if re.fullmatch(NAME, name):
+        return [_with_texts(name, text)]
     if found := NAME_AND_JSON.fullmatch(text):
-        return [_with_arguments(found[1], found[2])]
+        return [_with_arguments(found[1], found[2].strip().removesuffix("```"))]
+    if re.match(rf"\[?\s*{NAME}\(", text):
+        return _pythonic(text)
     try:
-        listed, _ = json.JSONDecoder().raw_decode(text)
+        return [_of_object(one) for one in _objects(text)[0] or [None]]
     except (ValueError, RecursionError) as error:
-        return [Call("", {}, f"the calls are no JSON: {error}")]
-    return [_of_object(one) for one in (listed if isinstance(listed, list) else [listed])]
+        return [Call("", {}, f"the call is no JSON: {error}")]
 
 
-def _of_deepseek(text: str) -> list[Call]:
-    name, _, arguments = text.partition("<｜tool▁sep｜>")
-    if FENCE in arguments:
-        name, _, arguments = arguments.partition(FENCE)
-        arguments = arguments.partition("```")[0]
-    return [_with_arguments(name.strip(), arguments)]
+def _objects(text: str) -> tuple[list[Any], str]:
+    """The JSON values that a text begins with, those of lists one by one, and the text after them.
+
+    ";" may be between them.
+    """
+    objects: list[Any] = []
+    is_first = True
+    while is_first or text.startswith(("{", "[")):
+        value, end = json.JSONDecoder().raw_decode(text)
+        objects += value if isinstance(value, list) else [value]
+        text, is_first = text[end:].lstrip("; \n\t"), False
+    return objects, text
 
 
-def _of_json(text: str) -> Call:
+def _pythonic(text: str) -> list[Call]:
+    """Calls as Python writes them, in a list or a line each."""
     try:
-        return _of_object(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON: {error}")
+        lines = [getattr(line, "value", None) for line in ast.parse(text).body]
+        nodes = [node for line in lines for node in getattr(line, "elts", [line])]
+        return [_of_node(node) for node in nodes]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [Call("", {}, f"the call is no Python: {error}")]
 
 
-def _of_object(found: Any) -> Call:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _of_node(node: ast.AST | None) -> Call:
+    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+        raise ValueError("a call is name(argument=value, ...)")
+    values = {
+        str(one.arg): ast.literal_eval(_JsonWords().visit(one.value)) for one in node.keywords
+    }
+    return Call(ast.unparse(node.func), values)
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Python's constants in the place of JSON's words."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - the base class calls it so
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+def _with_texts(name: str, text: str) -> Call:
+    texts = {}
+    for key, value in _pieces(PARAMETER, text):
+        closed = VALUE.match(value)
+        value = closed[1] if closed else value
+        texts[key[1] or key[2] or ""] = value.removeprefix("\n").removesuffix("\n")
+    return Call(name.strip(), texts, has_texts=True)
+
+
+def _pieces(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
+    """Every match, and the text between it and the next one."""
+    matches = [*pattern.finditer(text)]
+    ends = [*(match.start() for match in matches), len(text)][1:]
+    return [(match, text[match.end() : end]) for match, end in zip(matches, ends, strict=True)]
+
+
+def _as_json(part: re.Match[str]) -> str:
+    if part[4]:
+        return f"{part[3]}{json.dumps(part[4])}:"
+    return json.dumps(part[1] if part[1] is not None else part[2])
+
+
+def _of_object(value: Any) -> Call:
+    name = value.get("name", value.get("tool_name")) if isinstance(value, Mapping) else None
+    if not isinstance(name, str):
         return Call("", {}, 'a call is {"name": ..., "arguments": {...}}')
-    return _with_arguments(found["name"], found.get("arguments", found.get("parameters", {})))
+    return _with_arguments(name, value.get("arguments", value.get("parameters", {})))
 
 
 def _with_arguments(name: str, arguments: Any) -> Call:
@@ -106,16 +262,3 @@ def _with_arguments(name: str, arguments: Any) -> Call:
     if not isinstance(arguments, dict):
         return Call(name, {}, f"its arguments are {arguments!r:.80}, not an object")
     return Call(name, arguments)
-
-
-FORMS: dict[re.Pattern[str], Callable[[str], list[Call]]] = {
-    re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL): _in_tags,
-    re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL): _of_mistral,
-    re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL): _of_deepseek,
-}
-"""What stands around a call, and how what it holds is read."""
-NAME = re.compile(r"[A-Za-z_][\w.-]*")
-NAME_AND_JSON = re.compile(
-    rf"({NAME.pattern})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{{.*)", re.DOTALL
-)
-FENCE = "\n```json\n"

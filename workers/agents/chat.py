@@ -47,6 +47,11 @@ class TurnRenderer:
         if self._tools:
             self._check_tools()
 
+    @property
+    def template(self) -> str:
+        """The chat template."""
+        return str(self._tokenizer.chat_template)
+
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
         """The renderer of chats that have these tools."""
         written = json.dumps(tools, sort_keys=True)

@@ -21,7 +21,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -31,7 +31,7 @@ import numpy.random  # loaded before trajectories are forked: numpy itself loads
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import Registry, load_from
-from workers.agents.calls import calls_in
+from workers.agents.calls import FORMS, Parser, call_like, of_user, parse
 from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, answer_call, waited
 
@@ -134,10 +134,12 @@ class EnvironmentSpec:
     tools: Sequence[str] = ()
     """FILE.py:FUNCTION or package.module:FUNCTION of each."""
     sandbox: Sandbox = field(default_factory=Sandbox)
+    call_parser: Sequence[str] = ()
+    """Names of `workers.agents.calls.FORMS`, or the path of a parser; none: all forms."""
 
     def load(self) -> Loaded:
         """The class and the functions; a ConfigError names what is no such thing."""
-        cls, kwargs = None, dict(self.kwargs)
+        cls, kwargs, parser = None, dict(self.kwargs), self._parser()
         functions = [
             Tool.of(object_at(path, f"tools[{number}]"), f"tools[{number}]")
             for number, path in enumerate(self.tools)
@@ -145,18 +147,29 @@ class EnvironmentSpec:
         if self.path:
             found = object_at(self.path, "environment")
             if inspect.isfunction(found) and "row" in inspect.signature(found).parameters:
-                return self._agent(found)
+                return self._agent(found, parser)
             cls = _class_of(found, self.path, kwargs)
         if cls is not None and issubclass(cls, Adapter):
             functions += cls.tools
             kwargs = {}
-        loaded = Loaded(cls, kwargs, functions)
+        loaded = Loaded(cls, kwargs, functions, parser)
         names = [tool.name for tool in loaded.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"tools: two are called {twice[0]!r}. Rename one.")
         return loaded
 
-    def _agent(self, function: Callable[..., Any]) -> Loaded:
+    def _parser(self) -> Parser:
+        if {*self.call_parser} <= {*FORMS}:
+            return partial(parse, forms=self.call_parser)
+        path = self.call_parser[0]
+        if ":" not in path:
+            raise ConfigError(
+                f"environment.call_parser={path}: give FILE.py:FUNCTION, or one of "
+                f"{', '.join(FORMS)}.{nearest(path, FORMS)}"
+            )
+        return of_user(object_at(path, "environment.call_parser"))
+
+    def _agent(self, function: Callable[..., Any], parser: Parser) -> Loaded:
         from workers.agents.gateway import check_agent
 
         if self.tools:
@@ -165,7 +178,7 @@ class EnvironmentSpec:
                 "Leave tools=[...] out."
             )
         check_agent(function, self.kwargs, self.path)
-        return Loaded(None, dict(self.kwargs), [], function)
+        return Loaded(None, dict(self.kwargs), [], parser, function)
 
 
 @dataclass(frozen=True)
@@ -175,6 +188,7 @@ class Loaded:
     cls: type | None
     kwargs: Mapping[str, Any]
     functions: Sequence[Tool]
+    parse: Parser = parse
     agent: Callable[..., Any] | None = None
     """A function in the place of the class."""
 
@@ -184,7 +198,7 @@ class Loaded:
             return Episode(self, seeds)
         from workers.agents.gateway import AgentEpisode
 
-        return AgentEpisode(self.agent, self.kwargs, seeds)
+        return AgentEpisode(self.agent, self.kwargs, seeds, self.parse)
 
     @cached_property
     def tools(self) -> list[Tool]:
@@ -385,7 +399,7 @@ class Episode:
 
     def step(self, text: str) -> dict[str, Any]:
         """What is observed after this text: messages, the reward of the text, and if it ends."""
-        calls = calls_in(text) if self._tools else []
+        calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:
             answers = [answer_call(call, self._tools) for call in calls]
             messages = [
@@ -394,6 +408,11 @@ class Episode:
             ]
             errors = sum(failed for _, failed in answers)
             return {"messages": messages, "reward": 0.0, "calls": len(calls), "errors": errors}
+        found = call_like(text) if self._tools else ""
+        return self._answer(text) | ({"call_like": found} if found else {})
+
+    def _answer(self, text: str) -> dict[str, Any]:
+        """The answer to a text that calls no tool."""
         if not self._loaded.has_step:
             return {"end": True, "reward": _finite(self._final_reward())}
         answer = waited(self._env.step(text))

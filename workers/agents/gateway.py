@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from verl_like.errors import ConfigError
-from workers.agents.calls import FORMS, Call, calls_in
+from workers.agents.calls import Call, Parser, call_like, parse
 from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, fits, waited, words_of
 
@@ -124,16 +124,20 @@ class AgentEpisode:
     """One trajectory of an agent: what it asks is what the policy observes."""
 
     def __init__(
-        self, agent: Callable[..., Any], kwargs: Mapping[str, Any], seeds: tuple[int, int]
+        self,
+        agent: Callable[..., Any],
+        kwargs: Mapping[str, Any],
+        seeds: tuple[int, int],
+        parser: Parser = parse,
     ) -> None:
         """`seeds`: one for the samples of a prompt, one of this sample alone."""
-        self._agent, self._kwargs = agent, kwargs
+        self._agent, self._kwargs, self._parser = agent, kwargs, parser
         self._rng = np.random.default_rng(seeds[0])
         seed_globals(seeds[1])
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the agent; its first request, or its end."""
-        self._session = session = Session()
+        self._session = session = Session(self._parser)
         server = endpoint()
         server.session = session
         url = f"http://127.0.0.1:{server.server_port}/{session.name}/v1"
@@ -180,15 +184,18 @@ class Request:
 class Session:
     """The requests of one trajectory, one after the other, and what was answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, parser: Parser = parse) -> None:
         self.name = secrets.token_hex(8)
+        self._parser = parser
         self._lock = threading.Lock()
         self._is_asking = self._is_over = self._is_cut = False
         self._events: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._history: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] = []
-        self._num_turns = self._num_calls = 0
+        self._num_turns = 0
+        self._calls: dict[str, Any] = {}
+        """What the next event says of the calls in the last answer."""
         self._last: tuple[Request, Future[tuple[str, dict[str, Any]]]] | None = None
 
     def next(self) -> dict[str, Any]:
@@ -247,8 +254,11 @@ class Session:
             self._tools = asked.tools
             self._history = []
             if asked.is_chat:
-                answer["message"] = _message(answer["text"], asked.tools, turn)
-                self._num_calls = len(answer["message"].get("tool_calls", ()))
+                message = answer["message"] = self._message(answer["text"], asked.tools, turn)
+                if asked.tools and "tool_calls" not in message:
+                    self._calls = {"call_like": call_like(answer["text"])}
+                else:
+                    self._calls = {"calls": len(message.get("tool_calls", ()))}
                 self._history = [*asked.messages, _read_message(answer["message"], [])]
         finally:
             self._is_asking = False
@@ -267,7 +277,7 @@ class Session:
             "sampling": asked.sampling,
         }
         messages = asked.messages[read:] if extends else asked.messages
-        return {"messages": messages, "reward": 0.0, "request": request, **self._calls()}
+        return {"messages": messages, "reward": 0.0, "request": request, **self._told_calls()}
 
     def end(self, found: Any) -> None:
         """The agent has returned this."""
@@ -283,12 +293,29 @@ class Session:
             raise RuntimeError("the agent ended, and had asked the policy for nothing")
         self._is_over = True
         end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
-        self._events.put(end | self._calls())
+        self._events.put(end | self._told_calls())
 
-    def _calls(self) -> dict[str, int]:
-        """How many tools the last answer called, told once."""
-        calls, self._num_calls = self._num_calls, 0
-        return {"calls": calls} if calls else {}
+    def _told_calls(self) -> dict[str, Any]:
+        calls, self._calls = self._calls, {}
+        return {name: value for name, value in calls.items() if value}
+
+    def _message(self, text: str, tools: Sequence[Mapping[str, Any]], turn: int) -> dict[str, Any]:
+        """The sampled text as a message; text with a call that has a problem stays text."""
+        calls, rest = self._parser(text) if tools else ([], text)
+        if not calls or any(call.problem for call in calls):
+            return {"role": "assistant", "content": text}
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
+        }
+        written = [
+            {
+                "id": f"call_{turn}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, schemas)},
+            }
+            for number, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": rest or None, "tool_calls": written}
 
     def fail(self, error: BaseException) -> None:
         """The agent has raised this; one that gets no more turns may do so, without a reward."""
@@ -318,25 +345,6 @@ def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         )
         for one in messages
     ]
-
-
-def _message(text: str, tools: Sequence[Mapping[str, Any]], turn: int) -> dict[str, Any]:
-    """What was drawn, as a message; text that is no whole call stays text."""
-    calls = calls_in(text) if tools else []
-    if not calls or any(call.problem for call in calls):
-        return {"role": "assistant", "content": text}
-    found = [match.start() for form in FORMS if (match := form.search(text))]
-    before = text[: min(found, default=0)].strip()
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
-    written = [
-        {
-            "id": f"call_{turn}_{number}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": _arguments(call, schemas)},
-        }
-        for number, call in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": before or None, "tool_calls": written}
 
 
 def _arguments(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str:

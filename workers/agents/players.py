@@ -12,6 +12,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.process.sandbox import Sandbox
+from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
@@ -41,11 +42,16 @@ PROCESSES = 4
 """Processes per environment that a sandbox allows."""
 
 
-def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
-    """The configured environments, with processes for `MOST_OPEN` of them."""
+def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec:
+    """The configured environments, with processes for `MOST_OPEN` of them.
+
+    The tokenizer's chat template chooses how calls of tools are parsed, unless a key does.
+    """
+    template = str(getattr(tokenizer, "chat_template", ""))
+    call_parser = [config.call_parser] if config.call_parser else forms_of(template)
     sandbox = Sandbox.of(config.sandbox)
     sandbox = replace(sandbox, processes=max(sandbox.processes, PROCESSES * MOST_OPEN))
-    return EnvironmentSpec(config.path, config.kwargs, config.tools, sandbox)
+    return EnvironmentSpec(config.path, config.kwargs, config.tools, sandbox, call_parser)
 
 
 class Players:
@@ -63,7 +69,7 @@ class Players:
 
     @cached_property
     def _host(self) -> EnvironmentHost:
-        return EnvironmentHost(spec_of(self._config), self._config.step_s)
+        return EnvironmentHost(spec_of(self._config, self._tokenizer), self._config.step_s)
 
     @property
     def num_running(self) -> int:

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import ConfigError
+from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
 from workers.agents.gateway import Refused
 from workers.agents.host import BROKEN, EnvironmentHost
 from workers.agents.recorded import RecordedHost
 from workers.agents.requests import TOO_LONG, check_sampling, ids_to_read
+from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import CUT_BY_LENGTH, KeptStates, Sample
 
@@ -181,6 +183,13 @@ class Trajectory:
         """The environment has answered: a first observation, the next one, or the end."""
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
+        if found := answer.get("call_like"):
+            forms = ", ".join(forms_of(str(setting.chat.template))) or "any that is known"
+            warn_once(
+                f"environment: a text with {found!r:.80} looks like a call of a tool. It has not "
+                f"the form of the chat template ({forms}), so it counts as an answer. Set "
+                "environment.call_parser if it is a call."
+            )
         if "request" in answer:
             self._on_request(answer, setting)
             return

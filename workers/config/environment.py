@@ -34,6 +34,10 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the class or function."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
     """Functions that the policy may call; `tools=[...]` for short."""
+    call_parser: str | None = key(
+        None, allows="the name of a form, or FILE.py:FUNCTION", read_when=PLAYS
+    )
+    """How calls of tools are parsed; null: as the chat template writes them."""
     max_turns: int = key(8, above=0, read_when=PLAYS)
     """Turns of the policy, after which a trajectory ends."""
     max_tokens_per_turn: int | None = key(

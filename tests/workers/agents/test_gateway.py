@@ -311,11 +311,11 @@ def test_calls_of_tools_are_parsed_and_their_results_go_on(
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     call += "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"
     event, found = answered(
-        f"I add.{call}", lambda: create(model="any", messages=messages, tools=[ADD])
+        f"I add.{call} Then I wait.", lambda: create(model="any", messages=messages, tools=[ADD])
     )
     assert event["request"]["tools"] == [ADD]
     (choice,) = found.choices
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add. Then I wait.")
     arguments = [json.loads(one.function.arguments) for one in choice.message.tool_calls]
     assert arguments == [{"a": 1, "b": 2}, {"a": 1}]
 

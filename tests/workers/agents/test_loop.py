@@ -20,6 +20,7 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
+from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
@@ -327,6 +328,23 @@ def test_one_whose_process_ends_while_it_is_drawn_is_begun_anew(
     (one,) = loop.play([start], SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 1)
     assert (one.attempts, one.ended, one.num_turns) == (2, "terminated", 1)
     assert engine.num_running == 0
+
+
+def test_a_text_like_a_call_in_another_form_is_noted_once(
+    model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    stops = (tokenizer.eos_token_id,)
+    engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
+    answers = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
+    loop = TurnLoop(engine, RecordedHost([]), chat, EnvironmentConfig(), tokenizer.decode)
+    starts = [
+        Start("a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}")
+        for number in range(3)
+    ]
+    loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 3)
+    (notice,) = [record.message for record in caplog.records if "odd_tool" in record.message]
+    assert "looks like a call" in notice
+    assert "environment.call_parser" in notice
 
 
 def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.workers.agents import games
 from verl_like.errors import ConfigError
-from workers.agents.calls import calls_in
+from workers.agents.calls import FORMS, call_like, forms_of, parse
 from workers.agents.environment import EnvironmentSpec, Episode
 from workers.agents.tools import Tool, answer_call
 
@@ -20,7 +20,7 @@ HERE = "tests.workers.agents.games"
 
 
 def answers(text: str) -> list[tuple[str, bool]]:
-    return [answer_call(call, TOOLS) for call in calls_in(text)]
+    return [answer_call(call, TOOLS) for call in parse(text)[0]]
 
 
 def test_a_typed_function_with_a_docstring_is_a_tool() -> None:
@@ -130,14 +130,14 @@ def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
         ),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are [1], not an object"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are no JSON"),
-        ("<tool_call>add(1)</tool_call>", "the call is no JSON"),
+        ("<tool_call>add(1)</tool_call>", "the call is no Python: a call is name(argument=value"),
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
         ("<tool_call><function=add><parameter=a>x</parameter>", "a='x' is no integer"),
         ("<tool_call>ad</tool_call>", "no tool 'ad'"),
         ("<tool_call>add</tool_call>", "add needs the argument 'a'"),
-        ("[TOOL_CALLS]add(1)", "the calls are no JSON"),
+        ("[TOOL_CALLS]{1", "the call is no JSON"),
         ('[TOOL_CALLS]add[ARGS]{"a"', "its arguments are no JSON"),
-        ("<｜tool▁call▁begin｜>add", "its arguments are no JSON"),
+        ("<｜tool▁call▁begin｜>add{", "its arguments are no JSON"),
         ('{"name": "divide", "arguments": {"a": 1, "b": 0}}', "ZeroDivisionError"),
     ],
 )
@@ -165,13 +165,121 @@ def test_texts_for_arguments_become_what_the_schema_says() -> None:
     tool = Tool.of(note, "t")
     given = {"text": "1", "number": "2", "several": "[3]", "either": "null", "any_": "4"}
     inner = "".join(f"<parameter={name}>\n{one}\n</parameter>" for name, one in given.items())
-    (call,) = calls_in(f"<tool_call>\n<function=note>\n{inner}\n</function>\n</tool_call>")
+    ((call,), _) = parse(f"<tool_call>\n<function=note>\n{inner}\n</function>\n</tool_call>")
     assert answer_call(call, {"note": tool}) == ("('1', 2, [3], None, '4')", False)
 
 
-@pytest.mark.parametrize("text", ["5", "", "{", '{"a": 1}', "[1]", '{"name": 3}'])
+@pytest.mark.parametrize(
+    "text", ["5", "", "{", '{"a": 1}', "[1]", '{"name": 3}', '[{"name": "Bob"}]', "[f(x)]", "[]"]
+)
 def test_an_answer_that_is_no_call_is_an_answer(text: str) -> None:
-    assert calls_in(text) == []
+    assert parse(text) == ([], text)
+
+
+A_AND_B = '{"a": 2, "b": 3}'
+WRITTEN = {
+    "kimi": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+    f"<|tool_call_argument_begin|>{A_AND_B}<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    f"{A_AND_B}<|call|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
+    '<parameter name="b">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "gemma": "<|tool_call>call:add{a:2,b:3}<tool_call|>",
+    "function_gemma": "<start_function_call>call:add{a:2,b:3}<end_function_call>",
+    "olmo": "<function_calls>\nadd(a=2, b=3)\n</function_calls>",
+    "cohere": '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "add", '
+    f'"parameters": {A_AND_B}}}\n]<|END_ACTION|>',
+    "lfm2": "<|tool_call_start|>[add(a=2, b=3)]<|tool_call_end|>",
+    "granite": f'<|tool_call|>[{{"name": "add", "arguments": {A_AND_B}}}]',
+    "granite 3.1": f'<tool_call>[{{"name": "add", "arguments": {A_AND_B}}}]',
+    "phi4": f'functools[{{"name": "add", "arguments": {A_AND_B}}}]',
+    "phi4 mini": f'<|tool_call|>[{{"name": "add", "arguments": {A_AND_B}}}]<|/tool_call|>',
+    "xlam": f'```json\n[{{"name": "add", "arguments": {A_AND_B}}}]\n```',
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "add", "parameters": {A_AND_B}}}'
+    "<|action_end|>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n'
+    '<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="b" string="false">3</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "llama 3, a list": f'[{{"name": "add", "parameters": {A_AND_B}}}]',
+    "llama 4": "[add(a=2, b=3)]",
+    "llama 4, its tokens": "<|python_start|>[add(a=2, b=3)]<|python_end|>",
+}
+
+
+@pytest.mark.parametrize("model", WRITTEN)
+def test_a_call_is_read_in_the_form_of_every_model(model: str) -> None:
+    text = WRITTEN[model]
+    assert answers(text) == [("5", False)]
+    if model in FORMS:  # among others, and with text next to it
+        assert forms_of(text) == [model]
+        calls, rest = parse(f"before {text} after", forms_of(text))
+        assert (answer_call(calls[0], TOOLS), rest.split()[0]) == (("5", False), "before")
+        assert rest.split()[-1] == "after" or model == "granite"
+
+
+def test_two_calls_of_a_form_are_two() -> None:
+    for model in ("kimi", "minimax", "gemma", "olmo", "cohere", "lfm2", "deepseek_v32"):
+        assert answers(WRITTEN[model] * 2) == [("5", False)] * 2, model
+    call = '{"name": "add", "parameters": {"a": 2}}'
+    for text in (f"{call}; {call}", f"[{call}, {call}]", "[add(a=2), add(a=2)]"):
+        assert answers(text) == [("3", False)] * 2
+    assert answers("<function_calls>add(a=2)\nadd(a=2)</function_calls>") == [("3", False)] * 2
+
+
+def test_values_of_forms_that_are_no_json_are_read() -> None:
+    values = {"text": "x, k:{y: ", "nested": {"c": [1, "z"], "d": True}, "none": None}
+    gemma = 'f{text:<|"|>x, k:{y: <|"|>,nested:{c:[1,<|"|>z<|"|>],d:true},none:null}'
+    ((call,), _) = parse(f"<|tool_call>call:{gemma}<tool_call|>")
+    assert call.arguments == values
+    ((call,), _) = parse("[f(text='x, k:{y: ', nested={'c': [1, 'z'], 'd': true}, none=null)]")
+    assert call.arguments == values
+
+
+@pytest.mark.parametrize("closed", ["</parameter>", "</arg_value>"])
+def test_a_closing_tag_in_an_argument_does_not_end_it(closed: str) -> None:
+    opening = ("<function=f><parameter=a>", "<parameter=b>")
+    if closed == "</arg_value>":
+        opening = ("f<arg_key>a</arg_key><arg_value>", "<arg_key>b</arg_key><arg_value>")
+    text = f"{opening[0]}a {closed} b{closed}\n{opening[1]}c{closed}"
+    ((call,), _) = parse(f"<tool_call>{text}</tool_call>")
+    assert call.arguments == {"a": f"a {closed} b", "b": "c"}
+
+
+def test_nothing_is_called_in_reasoning() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    assert answers(f"<think>{call}</think>") == answers(f"{call}</think>done") == []
+    assert answers(f"<think>{call}") == answers(f"[THINK]{call}[/THINK]") == []
+    assert answers(f"<think>{call}</think>{call}") == [("3", False)]
+    analysis = '<|channel|>analysis<|message|> to=functions.add {"a": 1}<|end|><|start|>assistant'
+    assert answers(f"{analysis}{WRITTEN['harmony']}") == [("5", False)]
+
+
+def test_the_chat_template_chooses_the_form() -> None:
+    hermes = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    both = f"{hermes}{WRITTEN['kimi']}"
+    assert [call.arguments for call in parse(both, ["kimi"])[0]] == [{"a": 2, "b": 3}]
+    assert [call.arguments for call in parse(both, ["hermes"])[0]] == [{"a": 2}]
+    assert parse(hermes, ["kimi"]) == ([], hermes)
+    assert call_like(hermes) == "<tool_call"
+    assert call_like("<seed:tool_call><f>") == "<seed:tool_call"
+    assert not call_like("I call <b>it</b>")
+
+
+def test_a_users_parser_reads_the_calls(tmp_path: Any) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def calls(text):\n"
+        "    names = [line[1:] for line in text.splitlines() if line.startswith('!')]\n"
+        "    return [{'name': name, 'arguments': {'a': 1}} for name in names]\n"
+    )
+    spec = EnvironmentSpec(tools=[f"{HERE}:add"], call_parser=[f"{file}:calls"])
+    episode = Episode(spec.load(), (0, 1))
+    episode.reset({})
+    assert episode.step("!add\n!ad")["errors"] == 1
+    assert episode.step('<tool_call>{"name": "add"}</tool_call>')["call_like"] == "<tool_call"
+    with pytest.raises(ConfigError, match="call_parser=hermess: .* Did you mean 'hermes'"):
+        EnvironmentSpec(call_parser=["hermess"]).load()
 
 
 def test_no_text_raises() -> None:
@@ -179,6 +287,24 @@ def test_no_text_raises() -> None:
     parts += ["</tool_call>", "\ud800", "\\u0000", ",", "null", "[" * 3000, "\n", "true", "1e999"]
     parts += ["[TOOL_CALLS]", "[ARGS]", "add", "<function=add>", "<parameter=a>", "</parameter>"]
     parts += ["<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>"]
+    parts += [
+        "<think>",
+        "</think>",
+        "<function_calls>",
+        "add(",
+        "a=1",
+        ")",
+        "\x00",
+        "<|tool_call>call:",
+    ]
+    parts += [
+        '<|"|>',
+        "<invoke",
+        ' name="add">',
+        "<|tool_call_begin|>functions.add:0",
+        ";",
+        "```json",
+    ]
     parts += ["<｜tool▁sep｜>", "\n```json\n", "\n```", "NaN", "<｜tool▁call▁end｜>", "</function>"]
     chance = random.Random(0)
     for _ in range(4000):
@@ -201,10 +327,19 @@ def test_any_ids_are_a_call_or_a_text() -> None:
 
 def test_a_text_of_many_openings_is_read_in_its_length() -> None:
     """No pattern goes back over what it has read, again and again."""
-    for opening in ("<parameter=a>", "<arg_key>", "\n```json\n", "[CALL_ID]", "a", "{"):
-        for start in ("<tool_call><function=f>", "<tool_call>f<arg_key>", "[TOOL_CALLS]f"):
+    openings = ("<parameter=a>", "<parameter=", "<arg_key>", "\n```json\n", "[CALL_ID]", "a", "{")
+    openings += ("<think>", "<tool_call>", '<|"|>', " ", "<", "\nf(a=1)", '{"a":1};', "(")
+    starts = (
+        "<tool_call><function=f>",
+        "<tool_call>f<arg_key>",
+        "[TOOL_CALLS]f",
+        "<|tool_call>call:",
+    )
+    for opening in openings:
+        for start in (*starts, "", "[f("):
             began = time.monotonic()
-            calls_in(start + opening * 5000)
+            parse(start + opening * 5000)
+            call_like(start + opening * 5000)
             assert time.monotonic() - began < 2
 
 
