@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from verl_like.errors import ConfigError
+from workers.agents.calls import FORMS, forms_of, parse
 
 SAID = "\u241f"
 """Stands for a drawn turn where the template is asked what surrounds one."""
@@ -41,7 +43,8 @@ class TurnRenderer:
                 "which says what stands around a turn. Add chat_template.jinja to the model folder."
             )
         self._by_tools: dict[str, TurnRenderer] = {}
-        self._known_to_be_written: set[tuple[str, ...]] = set()
+        self._is_behind_calls: dict[tuple[str, ...], bool] = {}
+        """Roles of observations -> whether they are written only behind calls of tools."""
         self._tail = self._after_a_turn()
         self.between(None, [{"role": "user", "content": "a"}])
         if self._tools:
@@ -99,9 +102,15 @@ class TurnRenderer:
     def turn(
         self, drawn: Sequence[int], last: int | None, observations: Sequence[Message]
     ) -> list[Message]:
-        """A drawn turn and what was observed then, as messages for `rewritten`."""
+        """A sampled turn and the observations after it, as messages for `rewritten`."""
         said = self._tokenizer.decode(drawn if last is None else drawn[:-1])
-        return [{"role": "assistant", "content": said}, *self.safe(observations)]
+        observations = self.safe(observations)
+        calls, rest = parse(said, forms_of(self.template))
+        if not calls or not self._are_behind_calls(observations):
+            return [{"role": "assistant", "content": said}, *observations]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        turn, *observations = _with_calls(observations, functions)
+        return [{**turn, "content": rest, "said": said}, *observations]
 
     def rewritten(
         self, read: Sequence[Message], turn: Sequence[Message], last: int | None
@@ -109,49 +118,80 @@ class TurnRenderer:
         """The chat with one more turn as a text, where the template does not only append it."""
         said, *observations = turn
         stop = "" if last is None else self._stops.get(last, "")
-        appended = said["content"] + stop + self._between(last, observations)
-        whole = self._written([*read, *turn], begins=True)
-        if whole == self._written(read, begins=True) + appended:
+        appended = said.get("said", said["content"]) + stop + self._between(last, observations)
+        whole, before = self._written([*read, *turn], begins=True), self._written(read, begins=True)
+        if whole == before + appended:
             return None
+        self._check_inside(observations, whole[len(commonprefix([whole, before])) :])
         return whole
 
     def _between(self, last: int | None, observations: Sequence[Message]) -> str:
-        self._check_written(observations)
-        rest = self._after_plain_turn(observations)
+        behind_calls = self._are_behind_calls(observations)
+        rest = self._after_turn(observations, behind_calls)
+        self._check_inside(observations, rest)
         stop = "" if last is None else self._stops.get(last, "")
-        if stop and self._tail.startswith(stop) and not rest.startswith(stop):
+        if stop and self._tail.startswith(stop) and not rest.startswith(stop) and not behind_calls:
             # an older turn ends with another token than the last one: the drawn one stands for it
             stop = next((token for token in self._special if rest.startswith(token)), "")
         return rest.removeprefix(stop)
 
-    def _check_written(self, observations: Sequence[Message]) -> None:
-        """Reject a template that drops messages of these roles behind a plain turn.
+    def _are_behind_calls(self, observations: Sequence[Message]) -> bool:
+        """Whether messages of these roles are written only behind a turn that calls tools.
 
-        Some write a tool's answer only behind a message that has `tool_calls`.
+        So do templates that write a tool's answer as a part of the turn. A template that writes
+        them behind no turn is an error.
         """
         roles = tuple(str(message["role"]) for message in observations)
-        if roles in self._known_to_be_written:
-            return
-        probes = [f"observation {number}." for number in range(len(roles))]
-        rest = self._after_plain_turn(
-            [
-                {**message, "content": probe}
-                for message, probe in zip(observations, probes, strict=True)
-            ]
-        )
-        for message, probe in zip(observations, probes, strict=True):
-            if probe not in rest and not message.get("tool_calls"):
+        if roles in self._is_behind_calls:
+            return self._is_behind_calls[roles]
+        probes = [
+            {**message, "content": f"observation {number}."}
+            for number, message in enumerate(observations)
+        ]
+        problems = []
+        for behind_calls in (False, True) if "tool" in roles else (False,):
+            try:
+                self._check_inside(probes, self._after_turn(probes, behind_calls))
+            except ConfigError as error:
+                problems.append(error)
+            else:
+                self._is_behind_calls[roles] = behind_calls
+                return behind_calls
+        raise problems[-1]
+
+    def _check_inside(self, observations: Sequence[Message], text: str) -> None:
+        """Reject a delta in which an observation is missing, as it is or as JSON."""
+        for message in observations:
+            content = str(message["content"]).strip()
+            forms = content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (0, 1))
+            if not any(form in text for form in forms) and not message.get("tool_calls"):
                 way_out = ", or an environment without tools" * (message["role"] == "tool")
                 raise ConfigError(
                     f"environment: the chat template of {self._tokenizer.name_or_path} leaves out "
-                    f"what a message of the role {message['role']!r} says behind a plain turn of "
-                    "the assistant, so it would be missing from the sample. Take a template that "
-                    f"writes it (chat_template.jinja in the model folder){way_out}."
+                    f"what a message of the role {message['role']!r} says, so it would be missing "
+                    f"from the sample: {content!r:.80}. Take a template that writes it "
+                    f"(chat_template.jinja in the model folder){way_out}."
                 )
-        self._known_to_be_written.add(roles)
 
-    def _after_plain_turn(self, observations: Sequence[Message]) -> str:
-        whole = self._written([*self._asked(), *observations], begins=True)
+    def _after_turn(self, observations: Sequence[Message], behind_calls: bool) -> str:
+        """The text that the template writes after a turn, its end included."""
+        asked, turn = self._asked()
+        if behind_calls:
+            turn, *observations = _with_calls(observations)
+            silent = {**turn, "content": ""}
+            prompt = self._written([asked], begins=True)
+            before = self._written([asked, silent], begins=False)
+            whole = self._written([asked, silent, *observations], begins=True)
+            begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, whole]))
+            closings = [form.closing for form in FORMS.values() if form.closing]
+            ends = [
+                place + (len(closing) if closing not in self._stops.values() else 0)
+                for closing in closings
+                if (place := whole.rfind(closing, begin, end)) >= 0
+            ]
+            if ends:
+                return whole[max(ends) :]
+        whole = self._written([asked, turn, *observations], begins=True)
         _, said, rest = whole.partition(SAID)
         if not said:
             raise ConfigError(
@@ -227,6 +267,31 @@ class TurnRenderer:
 
     def _ids(self, text: str) -> list[int]:
         return self.ids_of([text])[0]
+
+
+def _with_calls(
+    observations: Sequence[Message], functions: Sequence[Mapping[str, Any]] | None = None
+) -> list[Message]:
+    """A turn that calls the tools whose answers are among these, and the observations.
+
+    Without `functions`, the tools are called by their names with no arguments.
+    """
+    answers = [message for message in observations if message["role"] == "tool"]
+    if functions is None:
+        functions = [{"name": answer.get("name", "tool"), "arguments": {}} for answer in answers]
+    ids = [f"call{number:05}" for number in range(max(len(functions), len(answers)))]
+    calls = [
+        {"id": number, "type": "function", "function": function}
+        for number, function in zip(ids, functions, strict=False)
+    ]
+    numbers = iter(ids)
+    return [
+        {"role": "assistant", "content": SAID, "tool_calls": calls},
+        *(
+            {**message, "tool_call_id": next(numbers)} if message["role"] == "tool" else message
+            for message in observations
+        ),
+    ]
 
 
 def with_observation(prompt: Any, text: str | None) -> list[Message]:

@@ -113,9 +113,58 @@ SHAPES = {
 }
 
 
+BEHIND_CALLS = {
+    # a tool's answer is a part of the turn that called the tool
+    "gemma4": Shape(
+        "{{ '<|tool>' + tools|tojson + '<tool|>' if tools else '' }}"
+        "{% for m in messages if m.role != 'tool' %}{{ '<|turn>' + m.role + '\n' }}"
+        "{% for c in m.tool_calls or [] %}{{ '<|tool_call>call:' + c.function.name + '{' }}"
+        "{% for key, value in c.function.arguments.items() %}{{ key }}:{{ value }}{% endfor %}"
+        "{{ '}<tool_call|>' }}{% endfor %}{% set answers = namespace(n=0) %}{% if m.tool_calls %}"
+        "{% for t in messages[messages.index(m) + 1:] if t.role == 'tool' %}"
+        "{% set answers.n = loop.length %}{{ '<|tool_response>response:' + t.name + '{value:' }}"
+        "{{ '<|\"|>' + t.content + '<|\"|>}<tool_response|>' }}{% endfor %}{% endif %}"
+        "{{ m.content }}{% if m.tool_calls and not answers.n %}{{ '<|tool_response>' }}"
+        "{% elif not answers.n %}{{ '<turn|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
+        "{% endif %}",
+        (
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            "<tool_response|>",
+            '<|"|>',
+            "<turn|>",
+        ),
+        ("<|tool_response>", "<turn|>"),
+        "<|tool_call>call:add{a:1}<tool_call|>",
+        rewrites=False,
+        between='response:add{value:<|"|>no<|"|>}<tool_response|>',
+    ),
+    "gptoss": Shape(
+        "{{ '<|start|>developer<|message|>' + tools|tojson + '<|end|>' if tools else '' }}"
+        "{% set call = namespace(name='') %}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if not call.name %}" + RAISES + "{% endif %}{{ '<|start|>functions.' + call.name }}"
+        "{{ ' to=assistant<|channel|>commentary<|message|>' + m.content|tojson + '<|end|>' }}"
+        "{% elif m.tool_calls %}{% set call.name = m.tool_calls[0].function.name %}"
+        "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json' }}"
+        "{{ '<|message|>' + m.tool_calls[0].function.arguments|tojson + '<|call|>' }}{% else %}"
+        "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
+        ("<|call|>", "<|end|>"),
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}',
+        rewrites=False,
+        between="<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
+        '"no"<|end|><|start|>assistant',
+    ),
+}
+"""Templates that write a tool's answer only behind a message that has `tool_calls`."""
+
+
 def tokenizer_of(shape: Shape) -> Any:
     """A tokenizer of characters with the template and its special tokens."""
-    tokenizer = make_tokenizer([*CHARACTERS, *'"{}:_[]<>/|IGMANSTK\u200b'])
+    tokenizer = make_tokenizer([*CHARACTERS, *'"{}:_[]<>/|IGMANSTK=\u200b'])
     tokenizer.add_tokens([AddedToken(text, special=True) for text in shape.special])
     tokenizer.chat_template = shape.template
     return tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.agents.templates import SHAPES, Shape, tokenizer_of
+from tests.workers.agents.templates import BEHIND_CALLS, SHAPES, Shape, tokenizer_of
 from trainer.cli.make_tiny import CHARACTERS, CHAT_TEMPLATE, make_tokenizer
 from verl_like.errors import ConfigError
 from workers.agents.chat import TurnRenderer, with_observation
@@ -29,11 +29,14 @@ DROPS = CHATML.replace(
 """Leaves out older turns."""
 TRIMS = CHATML.replace("{{ m.content }}", "{{ 'x' if m.role == 'assistant' else m.content }}")
 REFUSES = CHATML.replace("{% for m in messages %}", "{% for m in messages %}{{ m.nowhere.x }}")
-BEHIND_CALLS = CHATML.replace(
+ONLY_BEHIND_CALLS = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages if m.role != 'tool' or messages[messages.index(m) - 1].tool_calls %}",
 )
-"""Writes a tool's answer only behind a message that has `tool_calls`, as Gemma 4's does."""
+"""Writes a tool's answer only behind a message that has `tool_calls`, in no form that is known."""
+WITHOUT_ANSWERS = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
+)
 TOOL = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {}}}
 SAID = "a guess"
 
@@ -184,7 +187,7 @@ def test_a_special_token_in_a_tools_name_or_call_is_a_text() -> None:
         (DROPS, [], "leaves out what the assistant said once another turn follows"),
         (TRIMS, [], "does not write what the assistant said as it was said"),
         (REFUSES, [], "refuses a chat with the roles user, assistant"),
-        (BEHIND_CALLS, [TOOL], "leaves out what a message of the role 'tool' says behind a plain"),
+        (WITHOUT_ANSWERS, [TOOL], "leaves out what a message of the role 'tool' says, so it would"),
         (CHAT_TEMPLATE, [TOOL], "does not write tools into the prompt.*'add'"),
     ],
 )
@@ -198,15 +201,67 @@ def test_a_template_that_cannot_take_turns_is_refused(
 
 def test_an_observation_that_the_template_drops_is_rejected_when_it_comes() -> None:
     """Without tools only the environment knows that it observes tool messages."""
-    tokenizer = tokenizer_with(BEHIND_CALLS)
+    tokenizer = tokenizer_with(WITHOUT_ANSWERS)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
     user, tool = ({"role": role, "content": "no"} for role in ("user", "tool"))
     chat.between(None, [user])
     for observations in ([tool], [user, tool]):
-        with pytest.raises(ConfigError, match="so it would be missing from the sample"):
+        with pytest.raises(ConfigError, match="role 'tool' says, so it would be missing from the"):
             chat.between(None, observations)
         with pytest.raises(ConfigError, match="role 'tool'"):
             chat.rewritten([user], chat.turn([], None, observations), None)
+
+
+def test_every_delta_has_its_observation() -> None:
+    """A template may drop a text that another text of the same role is not."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content if m.content != 'no' }}")
+    tokenizer = tokenizer_with(template)
+    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
+    chat.between(None, [{"role": "user", "content": "yes"}])
+    with pytest.raises(ConfigError, match="missing from the sample: 'no'"):
+        chat.between(None, [{"role": "user", "content": "no"}])
+
+
+@pytest.fixture(params=BEHIND_CALLS)
+def answering(request: pytest.FixtureRequest) -> Shape:
+    return BEHIND_CALLS[request.param]
+
+
+def test_a_tools_answer_is_in_the_row_where_only_a_call_brings_it(answering: Shape) -> None:
+    tokenizer = tokenizer_of(answering)
+    stop, other = tokenizer.convert_tokens_to_ids(list(answering.stops))
+    chat = TurnRenderer(tokenizer, [TOOL], [stop, other])
+    answer = {"role": "tool", "name": "add", "content": "no"}
+    assert chat.text_between(stop, [answer]) == answering.between
+    for last in (None, other):  # a turn that ended in another way gets the end of a call
+        assert chat.text_between(last, [answer]) == answering.stops[0] + answering.between
+    assert chat.text_between(stop, [answer, answer]).count("no") == 2
+
+
+def test_a_row_of_calls_has_the_ids_of_the_whole_chat(answering: Shape) -> None:
+    """With the history as it was sampled, and as the template writes it."""
+    tokenizer = tokenizer_of(answering)
+    stops = tokenizer.convert_tokens_to_ids(list(answering.stops))
+    chat = TurnRenderer(tokenizer, [TOOL], stops)
+    drawn = [*tokenizer(answering.says, add_special_tokens=False)["input_ids"], stops[0]]
+    messages: list[Any] = [{"role": "user", "content": "guess"}]
+    row = chat.prompt(messages)
+    observed = [{"role": "tool", "name": "add", "content": "no"}]
+    turn = chat.turn(drawn, stops[0], observed)
+    assert chat.rewritten(messages, turn, stops[0]) is None
+    row += drawn + chat.between(stops[0], observed)
+    call = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"id": "call00000", "type": "function", "function": call}]
+    messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *observed]
+    assert row == whole(tokenizer, messages, [TOOL])
+
+
+def test_a_template_of_no_known_form_brings_an_answer_behind_a_call() -> None:
+    tokenizer = tokenizer_with(ONLY_BEHIND_CALLS)
+    chat = TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
+    answer = {"role": "tool", "name": "add", "content": "no"}
+    text = chat.text_between(tokenizer.eos_token_id, [answer])
+    assert text == "\n<user>tool: no<eos>\n<assistant>"
 
 
 @pytest.mark.parametrize(
