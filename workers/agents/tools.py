@@ -1,7 +1,12 @@
 """Tools: a typed function's schema, and the answers to calls of it.
 
     def add(a: int, b: int) -> int:
-        "The sum of two numbers."
+        '''The sum of two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        '''
         return a + b
 
 What is wrong with a call (`workers.agents.calls`) is answered as text.
@@ -12,9 +17,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
@@ -44,23 +51,25 @@ class Tool:
         where = key or f"environment: {getattr(function, '__name__', function)}"
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"{where} is no function.")
-        description = inspect.getdoc(function)
-        if not description:
+        docstring = inspect.getdoc(function)
+        if not docstring:
             raise ConfigError(f"{where} has no docstring, which tells the policy what it does.")
-        hints = typing.get_type_hints(function)
+        hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+        description, described = read_docstring(docstring, list(parameters))
         properties, required = {}, []
-        for name, parameter in inspect.signature(function).parameters.items():
+        for name, parameter in parameters.items():
             if not key and name == "self":
                 continue
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(f"{where}: *{name} is no argument that a policy can give.")
             if name not in hints:
                 raise ConfigError(f"{where}: the argument {name!r} has no type.")
-            properties[name] = _schema(hints[name], f"{where}: {name}")
+            schema = _schema(hints[name], f"{where}: {name}")
+            properties[name] = schema | described.get(name, {})
             if parameter.default is parameter.empty:
                 required.append(name)
-        schema = {"type": "object", "properties": properties, "required": required}
-        return Tool(function.__name__, description, schema, function, is_method=not key)
+        arguments = {"type": "object", "properties": properties, "required": required}
+        return Tool(function.__name__, description, arguments, function, is_method=not key)
 
     def bound_to(self, environment: Any) -> Tool:
         """The tool as a method of this object, if it is one."""
@@ -95,6 +104,31 @@ class Tool:
             if not fits(value, properties[name]):
                 return f"{self.name}: {name}={value!r:.80} is no {words_of(properties[name])}"
         return ""
+
+
+def read_docstring(text: str, names: Sequence[str]) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the description of a function, and what its `Args:` add to the schemas of these.
+
+    As `transformers.utils.get_json_schema` does, which would bring torch into the processes of
+    environments. `(choices: ["a", "b"])` at the end of an argument is its `enum`.
+    """
+    description, *parts = re.split(r"^(Args|Returns|Raises):", text, flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    _, *parts = re.split(
+        rf"^\s*({'|'.join(map(re.escape, names)) or '$^'})(?: ?\([^()\n]*\))?:",
+        sections.get("Args", ""),
+        flags=re.MULTILINE,
+    )
+    described: dict[str, dict[str, Any]] = {}
+    for name, part in zip(parts[::2], parts[1::2], strict=True):
+        words = " ".join(part.split())
+        choices = re.fullmatch(r"(.*?)\s*\(choices:\s*(\[.*\])\s*\)", words, re.IGNORECASE)
+        with suppress(ValueError):
+            if choices:
+                described[name] = {"enum": json.loads(choices[2])}
+                words = choices[1]
+        described.setdefault(name, {})["description"] = words
+    return description.strip(), described
 
 
 def _schema(kind: Any, where: str) -> dict[str, Any]:

@@ -38,26 +38,51 @@ def test_a_typed_function_with_a_docstring_is_a_tool() -> None:
     }
 
 
-def test_types_are_those_of_transformers_schemas() -> None:
+def test_types_and_descriptions_are_those_of_transformers_schemas() -> None:
     from transformers.utils import get_json_schema
 
-    def call(a: int, b: float, c: str, d: bool, e: list[int], f: dict[str, int]) -> None:
-        """Call.
+    def call(a: int, b: float, c: str, d: bool, e: list[int], f: dict[str, int]) -> str:
+        """Call it.
+
+        It takes a while: wait.
 
         Args:
-            a: a
+            a: The first, over
+                two lines, with a colon: here.
             b: b
-            c: c
-            d: d
-            e: e
-            f: f
-        """
 
-    theirs = get_json_schema(call)["function"]["parameters"]["properties"]
-    ours = Tool.of(call, "t").parameters["properties"]
-    assert {name: one["type"] for name, one in ours.items()} == {
-        name: one["type"] for name, one in theirs.items()
-    }
+            c: A colour (choices: ["red", "blue"])
+            d: d
+            e: e (in brackets)
+            f: f
+
+        Returns:
+            A text.
+        """
+        return ""
+
+    theirs = get_json_schema(call)["function"]
+    ours = Tool.of(call, "t").schema["function"]
+    assert ours["description"] == theirs["description"]
+    of_them, of_us = (one["parameters"]["properties"] for one in (theirs, ours))
+    for key in ("type", "description", "enum"):
+        assert {name: one.get(key) for name, one in of_us.items()} == {
+            name: one.get(key) for name, one in of_them.items()
+        }
+
+
+def test_an_argument_may_be_described_with_its_type() -> None:
+    def call(a: int, b: str = "") -> int:
+        """Call it.
+
+        Args:
+            a (int): The first.
+        """
+        return a
+
+    schema = Tool.of(call, "t").parameters
+    assert schema["properties"]["a"] == {"type": "integer", "description": "The first."}
+    assert schema["properties"]["b"] == {"type": "string"}
 
 
 @pytest.mark.parametrize(
