@@ -35,7 +35,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import translate
 from verl_like.config_key import changed
 from verl_like.registry import registry_of
-from workers.config import RolloutCorrectionConfig, model_rewards
+from workers.config import RolloutCorrectionConfig, model_rewards, plays
 from workers.config.conditions import has_teacher, teacher_is_alone
 
 C = TypeVar("C", bound=RunConfig)
@@ -99,7 +99,16 @@ def complete(
     config = divide_batch(config, keys)
     config, about_passes = rows_where_asked(config, keys)
     config, about_correction = correct_by_default(config, keys, inexact_weights)
-    return config, [*about_passes, *about_correction]
+    return config, [*about_passes, *about_correction, *_about_process_rewards(config)]
+
+
+def _about_process_rewards(config: PPOConfig) -> list[str]:
+    if config.algorithm.adv_estimator != "grpo_process" or not plays(config):
+        return []
+    return [
+        "notice: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
+        "number of steps, as in an environment; rloo_process is not"
+    ]
 
 
 def divide_batch(config: P, keys: Collection[str]) -> P:

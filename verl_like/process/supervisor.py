@@ -54,10 +54,17 @@ _BLOCKS = 8
 """What a file counts for at least, in the system's units of 512 bytes."""
 
 
-def supervise(starter: int, sandbox: Sandbox, program: Callable[[int], None]) -> NoReturn:
+def supervise(
+    starter: int,
+    sandbox: Sandbox,
+    program: Callable[[int], None],
+    prefix: bytes = b"",
+    most_output: int = MOST_OUTPUT,
+) -> NoReturn:
     """Run `program(DATA)` in a child of this process, which must have one thread.
 
-    `starter` is the socket that `DATA` is a copy of.
+    `starter` is the socket that `DATA` is a copy of. Each line that the child prints gets the
+    prefix.
     """
     folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
     ending: str | None = None
@@ -71,7 +78,7 @@ def supervise(starter: int, sandbox: Sandbox, program: Callable[[int], None]) ->
         child = fork_confined(folder, sandbox, descriptors, partial(program, DATA))
         for _, theirs in pipes.values():
             os.close(theirs)
-        printed = _Printed()
+        printed = _Printed(prefix, most_output)
         outputs = {ours: partial(printed.forward, number) for number, (ours, _) in pipes.items()}
         ending = watch(child, folder, sandbox, outputs, starter=starter)
     except ConfigError as err:
@@ -86,10 +93,11 @@ def supervise(starter: int, sandbox: Sandbox, program: Callable[[int], None]) ->
 
 
 class _Printed:
-    """What a child prints, passed on up to a limit."""
+    """Passes the output of a child on, up to a limit."""
 
-    def __init__(self) -> None:
-        self._room = MOST_OUTPUT
+    def __init__(self, prefix: bytes = b"", most: int = MOST_OUTPUT) -> None:
+        self._prefix, self._room = prefix, most
+        self._is_in_line = False
 
     def forward(self, to: int, chunk: bytes) -> None:
         if self._room <= 0:
@@ -98,6 +106,10 @@ class _Printed:
         self._room -= len(chunk)
         if self._room <= 0:
             passed += b"\n[further output of this process is dropped]\n"
+        if self._prefix:
+            lines = passed.splitlines(keepends=True)
+            begun, self._is_in_line = self._is_in_line, not passed.endswith(b"\n")
+            passed = b"".join(self._prefix * (n > 0 or not begun) + x for n, x in enumerate(lines))
         with contextlib.suppress(OSError):  # a console whose reader is gone, or whose disk is full
             os.write(to, passed)
 

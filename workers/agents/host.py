@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import resource
@@ -35,7 +36,9 @@ from verl_like.process.child import start_child
 from verl_like.process.sandbox import visible_environment
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
-from workers.rewards.channel import DriverEnd
+from workers.rewards.channel import DriverEnd, NoAnswerError
+
+logger = logging.getLogger(__name__)
 
 BROKEN, LATE = "environment", "deadline"
 """Reasons of failures; the second is a missed deadline."""
@@ -45,6 +48,8 @@ TO_JSON = json.JSONEncoder(default=str).encode
 """What is no JSON goes as its text."""
 LONGEST_LINE = 2**22
 """Bytes of one answer."""
+ENDED_S = 0.5
+"""Time between the end of an environment's process and its failure."""
 END_S = 10.0
 """Time that the supervisor gets to kill what it watches."""
 
@@ -56,6 +61,7 @@ class _Process:
     rest: bytes = b""
     until: float = 0.0
     is_asked: bool = False
+    has_ended: bool = False
     is_agent: bool = False
     """Its last answer was a request: a program of the user's waits for what is drawn."""
     busy_s: float = 0.0
@@ -68,34 +74,62 @@ class EnvironmentHost:
     def __init__(self, spec: EnvironmentSpec, step_s: float) -> None:
         """Starts the process that loads the code; an answer takes at most `step_s` seconds."""
         _raise_file_limit()
-        self._step_s = step_s
+        self._spec, self._step_s = spec, step_s
+        self.num_starts = 0
+        """Processes that have loaded the code: more than one, if the supervisor has ended one."""
         self._open: dict[int, _Process] = {}
         """By the trajectory's number."""
         self._idle: list[_Process] = []
         """Whose trajectories have ended well: the next ones begin there."""
         self._numbers = itertools.count()
         self._failed: list[tuple[int, dict[str, Any]]] = []
+        self._start_host()
+
+    def _start_host(self) -> None:
+        """Start a supervisor, and under it the process that loads the code."""
+        self.num_starts += 1
         self._selector = selectors.DefaultSelector()
-        visible = visible_environment(spec.sandbox.env)
+        visible = visible_environment(self._spec.sandbox.env)
         supervisor, pipe = start_child("workers.agents.process", inherited=visible)
         try:
-            pipe.send(spec)
+            pipe.send(self._spec)
         finally:
             self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
-            channel = DriverEnd(pipe)
+            self._channel = DriverEnd(pipe)
         self._end = weakref.finalize(
-            self, _end, supervisor, self._orders, channel, self._selector, self._idle
+            self, _end, supervisor, self._orders, self._channel, self._selector, self._idle
         )
         until = time.monotonic() + START_S
         try:
-            channel.receive(until)  # process and folder of the code, which the supervisor ends
-            problem, self.tools, self.columns = channel.receive(until)
+            # process and folder of the code, which the supervisor ends
+            self._channel.receive(until)
+            problem, self.tools, self.columns = self._channel.receive(until)
         except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
-            problem = f"environment={spec.path} is not loaded: {error or 'its process ended'}."
+            ended = error or "its process ended"
+            problem = f"environment={self._spec.path} is not loaded: {ended}."
         if problem is not None:
             self._end()
             raise ConfigError(problem)
         self._orders.setblocking(True)  # the channel, a copy of it, has deadlines of its own
+        self._selector.register(self._orders, selectors.EVENT_READ, None)
+
+    def _replace_host(self) -> None:
+        """Fail all that is open by the supervisor's words, and start a host in its place."""
+        words = "ended"
+        with suppress(TimeoutError, EOFError, OSError, NoAnswerError, TypeError, KeyError):
+            words = str(self._channel.receive(time.monotonic() + END_S)["ended"])
+        why = f"the process that all environments share {words}: environment.sandbox has its limits"
+        for number in list(self._open):
+            self._fail(number, why)
+        self._end()
+        self._idle.clear()
+        logger.warning(
+            "environment: %s. It is started again, for time %s; unfinished trajectories are "
+            "retried (environment.retries).",
+            why,
+            self.num_starts + 1,
+        )
+        self._start_host()
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Begin an environment with this row, in a process that has it alone."""
@@ -134,15 +168,22 @@ class EnvironmentHost:
             seconds = 0.0
         else:
             seconds = max(0.0, min(seconds, min(waits) - now))
-        for key, _ in self._selector.select(seconds):
-            number: int = key.data
+        ready = [key.data for key, _ in self._selector.select(seconds)]
+        if None in ready:  # nothing but its end is said there
+            self._replace_host()
+            ready = []
+        for number in ready:
             line = self._line_of(number)
             if line is not None:
                 yield number, line
         now = time.monotonic()
         for number, one in list(self._open.items()):
             if one.is_asked and now >= one.until:
-                self._fail(number, f"no answer within environment.step_s={self._step_s:g} s", LATE)
+                if one.has_ended:
+                    self._fail(number, "its process has ended")
+                else:
+                    late = f"no answer within environment.step_s={self._step_s:g} s"
+                    self._fail(number, late, LATE)
         failed, self._failed = self._failed, []
         yield from failed
 
@@ -156,7 +197,8 @@ class EnvironmentHost:
         one = self._open.pop(number, None)
         if one is None:
             return
-        self._selector.unregister(one.socket)
+        if not one.has_ended:
+            self._selector.unregister(one.socket)
         if one.is_asked or one.is_agent or one.rest:
             self._kill(one)
         else:
@@ -186,8 +228,17 @@ class EnvironmentHost:
                 one.socket.settimeout(self._step_s)
                 one.socket.sendall(line)
                 one.socket.setblocking(False)
-        except OSError as error:
+        except TimeoutError as error:
             self._fail(number, f"its process takes nothing: {error}")
+        except OSError:
+            self._note_end(one)
+
+    def _note_end(self, one: _Process) -> None:
+        """Let it fail a little later, by when it is known whether its host has ended, and why."""
+        if not one.has_ended:
+            self._selector.unregister(one.socket)
+        one.has_ended = one.is_asked = True
+        one.until = time.monotonic() + ENDED_S
 
     def _line_of(self, number: int) -> dict[str, Any] | None:
         one = self._open.get(number)
@@ -199,9 +250,12 @@ class EnvironmentHost:
             return None
         except OSError:
             chunk = b""
+        if not chunk:
+            self._note_end(one)
+            return None
         one.rest += chunk
-        if not chunk or len(one.rest) > LONGEST_LINE:
-            self._fail(number, "its process has ended" if not chunk else "its answer has no end")
+        if len(one.rest) > LONGEST_LINE:
+            self._fail(number, "its answer has no end")
             return None
         line, newline, one.rest = one.rest.partition(b"\n")
         if not newline:

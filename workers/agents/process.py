@@ -36,6 +36,10 @@ ORDER = struct.Struct("!cQ")
 OPEN, KILL = b"o", b"k"
 WARM_UPS = 16
 """Python specialises a function after eight calls."""
+PREFIX = b"(environment) "
+"""Before each line that environments print."""
+MOST_OUTPUT = 2**16
+"""Bytes that the environments of a process may print."""
 REAP_S = 0.2
 """Time between two looks for processes that have ended."""
 
@@ -43,7 +47,7 @@ REAP_S = 0.2
 def main(control: Connection) -> None:
     """Serve the process that started this one, until it closes the socket."""
     spec: EnvironmentSpec = control.recv()
-    supervise(control.fileno(), spec.sandbox, lambda data: serve(data, spec))
+    supervise(control.fileno(), spec.sandbox, lambda data: serve(data, spec), PREFIX, MOST_OUTPUT)
 
 
 def serve(descriptor: int, spec: EnvironmentSpec) -> None:
@@ -146,7 +150,7 @@ def _answer_all(descriptor: int, loaded: Loaded, begins: Callable[[], None]) -> 
             else:
                 answer = episode.step(**asked)
         except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-            answer = {"failed": in_words(error) + place_of(error)}
+            answer = {"failed": in_words(error, sandbox="environment.sandbox") + place_of(error)}
         answer["busy_s"] = time.perf_counter() - began
         said = TO_JSON(answer).encode() + b"\n"
         while said:

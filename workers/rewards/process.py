@@ -96,15 +96,17 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         calls.answer(samples, lambda number, outcome: driver.send([number, outcome]))
 
 
-def in_words(err: BaseException, withheld: Collection[str] = ()) -> str:
-    """What a user's code has raised, and the way out of what the sandbox has caused."""
+def in_words(
+    err: BaseException, withheld: Collection[str] = (), sandbox: str = "reward.sandbox"
+) -> str:
+    """An error of a user's code, and the key of the sandbox that has caused it."""
     if isinstance(err, SystemExit):
         return f"SystemExit: it called sys.exit({'' if err.code is None else repr(err.code)})"
     words = f"{type(err).__name__}: {_text(err)}"
     if isinstance(err, KeyError) and err.args and err.args[0] in withheld:
-        words += f" (a variable that is withheld from it: reward.sandbox.env=[{err.args[0]}])"
+        words += f" (a variable that is withheld from it: {sandbox}.env=[{err.args[0]}])"
     if isinstance(err, MemoryError):
-        words += " (its limit is reward.sandbox.memory_gb)"
+        words += f" (its limit is {sandbox}.memory_gb)"
     return words[:2000]
 
 

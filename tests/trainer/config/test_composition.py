@@ -249,3 +249,13 @@ def test_by_default_a_run_keeps_its_work(recipe: Recipe[Any]) -> None:
     config = recipe.schema()
     assert (config.trainer.max_restarts, config.trainer.save_every_minutes) == (3, 30)
     assert not isinstance(config, PPOConfig) or config.reward.max_failed == 0.5
+
+
+def test_grpo_process_with_environments_says_that_it_is_biased(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = [*NEEDED, "algorithm.adv_estimator=grpo_process", "actor_rollout_ref.rollout.n=2"]
+    load_config(settings)
+    assert "is biased" not in caplog.text
+    load_config([*settings, "environment=tests.workers.agents.games:Count"])
+    assert "adv_estimator=grpo_process is biased where the policy chooses its number" in caplog.text

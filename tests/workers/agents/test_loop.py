@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,16 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         kwargs: dict[str, Any] | None = None,
         num_open: int = 64,
         slots: int = 256,
+        path: str = "",
+        memory_gb: float = 8.0,
         **settings: Any,
     ) -> list[Trajectory]:
         config = EnvironmentConfig(
             **{"max_tokens_per_turn": 6, "step_s": 5.0, "retries": 0, **settings}
         )
-        spec = EnvironmentSpec(f"{HERE}:{name}" if name else "", kwargs or {}, tools or [])
+        path = path or (f"{HERE}:{name}" if name else "")
+        sandbox = Sandbox(memory_gb=memory_gb)
+        spec = EnvironmentSpec(path, kwargs or {}, tools or [], sandbox)
         host = EnvironmentHost(spec, config.step_s)
         hosts.append(host)
         stops = (tokenizer.eos_token_id,)
@@ -290,6 +295,87 @@ def test_many_trajectories_take_the_handles_of_those_that_were_open_together(pla
     before = len(os.listdir("/proc/self/fd"))
     play("Count", num=40, num_open=8, kwargs={"turns": 1})
     assert len(os.listdir("/proc/self/fd")) <= before + 8 + 6  # a socket each, and the host's own
+
+
+HOGS = """
+import time
+from pathlib import Path
+from workers.agents import End
+
+class Hog:
+    def __init__(self, count, hogs):
+        self.count, self.hogs = Path(count), hogs
+
+    def reset(self, row):
+        with self.count.open("a") as file:
+            file.write("x")
+        return "go"
+
+    def step(self, text):
+        if len(self.count.read_text()) <= self.hogs:
+            self.ballast = bytearray(b"x" * int(0.15 * 2**30))
+            time.sleep(60)
+        return End(1.0)
+
+class Greedy(Hog):
+    def step(self, text):
+        bytearray(2**30)
+
+class Prints(Hog):
+    def step(self, text):
+        print("a line")
+        print("x" * 2**17)
+        return End(1.0)
+"""
+
+
+def hogs(play: Play, tmp_path: Path, name: str, hogs: int = 0, **settings: Any) -> list[Trajectory]:
+    """Four trajectories of an environment above, whose processes have 0.4 GiB together."""
+    (tmp_path / "hogs.py").write_text(HOGS)
+    kwargs = {"count": str(tmp_path / "count"), "hogs": hogs}
+    return play(
+        "", path=f"{tmp_path}/hogs.py:{name}", kwargs=kwargs, memory_gb=0.4, step_s=50.0, **settings
+    )
+
+
+def test_environments_that_take_too_much_memory_together_are_played_again(
+    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their host is ended; the next one plays them, and those of later steps."""
+    found = hogs(play, tmp_path, "Hog", hogs=4, retries=1)
+    assert [(one.ended, one.attempts) for one in found] == [("terminated", 2)] * 4
+    (said,) = [record.getMessage() for record in caplog.records if "GiB" in record.getMessage()]
+    assert re.search(r"took .* GiB of memory \(memory_gb=0.4\): environment.sandbox", said)
+
+
+def test_a_failure_says_that_the_host_was_ended_for_memory(play: Play, tmp_path: Path) -> None:
+    for one in hogs(play, tmp_path, "Hog", hogs=4):
+        assert (one.ended, one.attempts) == ("environment", 1)
+        assert "GiB of memory (memory_gb=0.4): environment.sandbox" in one.problem
+
+
+def test_advice_names_the_sandbox_of_environments(play: Play, tmp_path: Path) -> None:
+    for one in hogs(play, tmp_path, "Greedy"):
+        assert "MemoryError:  (its limit is environment.sandbox.memory_gb)" in one.problem
+
+
+def test_what_environments_print_has_a_prefix_and_an_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hogs.py").write_text(HOGS)
+    spec = EnvironmentSpec(f"{tmp_path}/hogs.py:Prints", {"count": str(tmp_path / "n"), "hogs": 0})
+    with closing(EnvironmentHost(spec, 20.0)) as host:
+        host.open(0, (0, 1), {})
+        while not list(host.answers(1.0)):
+            pass
+        host.say(0, "a")
+        while not list(host.answers(1.0)):
+            pass
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[0] == "(environment) a line"
+    assert all(line.startswith("(environment) ") for line in printed if line)
+    assert 2**15 < sum(map(len, printed)) < 2**17
+    assert "further output of this process is dropped" in printed[-1]
 
 
 class Scripted:
