@@ -61,11 +61,14 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
         register(recipe, recipe.schema)
         hydra.main(str(recipe.config_dir), recipe.config_name, version_base="1.3")(print)()
         return
+    arguments = [argument for argument in arguments if argument.strip()]
     settings = [argument for argument in arguments if is_setting(argument)]
     try:
         options = _options([each for each in arguments if each not in settings], recipe)
         if options.config_dir:
             recipe = recipe.with_files_of(options.config_dir, options.config_name)
+        elif options.config_name or options.config_path:
+            settings = [*_settings_of_configuration(recipe, options), *settings]
         if options.cfg:
             end_with_the_reader()
             _show(recipe, [*given, *settings], options)
@@ -97,6 +100,7 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
     add("--multirun", "-m", action="store_true", help="a run for every choice of key=a,b")
     add("--config-dir", "-cd", type=Path, help="a folder with YAML of your own")
     add("--config-name", "-cn", help="the file there to begin with")
+    add("--config-path", "-cp", help="the folder of a YAML with verl's keys")
     options, unknown = parser.parse_known_args(arguments)
     if options.cfg and options.multirun:
         raise ConfigError("--cfg shows one configuration, --multirun makes several: drop one.")
@@ -106,6 +110,17 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
             f"trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
         )
     return options
+
+
+def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace) -> Sequence[str]:
+    """The settings in the YAML of another system's command."""
+    if recipe.settings_of_configuration is None:
+        raise ConfigError(
+            "--config-name names a file of the folder --config-dir=FOLDER, which is not given."
+        )
+    if not options.config_name:
+        raise ConfigError("--config-path needs --config-name=NAME, the file in that folder.")
+    return recipe.settings_of_configuration(options.config_name, options.config_path or "")
 
 
 def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:

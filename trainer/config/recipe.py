@@ -62,6 +62,8 @@ class Recipe(Generic[C]):
     """Rules between fields: each raises `ConfigError`."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = lambda settings: settings
     """Writes the keys of another system in ours, before settings are looked at."""
+    settings_of_configuration: Callable[[str, str], Sequence[str]] | None = None
+    """Reads the settings in another system's YAML, from its `--config-name` and `--config-path`."""
     shares_presets_of: Path | None = None
     """Folder of another recipe whose groups of presets it has, too."""
     own_folder: Path | None = None

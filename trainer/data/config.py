@@ -72,6 +72,8 @@ class DataConfig(Section):
     """Drop and count prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
     """Overlong prompts: refuse, or cut left or right."""
+    apply_chat_template_kwargs: dict[str, Any] = key(factory=dict, allows="variables")
+    """Variables of the chat template, such as {enable_thinking: false}."""
     on_bad_row: str = key("error", choices=("error", "skip"))
     """Rows that are no prompts: refuse, or skip and count."""
 

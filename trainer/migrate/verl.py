@@ -13,16 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from trainer.config.settings import as_text
 from trainer.migrate.flags import GivenFlags, Table, as_flags, find_program, last_name
 from trainer.migrate.recorder import Command
 from trainer.migrate.translation import Translation
 from trainer.migrate.verl_sft import translate_sft
-from trainer.ppo.verl import SAME_VALUES, TRACKERS, fate_of, older, with_trackers
+from trainer.ppo.verl import TRACKERS, configuration, fate_of, older, with_trackers
 from verl_like.errors import ConfigError
 
 BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -32,9 +28,6 @@ BY_KEYS = ("*main_ppo", "*main_ppo_split", "*main_dapo", "*main_entropy", ONE_ST
 """Drivers whose experiment is in their keys."""
 OTHERS = ("verl.*main_*", "recipe.*main_*")
 """Drivers with code of their own."""
-BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
-OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
-"""Configurations whose defaults the rules here know."""
 SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 """A setting that may hold variables of the shell, which no parser of settings reads."""
 WITH_IMAGES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vision|llava|omni|internvl)(?![a-z])")
@@ -72,7 +65,15 @@ def translate(command: Command) -> Translation | None:
 
     done = Translation()
     folders = [Path(command.folder), Path(command.folder, *program.split(".")[:-1])]
-    given = _of_its_configuration(words, folders, done) | _settings_of(words)
+    flags = as_flags(words)
+    name, path = (
+        next((value for flag in names for value in flags.get(flag, [])), "")
+        for names in (("config-name",), ("config-path", "config-dir"))
+    )
+    file, given = configuration(name, path, folders)
+    if file is not None:
+        done.always.append(f"--config-name {name}: its keys are those of {file}")
+    given |= _settings_of(words)
     _images(given, "actor_rollout_ref.model.path", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
         done.program = "detached"
@@ -123,51 +124,6 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _of_its_configuration(
-    words: Sequence[str], folders: Sequence[Path], done: Translation
-) -> dict[str, str]:
-    """The keys in the YAML of `--config-name`, if it is none of verl's own."""
-    flags = as_flags(words)
-    name = "".join(flags.get("config-name", [])[:1]).removesuffix(".yaml")
-    if not name or _fits(name, *BASES, *OF_DRIVERS):
-        return {}
-    places = [*flags.get("config-path", [])[:1], *flags.get("config-dir", [])[:1], "config", "."]
-    files = [Path(folder, place, f"{name}.yaml") for folder in folders for place in places]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        raise ConfigError(
-            f"--config-name {name}: there is no {files[0]}; call this where the script is run."
-        )
-    done.always.append(f"--config-name {name}: its keys are those of {file}")
-    return _of_file(file)
-
-
-def _of_file(file: Path) -> dict[str, str]:
-    """The keys of a YAML, over those of the files that its `defaults` name."""
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as err:
-        raise ConfigError(f"{file} cannot be read: {err}") from err
-    given: dict[str, str] = {}
-    for base in tree.pop("defaults", []):
-        if base not in BASES:
-            path = file.with_name(f"{base}.yaml")
-            if not isinstance(base, str) or path == file or not path.is_file():
-                raise ConfigError(f"{file} is composed of {base}, which is not here.")
-            given |= _of_file(path)
-    tree.pop("hydra", None)
-    return given | _flat(tree)
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    given: dict[str, str] = {}
-    for name, value in tree.items():
-        is_section = isinstance(value, Mapping) and value
-        key = older(f"{above}{name}")
-        given |= _flat(value, f"{above}{name}.") if is_section else {key: as_text(value, key)}
-    return given
-
-
 def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
     """verl reads the images of rows without being asked; the model's name tells of them."""
     if WITH_IMAGES.search(given.get(path, "")) and "data.image_key" not in given:
@@ -179,15 +135,13 @@ def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
 
 def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:
     """What becomes of one key."""
-    fate = fate_of(key, value)
+    fate = fate_of(key, value, given)
     if fate is None:
         done.refused.append(f"{key}={value}: no such key is known here")
     elif fate.nothing:
         done.always.append(f"{key}={value}: {fate.nothing}")
     elif fate.refused:
         (done.absent if fate.lays_out else done.refused).append(f"{key}={value}: {fate.refused}")
-    elif ".megatron." in key and (why := _no_axis(fate.key, value, given)):
-        done.absent.append(f"{key}={value}: {why}")
     elif not value:
         done.refused.append(
             f"{key} is empty: the script has its value from a variable, an argument of its own or "
@@ -203,21 +157,10 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
     elif ".engine_kwargs." in fate.key and ".vllm." not in key:
         done.absent.append(f"{key}={value}: the engine is vLLM")
     else:
-        ours = SAME_VALUES.get(fate.key, {}).get(value, value)
+        ours = fate.value
         if fate.key.endswith(".target_modules"):
             ours = re.sub(r"linear_\w+", lambda name: MODULES.get(name[0], name[0]), ours)
         if (fate.key, ours) == (key, value):
             done.settings[key] = value
         else:
             done.rename(f"{key} {value}", {fate.key: ours})
-
-
-def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
-    """Why ranks are not laid out so; the experiment is the same without."""
-    section, _, axis = key.rpartition(".")
-    if not value.isdigit():
-        return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
-    experts = given.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
-    if axis == "tp" and value != "1" and experts not in (None, "1"):
-        return f"{section}.ep={experts} keeps whole experts on their ranks, which tp would cut"
-    return ""

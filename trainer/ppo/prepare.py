@@ -27,7 +27,7 @@ from trainer.rollouts.preflight import check_model, check_reward_models, check_r
 from trainer.rollouts.reward_trial import try_rewards
 from workers.config import replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
-from workers.models.tokenizers import check_same_tokenizer
+from workers.models.tokenizers import check_same_tokenizer, set_template_variables
 from workers.rewards.weighted import make_rewards
 from workers.rollout.build import check_notes_routing
 
@@ -45,6 +45,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
     needed = check_environment(config, tokenizer)
     loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
     check_row_columns(needed, loader.prompts.columns)

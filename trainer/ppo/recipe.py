@@ -32,7 +32,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl import translate
+from trainer.ppo.verl import settings_of_configuration, translate
 from verl_like.config_key import changed
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, model_rewards, plays
@@ -139,6 +139,7 @@ PPO = Recipe(
     complete=complete,
     checks=(check,),
     translate=translate,
+    settings_of_configuration=settings_of_configuration,
 )
 
 

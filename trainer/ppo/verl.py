@@ -3,27 +3,31 @@
     translate(map(parse, ["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"]))
     # trainer.max_ckpt_to_keep=2, and one notice about both
 
-What has no counterpart is refused, all of it at once. A key that neither verl nor we have stays as
-it is: the check of keys comes next. `verl_keys.yaml` has the keys of verl's that are none of ours,
-for scripts of verl's (`trainer.migrate.verl`) and the docs, too.
+A key that says only how the work is laid out is dropped with a notice. Any other key without a
+counterpart is rejected, all of them at once. A key that neither verl nor we have stays as it is:
+the check of keys comes next. `verl_keys.yaml` lists verl's keys that are not ours;
+`trainer.migrate.verl` and the docs read it, too.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
 from trainer.config.keys import config_keys
-from trainer.config.settings import parse
+from trainer.config.settings import as_text, keys_in, parse
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
 
@@ -39,6 +43,15 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Key -> verl's word for a value -> ours."""
 TRACKERS = ("console", "tensorboard", "wandb")
+BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
+OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
+"""Configurations of verl's drivers, which hold their defaults."""
+OF_ALL_RANKS = ("*.micro_batch_size", "*.log_prob_micro_batch_size", "*.ppo_micro_batch_size")
+"""Older keys, which count the rows of all ranks together."""
+SHARED_ROWS = ("ulysses_sequence_parallel_size",) + tuple(
+    f"megatron.{axis}_parallel_size" for axis in ("context", "tensor_model", "pipeline_model")
+)
+"""The actor's keys for axes whose ranks compute the same rows."""
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 
@@ -76,37 +89,40 @@ class Fate:
 
     key: str = ""
     """Ours, where there is one."""
+    value: str = ""
+    """The value that our key gets."""
     nothing: str = ""
     """What is the case here, where the key changes nothing."""
     refused: str = ""
     """The way out, where the key has no counterpart."""
     lays_out: bool = False
-    """Whether the run is the same experiment without a key that is refused."""
+    """Whether the run is the same experiment without this refused key."""
 
 
 def translate(settings: Iterable[Override]) -> list[Override]:
     """The settings in our keys; a notice says what was left out or renamed."""
     kept, notices, refused = [], [], []
-    settings = list(settings)
+    settings = [part for setting in settings for part in _parts(setting)]
     given = {
         each.key_or_group: each.get_value_string() for each in settings if not each.is_delete()
     }
     for setting in settings:
         key, value = setting.key_or_group, given.get(setting.key_or_group, "")
-        fate = None if setting.is_delete() else fate_of(key, value)
+        fate = None if setting.is_delete() else fate_of(key, value, given)
         if fate is None:
             kept.append(setting)
-        elif fate.refused:
-            refused.append(f"{key}={value}: {fate.refused}")
         elif fate.nothing:
             notices.append(f"{key}: {fate.nothing}")
+        elif fate.refused and fate.lays_out:
+            notices.append(f"{key}={value} is left out: {fate.refused}")
+        elif fate.refused:
+            refused.append(f"{key}={value}: {fate.refused}")
         else:
-            ours = SAME_VALUES.get(fate.key, {}).get(value, value)
-            kept.append(parse(f"{fate.key}={ours}"))
-            if fate.key != key:
+            kept.append(parse(f"{fate.key}={fate.value}"))
+            if fate.value != value:
+                notices.append(f"{key}={value} is {fate.key}={fate.value} here")
+            elif fate.key != key:
                 notices.append(f"{key} is {fate.key}")
-            elif ours != value:
-                notices.append(f"{key}={value} is {ours} here")
 
     notices += _warm_up_by_share(kept)
     if refused:
@@ -116,6 +132,15 @@ def translate(settings: Iterable[Override]) -> list[Override]:
         lines = "\n  ".join(sorted(notices))
         logger.warning("notice: keys of verl's that change nothing, or are called:\n  %s", lines)
     return kept
+
+
+def _parts(setting: Override) -> list[Override]:
+    """The settings of `section={key: value}` one by one, if a key in it is verl's alone."""
+    name, value = setting.key_or_group, setting.value()
+    keys = keys_in(name, value)
+    if all(key == name or renamed(key) == key for key in keys):
+        return [setting]
+    return [parse(f"{key}={text}") for key, text in _flat({name: value}).items()]
 
 
 def _warm_up_by_share(settings: list[Override]) -> list[str]:
@@ -130,25 +155,125 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
     return notices
 
 
-def fate_of(key: str, value: str) -> Fate | None:
-    """What becomes of a key of verl's at that value; None of what verl does not have.
+def fate_of(key: str, value: str, given: Mapping[str, str] = MappingProxyType({})) -> Fate | None:
+    """What becomes of one of verl's keys among the `given` ones; None for keys unknown to verl.
 
-    Ours are verl's, too, by the same name.
+    Keys of the same name here are verl's, too.
     """
     ours = renamed(key)
     if ours is not None:
-        return Fate(key=ours)
+        if ".megatron." in key and (why := _no_axis(ours, value, given)):
+            return Fate(refused=why, lays_out=True)
+        if ours.endswith(".fsdp_config.fsdp_size"):
+            value = _shard_size(ours, value, given)
+        return Fate(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
+    if _found(key, OF_ALL_RANKS) and value.isdigit():
+        return Fate(key=f"{key}_per_gpu", value=str(_rows_of_one_rank(int(value), given)))
     table = tables()
     lays_out = bool(_found(key, table.lays_out))
     if name := _found(key, table.changes_nothing):
         return Fate(nothing=table.changes_nothing[name])
     if name := _found(key, table.changes_nothing_at):
-        if _plain(value) in table.changes_nothing_at[name]["at"]:
+        texts = table.changes_nothing_at[name]["at"]
+        if _plain(value) in [_value_of(text, given) for text in texts]:
             return Fate(nothing=f"{_plain(value)} is how it is here")
         return Fate(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _found(key, table.not_here):
         return Fate(refused=table.not_here[name], lays_out=lays_out)
     return None
+
+
+def _value_of(text: str, given: Mapping[str, str]) -> str:
+    """The text; for `$key` the value of that key."""
+    if not text.startswith("$"):
+        return text
+    key = text.removeprefix("$")
+    return given.get(key) or str(attrgetter(key)(PPOConfig()))
+
+
+def _shard_size(key: str, value: str, given: Mapping[str, str]) -> str:
+    """The size without the ranks of one sequence, which verl counts."""
+    sequence = given.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
+    if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
+        return str(int(value) // int(sequence))
+    return value
+
+
+def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
+    """Why ranks are not laid out so; the experiment is the same without."""
+    section, _, axis = key.rpartition(".")
+    if not value.isdigit():
+        return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
+    experts = given.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
+    if axis == "tp" and value != "1" and experts not in (None, "1"):
+        return f"{section}.ep={experts} keeps whole experts on their ranks, which tp would cut"
+    return ""
+
+
+def _rows_of_one_rank(rows: int, given: Mapping[str, str]) -> int:
+    """The share of one rank in a micro-batch that counts the rows of all ranks."""
+
+    def number(key: str, default: int) -> int:
+        return int(value) if (value := given.get(key, "")).isdigit() else default
+
+    ranks = number("trainer.n_gpus_per_node", 8) * number("trainer.nnodes", 1)
+    shared = math.prod(number(f"actor_rollout_ref.actor.{key}", 1) for key in SHARED_ROWS)
+    return max(rows // max(ranks // shared, 1), 1)
+
+
+def settings_of_configuration(name: str, path: str) -> list[str]:
+    """The settings in the YAML of a command's `--config-name` and `--config-path`."""
+    file, given = configuration(name, path, [Path()])
+    if file is None:
+        logger.warning(
+            "notice: --config-name %s is verl's own configuration, and is not read: keys that you "
+            "do not set have our defaults. `verl-like migrate` sets verl's.",
+            name,
+        )
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+def configuration(
+    name: str, path: str, folders: Sequence[Path]
+) -> tuple[Path | None, dict[str, str]]:
+    """The file of `--config-name` and its keys; no file if the configuration is verl's own."""
+    name = name.removesuffix(".yaml")
+    if not name or any(fnmatchcase(name, pattern) for pattern in (*BASES, *OF_DRIVERS)):
+        return None, {}
+    places = [*([path] if path else []), "config", "."]
+    files = [Path(folder, place, f"{name}.yaml") for folder in folders for place in places]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise ConfigError(
+            f"--config-name {name}: there is no {files[0]}; call this where the script is run."
+        )
+    return file, _keys_of(file)
+
+
+def _keys_of(file: Path) -> dict[str, str]:
+    """The keys of a YAML, over those of the files that its `defaults` name."""
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as err:
+        raise ConfigError(f"{file} cannot be read: {err}") from err
+    given: dict[str, str] = {}
+    for base in tree.pop("defaults", []):
+        if base not in BASES:
+            path = file.with_name(f"{base}.yaml")
+            if not isinstance(base, str) or path == file or not path.is_file():
+                raise ConfigError(f"{file} is composed of {base}, which is not here.")
+            given |= _keys_of(path)
+    tree.pop("hydra", None)
+    return given | _flat(tree)
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    given: dict[str, str] = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        key = older(f"{above}{name}")
+        given |= _flat(value, f"{above}{name}.") if is_section else {key: as_text(value, key)}
+    return given
 
 
 def older(key: str) -> str:
@@ -183,9 +308,13 @@ def renamed(key: str) -> str | None:
 def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
     """Our keys; the beginnings of the user's own keys; verl's names at the fields -> ours."""
     keys = config_keys(PPOConfig)
-    takes_any = tuple(f"{key.name}." for key in keys if key.takes_any)
+    options = {key.name: key.rules.options for key in keys if key.rules.options is not None}
+    takes_any = tuple(f"{key.name}." for key in keys if key.takes_any and key.name not in options)
     names = {key.rules.verl: key.name for key in keys if key.rules.verl}
-    return {key.name for key in keys}, takes_any, names
+    known = {key.name for key in keys}
+    for section, schema in options.items():
+        known |= {f"{section}.{key.name}" for key in config_keys(schema)}
+    return known, takes_any, names
 
 
 def _found(key: str, patterns: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from trainer.rollouts.reward_trial import try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles
 from verl_like.errors import ConfigError
 from workers.config import scores_by_rule
+from workers.models.tokenizers import set_template_variables
 from workers.rewards.weighted import Rewards, make_rewards
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class SamplingOnlyTrainer(Trainer):
         check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
+        set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
         check_environment(config, tokenizer, cls.refuses_tools)
         prompts = PromptSet(
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)

@@ -85,7 +85,7 @@ class WorkersConfig(ScoringSections):
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """Distillation: a teacher's log-probs as token rewards."""
     data: Any
-    """Workers read `max_prompt_length` and `max_response_length`."""
+    """Workers read the longest lengths, and the variables of the chat template."""
     trainer: Any
     """Workers read `seed` and `device`."""
     algorithm: Any

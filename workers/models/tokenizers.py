@@ -1,7 +1,9 @@
-"""Whether two models read the same token ids: what one says, the other then judges."""
+"""Whether two models read the same token ids, and the variables of a chat template."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from verl_like.errors import ConfigError
@@ -25,6 +27,24 @@ def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
         f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized anew for it: take a model "
         "of the actor's family."
     )
+
+
+def set_template_variables(tokenizer: Any, values: Mapping[str, Any]) -> None:
+    """Give variables of the chat template a value, such as `enable_thinking` of Qwen3's."""
+    template = tokenizer.chat_template or ""
+    templates = template if isinstance(template, dict) else {"": template}
+    for name in values:
+        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in templates.values()):
+            raise ConfigError(
+                f"data.apply_chat_template_kwargs.{name}: the chat template of "
+                f"{tokenizer.name_or_path} does not read {name!r}. Leave the key out, or give the "
+                "model folder a template that reads it."
+            )
+    # `+%}` keeps the line end that may follow
+    start = "".join(f"{{% set {name} = {value!r} +%}}" for name, value in values.items())
+    if start:
+        templates = {name: start + text for name, text in templates.items()}
+        tokenizer.chat_template = templates if isinstance(template, dict) else templates[""]
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:

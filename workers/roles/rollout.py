@@ -36,6 +36,7 @@ from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
 from workers.config import plays, replays_routing
 from workers.models.folder import generation_eos
+from workers.models.tokenizers import set_template_variables
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import REQUEST, NoiseOf, batch_of, samples_of
 from workers.rollout.build import (
@@ -93,7 +94,9 @@ class RolloutWorker(WeightReceiver, Worker):
         if not plays(config):
             return None
         faults = Faults.of(getattr(config, "faults", None))
-        return Players(config.environment, tokenizer_of(self.policy.model.path), faults)
+        tokenizer = tokenizer_of(self.policy.model.path)
+        set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
+        return Players(config.environment, tokenizer, faults)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -45,13 +45,15 @@ REFUTED_BY = {
     "rows are read by their columns: text, prompt and response, messages": "data.dataset_kwargs*",
     "rows have the columns messages, prompt and response, or text: write them so": "*row_cls*",
     "validation goes through its files in order": "data.validation_shuffle",
-    "write it into the model's chat template": "*chat_template_kwargs*",
+    "write it into the model's chat template": "sft:*chat_template_kwargs*",
     "write it into the config.json of the model's folder": "*override_config*",
     "write it into the config.json of the model's folder, else an engine may refuse so long rows": (
         "*max_position*"
     ),
-    "write the template into the prompts": "data.*template*",
-    "write the template into the prompts, or into the model's chat template": "data.*template*",
+    "write the template into the prompts": "data.input_template*",
+    "write the template into the prompts, or into the model's chat template": (
+        "data.input_template*"
+    ),
     # models and adapters
     "activations are recomputed": "*activation_offload*",
     "adapters are plain LoRA": "*lora_type*",

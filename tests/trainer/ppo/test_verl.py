@@ -13,7 +13,9 @@ from trainer.config.keys import named_keys
 from trainer.config.settings import parse
 from trainer.ppo import verl
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
 from trainer.ppo.verl import fate_of, tables
+from trainer.recipe_command import run_command
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 
@@ -190,14 +192,85 @@ def test_scripts_of_verls_start_as_they_are(script: str) -> None:
 
 def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> None:
     script = [
-        "actor_rollout_ref.actor.megatron.sequence_parallel=true",
-        "actor_rollout_ref.rollout.expert_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.1",
+        "actor_rollout_ref.model.mtp.enable=True",
         "trainer.val_only=True",
     ]
     with pytest.raises(
-        ConfigError, match="(?s)sharded by FSDP.*take tensor parallelism.*verl-like eval"
+        ConfigError, match="(?s)loss of routers.*several tokens are not trained.*verl-like eval"
     ):
         load_config([*NEEDED, *script])
+
+
+def test_what_only_lays_out_the_work_is_left_out_with_a_notice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    script = [
+        "actor_rollout_ref.actor.megatron.sequence_parallel=true",
+        "actor_rollout_ref.model.trust_remote_code=True",
+    ]
+    assert translate(script) == []
+    (notice,) = caplog.messages
+    assert "sequence_parallel=true is left out: models are sharded by FSDP" in notice
+    assert "trust_remote_code=True is left out" in notice
+
+
+def test_a_micro_batch_of_all_ranks_becomes_the_share_of_one() -> None:
+    ranks = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2"]
+    actor = "actor_rollout_ref.actor"
+    sequence = f"{actor}.ulysses_sequence_parallel_size=2"
+    whole = f"{actor}.ppo_micro_batch_size=64"
+    assert translate([*ranks, whole])[-1] == f"{actor}.ppo_micro_batch_size_per_gpu=4"
+    shared = translate([*ranks, sequence, whole])[-1]
+    assert shared == f"{actor}.ppo_micro_batch_size_per_gpu=8"
+
+
+def test_a_shard_size_counts_no_ranks_of_one_sequence() -> None:
+    actor = "actor_rollout_ref.actor"
+    size = f"{actor}.fsdp_config.fsdp_size=32"
+    given = [f"{actor}.ulysses_sequence_parallel_size=4", size]
+    assert translate([size]) == [size]
+    assert translate(given)[-1] == f"{actor}.fsdp_config.fsdp_size=8"
+
+
+def test_keys_within_a_section_are_translated() -> None:
+    given = ["actor_rollout_ref.actor.fsdp_config={forward_prefetch: True, fsdp_size: 2}"]
+    assert translate(given) == ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"]
+
+
+def test_a_length_of_the_punishment_that_is_another_one_is_refused() -> None:
+    key = "reward_model.reward_kwargs.max_resp_len"
+    assert translate([f"{key}=9", "data.max_response_length=9"]) == ["data.max_response_length=9"]
+    with pytest.raises(ConfigError, match=r"ends at data\.max_response_length"):
+        translate([f"{key}=9", "data.max_response_length=8"])
+
+
+def test_a_configuration_of_verls_is_named_and_ones_own_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert verl.settings_of_configuration("ppo_megatron_trainer.yaml", "config") == []
+    assert "is verl's own configuration, and is not read" in caplog.text
+    text = "defaults: [ppo_trainer, base, _self_]\nactor_rollout_ref:\n  rollout: {n: 4}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "base.yaml").write_text("trainer: {total_epochs: 2}\n")
+    settings = ["trainer.total_epochs=2", "actor_rollout_ref.rollout.n=4"]
+    assert verl.settings_of_configuration("mine", str(tmp_path)) == settings
+    with pytest.raises(ConfigError, match=r"there is no .*other\.yaml"):
+        verl.settings_of_configuration("other", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-path=x"], "--config-path needs --config-name=NAME"),
+        (["--config-name=other"], "there is no "),
+    ],
+)
+def test_options_of_a_configuration_that_lead_nowhere_are_refused(
+    words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit, match=said):
+        run_command(PPO, words)
 
 
 def test_megatrons_sizes_are_the_axes_of_each_role() -> None:
