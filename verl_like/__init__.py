@@ -98,11 +98,15 @@ _MODULE_OF = {
     "unpad_dataproto": "batch.verl_compat",
     "update_dispatch_mode": "calls.dispatch",
 }
-__all__ = [*_MODULE_OF]
+_TOOLS = {"check_loss": "trainer.check_loss"}
+"""Public name of a tool, which imports this package -> its module."""
+__all__ = sorted([*_MODULE_OF, *_TOOLS])
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
+    if name in _TOOLS:
+        return getattr(importlib.import_module(_TOOLS[name]), name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'verl_like' has no attribute '{name}'")
     return getattr(importlib.import_module(f"verl_like.{_MODULE_OF[name]}"), name)

@@ -10,6 +10,7 @@
   plan [key=value ...]          which role on which cards, before any is rented
   bench overlap|job [...]       what detached makers would gain; a job's speed
   check-environment FILE:CLASS  play an environment without a model
+  check-loss FILE.py:NAME       whether a loss stays right when its batch is cut
   doctor                        what a run needs, and whether it works
   make-tiny DIR                 a model and data for trying things
   serve-reward [...]            answer reward requests over HTTP
@@ -20,8 +21,7 @@
   eval MODEL [key=value ...]    validate a model, or that of a run
   chat MODEL                    talk to a model, or to that of a run
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
-  -sc install=bash              print tab completion; --version, the version
-More: verl-like COMMAND --help; of those down to best-of-n --cfg all, all keys
+More: COMMAND --help; down to best-of-n --cfg all, all keys; --version
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ COMMANDS = {
     "plan": "trainer.cli.plan.main",
     "bench": "trainer.cli.bench.main",
     "check-environment": "trainer.cli.check_environment.main",
+    "check-loss": "trainer.cli.check_loss.main",
     "doctor": "trainer.cli.doctor.main",
     "make-tiny": "trainer.cli.make_tiny.main",
     "serve-reward": "trainer.cli.serve_reward.main",

@@ -15,7 +15,7 @@ _SMALLEST = 1e-8
 
 
 @POLICY_LOSSES.register("dppo_kl")
-@token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"))
+@token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"), holds_weights=True)
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -12,7 +12,7 @@ from workers.losses.trust_region import losses_in_trust_region
 
 
 @POLICY_LOSSES.register("dppo_tv")
-@token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"))
+@token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"), holds_weights=True)
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -24,6 +24,7 @@ from workers.losses.token_loss import token_loss
     keys_read=CLIP_RANGE,
     one_ratio_a_sequence=True,
     clips_sequences=True,
+    holds_weights=True,
     longer_count_more=("luspo",),
 )
 def compute_policy_loss_gspo(

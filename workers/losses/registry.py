@@ -57,6 +57,8 @@ class LossFacts:
     """Whether all tokens of a sequence have one ratio."""
     clips_sequences: bool = False
     """Whether the clip range bounds that ratio, not those of tokens."""
+    holds_weights: bool = False
+    """Whether a weight in it has no gradient, so that finite differences are another slope."""
     longer_count_more: tuple[str, ...] = ()
     """Names of the loss under which a sequence is to count as many times as it has tokens."""
 

@@ -1,0 +1,237 @@
+"""What a check says of correct functions, of what cannot be checked, and how it shrinks a batch."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import verl_like
+from trainer.check_loss import BrokenRelation, check_loss
+from trainer.check_loss.relations import RELATIONS
+from trainer.check_loss.subject import KINDS, subject_of
+from trainer.cli import main as command
+from verl_like.errors import ConfigError
+from workers.losses.aggregate import agg_loss
+from workers.losses.registry import POLICY_LOSSES
+
+OURS = [
+    (name, kind)
+    for kind, of_kind in KINDS.items()
+    for number, name in enumerate(of_kind.named)
+    if of_kind.named[name] not in list(of_kind.named.values())[:number]
+]
+"""Losses and estimators without their second names."""
+
+
+@pytest.mark.parametrize(("name", "kind"), OURS)
+def test_no_false_alarm_on(name: str, kind: str) -> None:
+    of_kind = [each.name for each in RELATIONS.values() if kind in each.kinds]
+    left_out = {"finite_differences"} & {*subject_of(name, kind).exempt}
+    assert check_loss(name, kind) == [each for each in of_kind if each not in left_out]
+
+
+def test_losses_that_hold_a_weight_say_so() -> None:
+    holding = {n for n in POLICY_LOSSES if subject_of(n, "policy").exempt}
+    assert holding == {"cispo", "dppo_kl", "dppo_tv", "gspo", "luspo"}
+
+
+def good(old_logprobs, logprobs, advantages, action_mask, num_tokens, clip_ratio):
+    ratio = (logprobs - old_logprobs).where(action_mask > 0, 0).clamp(-20, 20).exp()
+    advantages = advantages.where(action_mask > 0, 0)
+    free, bound = -advantages * ratio, -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+    return agg_loss(
+        torch.maximum(free, bound), action_mask, "token-mean", batch_num_tokens=num_tokens
+    )
+
+
+def test_a_loss_of_another_signature_is_filled_by_its_names() -> None:
+    subject = subject_of(good)
+    assert subject.kind == "policy"
+    assert subject.reads == {
+        *("old_log_prob", "log_prob", "advantages", "response_mask"),
+        *("batch_num_tokens", "clip_ratio"),
+    }
+    assert "micro_batch_cut" in verl_like.check_loss(good)
+    assert check_loss(good, loss_agg_mode="token-mean", clip_ratio=0.1)
+    with pytest.raises(BrokenRelation, match=r"good with token-sum breaks declared_aggregation"):
+        check_loss(good, loss_agg_mode="token-sum")
+
+
+def test_a_value_loss_and_an_estimator_are_known_by_their_parameters() -> None:
+    def value_loss(vpreds, returns, mask, **counts):
+        return agg_loss((vpreds - returns) ** 2, mask, "seq-mean-token-mean", **counts)
+
+    def estimate(rewards, mask, uid):
+        return rewards * mask
+
+    assert subject_of(value_loss).kind == "value"
+    assert check_loss(value_loss)
+    assert subject_of(estimate).kind == "estimator"
+
+
+def test_positional_only_parameters_are_filled() -> None:
+    def loss(log_prob, mask, /, *, batch_num_tokens):
+        return agg_loss(-log_prob, mask, "token-mean", batch_num_tokens=batch_num_tokens)
+
+    assert check_loss(loss)
+
+
+def test_a_broken_relation_is_one_sentence_with_the_smallest_batch() -> None:
+    def own_mean(log_prob, mask):
+        return -log_prob.where(mask > 0, 0).sum() / mask.sum().clamp(1)
+
+    with pytest.raises(BrokenRelation) as caught:
+        check_loss(own_mean)
+    assert caught.value.relation == "micro_batch_cut"
+    assert caught.value.batch["response_mask"].shape == (2, 1)
+    sentence, *columns = str(caught.value).splitlines()
+    assert sentence.startswith("own_mean breaks micro_batch_cut: loss is ")
+    assert "in micro-batches of [1, 1] rows. Likely cause: each micro-batch" in sentence
+    assert [line.split()[0] for line in columns] == ["log_prob", "response_mask"]
+
+
+def test_a_backward_written_by_hand_is_compared_with_differences() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * ctx.saved_tensors[0]  # and the factor 2?
+
+    def squares(log_prob, mask, **counts):
+        return agg_loss(Square.apply(log_prob.where(mask > 0, 0)), mask, "token-mean", **counts)
+
+    def held(log_prob, mask, **counts):
+        weighted = log_prob.clamp(-20, 20).exp().detach() * log_prob
+        return agg_loss(-weighted, mask, "token-mean", **counts)
+
+    with pytest.raises(BrokenRelation, match=r"breaks finite_differences: slope is"):
+        check_loss(squares)
+    assert "finite_differences" in check_loss(held)
+
+
+def test_a_random_loss_is_called_random() -> None:
+    def noisy(log_prob, mask):
+        return (-log_prob * mask).sum() * torch.rand(())
+
+    with pytest.raises(BrokenRelation, match="noisy breaks same_twice.*it draws random numbers"):
+        check_loss(noisy)
+    assert check_loss(noisy, skip=list(RELATIONS)) == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ("0.0", "returns float: no tensor"),
+        ("None", "returns NoneType: no tensor"),
+        ("(log_prob.sum(), log_prob.mean())", "returns 2 tensors with a gradient"),
+        ("log_prob.sum().detach()", "returns a loss that has no gradient by log_prob"),
+        ("log_prob * 2", r"returns the shape \[1, 3\], and a policy loss has \[\]"),
+        ("1 / 0", r"raises ZeroDivisionError on a batch \[\[0, 0, 1\]\]: division by zero"),
+    ],
+)
+def test_what_is_no_loss_is_said_in_a_sentence(returned: str, sentence: str) -> None:
+    found: dict[str, Any] = {}
+    exec(f"def loss(log_prob, mask):\n    return {returned}", found)
+    with pytest.raises(ConfigError, match=f"^loss {sentence}"):
+        check_loss(found["loss"])
+
+
+def test_what_cannot_be_filled_or_found_is_said_in_a_sentence() -> None:
+    def asks(log_prob, mask, teacher_logits):
+        return log_prob.sum()
+
+    def scores(rewards, mask):
+        return rewards.sum(1)
+
+    cases = [
+        (dict(target=asks), r"asks takes \(log_prob, mask, teacher_logits\).* teacher_logits\. "),
+        (dict(target=scores), r"scores returns torch.Size\(\[1\]\): an estimator returns"),
+        (dict(target=3), "3 is a int, not a function with parameters"),
+        (dict(target="vanila"), "unknown loss or estimator 'vanila'.*Did you mean 'vanilla'"),
+        (dict(target="gpg"), "gpg is a policy and a estimator function: say --kind policy"),
+        (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
+        (dict(target="vanilla", skip=["padding"]), "no relation 'padding'"),
+        (dict(target="verl:gspo"), "verl could not be imported .*pip install verl==0.9.1"),
+        (dict(target="trl:gpro"), "trl:gpro: TRL's policy losses are .*Did you mean 'grpo'"),
+    ]
+    for given, sentence in cases:
+        with pytest.raises(ConfigError, match=sentence):
+            check_loss(**given)
+    assert "same_twice" in check_loss(
+        lambda log_prob, mask, teacher_logits: (-log_prob).where(mask > 0, 0).sum(),
+        teacher_logits=1.0,
+    )
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["verl-like", "check-loss", *arguments])
+    command.main()
+
+
+def test_the_command_names_what_holds_and_what_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["grpo", "--set", "norm_adv_by_std_in_grpo=false"], monkeypatch)
+    assert "grpo: 11 relations hold: no_side_effects, same_twice" in capsys.readouterr().out
+
+    file = tmp_path / "losses.py"
+    file.write_text("def mine(log_prob, mask, scale):\n    return (-log_prob).mean() * scale\n")
+    with pytest.raises(SystemExit, match=r"mine breaks prompt_tokens: gradient is -1.5, not 0"):
+        run([f"{file}:mine", "--set", "scale=3"], monkeypatch)
+    with pytest.raises(SystemExit, match="lacks or asks for scale"):
+        run([f"{file}:mine"], monkeypatch)
+
+
+def test_verls_losses_are_told_the_counts_and_averaged_over_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stand-in with the names that the adapter takes from verl 0.9.1."""
+
+    @dataclass
+    class PolicyLossConfig:
+        dro_beta: float | None = None
+
+    @dataclass
+    class ActorConfig:
+        strategy: str
+        rollout_n: int
+        use_dynamic_bsz: bool
+        loss_agg_mode: str = "token-mean"
+        scale: float = 1.0
+        policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+
+    def token_mean(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+        counts = dict(config.global_batch_info)
+        dp_size = counts.pop("dp_size")
+        total = agg_loss(-log_prob, response_mask, loss_agg_mode, **counts)
+        return config.scale * total * dp_size, {}
+
+    module = types.ModuleType("verl.trainer.ppo.core_algos")
+    module.ActorConfig, module.AlgoConfig = ActorConfig, dict
+    module.POLICY_LOSS_REGISTRY = {"right": token_mean}
+    module.ADV_ESTIMATOR_REGISTRY = {"rloo": KINDS["estimator"].named["rloo"]}
+    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert "data_parallel_split" in check_loss("verl:right", scale=2.0)
+    assert "reward_shift" in check_loss("verl:rloo")
+    with pytest.raises(ConfigError, match="verl:right has no setting 'dro_bta'.*'dro_beta'"):
+        check_loss("verl:right", dro_bta=2.0)
+    with pytest.raises(ConfigError, match="verl:wrong: verl has right, value, rloo"):
+        check_loss("verl:wrong")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo"])
+def test_trls_losses_do_not_depend_on_the_cut(name: str) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed next to this package")
+    assert "micro_batch_cut" in check_loss(f"trl:{name}", skip=["extreme_ratios", "nan_outside"])

@@ -1,0 +1,108 @@
+"""Small batches on which losses and estimators are compared with themselves.
+
+A mask is written as text, a row per word: `.` is a token outside the mask (the prompt, an
+observation, padding) and `1` a token of the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Batch = dict[str, Any]
+"""Columns: tensors [rows, ...], and `index`, an array [rows]."""
+POLICY, VALUE, PREFERENCE, ESTIMATOR = "policy", "value", "preference", "estimator"
+MASKS = (
+    "..1",
+    "..11 ..11",
+    "..1111 ..1...",
+    "11. 1.. 111 1..",
+    "..1.11 ...... ..11.. ..1...",
+    "..111 ..1.. ..111 ..11.",
+    "..1111111111111111 ..1...............",
+    "..11111 ..111.. ..1.... ....... ..1.111 ..11...",
+)
+MOVES = (0.0, 0.3, 2.0)
+"""Standard deviations of log-ratios: on-policy, after some updates, far away."""
+REWARDS = ("token_level_rewards", "token_level_scores", "step_ends")
+"""Columns that are zero outside the mask wherever they are made."""
+
+
+def all_batches(kind: str) -> list[Batch]:
+    """Return the batches of a kind, small masks first."""
+    return [make_batch(kind, mask, seed) for mask in MASKS for seed in range(len(MOVES))]
+
+
+def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
+    """Return a batch in float64 with every column that a function of this kind may read."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor([[letter == "1" for letter in row] for row in mask_text.split()]).long()
+    rows, width = mask.shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if kind == PREFERENCE:
+        log_probs = -3 * normal(rows, 2).abs() - 1
+        return {
+            "log_probs": log_probs,
+            "ref_log_probs": log_probs + MOVES[seed] * normal(rows, 2),
+            "num_tokens": torch.stack([mask.sum(1), mask.flip(0).sum(1)], dim=1).double(),
+            "margin": normal(rows).abs(),
+            "gap": normal(rows),
+            "desirable": torch.arange(rows) % 2,
+            "mismatched_kl": torch.full((rows,), 0.1, dtype=torch.float64),
+        }
+    old, values = -normal(rows, width).abs() - 0.1, normal(rows, width)
+    ends = mask.flip(1).cumsum(1).flip(1).eq(1) & mask.bool()
+    return {
+        "old_log_prob": old,
+        "log_prob": old + MOVES[seed] * normal(rows, width),
+        "ref_log_prob": old + 0.2 * normal(rows, width),
+        "advantages": normal(rows, 1 if seed < 2 else width) * mask,
+        "response_mask": mask,
+        "vpreds": values + MOVES[seed] * normal(rows, width),
+        "returns": values + normal(rows, width),
+        "values": values,
+        "token_level_rewards": (scores := normal(rows, 1) * ends),
+        "token_level_scores": scores.clone(),
+        "step_ends": ends.long(),
+        "index": np.array([f"prompt {row // 2}" for row in range(rows)], dtype=object),
+        "named_rewards": normal(rows, 2),
+        "reward_baselines": normal(rows),
+        "sum_pi_squared": old.exp().square() + 0.1,
+    }
+
+
+def num_rows(batch: Batch) -> int:
+    """Return the number of rows."""
+    return len(next(iter(batch.values())))
+
+
+def take(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return these rows."""
+    return {name: column[list(rows)] for name, column in batch.items()}
+
+
+def map_tokens(batch: Batch, change: Callable[[Tensor], Tensor], but: Sequence[str] = ()) -> Batch:
+    """Return the batch with every column [rows, tokens] changed, apart from those named."""
+    shape = batch["response_mask"].shape
+    tokens = [name for name, column in batch.items() if column.shape == shape and name not in but]
+    return {**batch, **{name: change(batch[name]) for name in tokens}}
+
+
+def smaller(batch: Batch) -> Iterator[Batch]:
+    """Yield the batch without one row, without one position, and with rounded numbers."""
+    rows = range(num_rows(batch))
+    yield from (take(batch, [row for row in rows if row != left]) for left in rows if len(rows) > 1)
+    width = batch["response_mask"].shape[1] if "response_mask" in batch else 0
+    for left in reversed(range(width if width > 1 else 0)):
+        places = [place for place in range(width) if place != left]
+        yield map_tokens(batch, lambda column, places=places: column[:, places])  # type: ignore[misc]
+    floats = {n: c for n, c in batch.items() if isinstance(c, Tensor) and c.is_floating_point()}
+    if any(not torch.equal(column.round(decimals=1), column) for column in floats.values()):
+        yield {**batch, **{name: column.round(decimals=1) for name, column in floats.items()}}

@@ -1,0 +1,44 @@
+"""usage: verl-like check-loss FILE.py:FUNCTION|NAME|trl:NAME|verl:NAME
+           [--kind policy|value|preference|estimator] [--set KEY=VALUE ...] [--skip RELATION ...]
+
+Calls a loss or an advantage estimator on small batches that are cut, padded, permuted and filled
+with rubbish in ways that must not matter, forward and backward. It names the first relation that
+does not hold, with the smallest batch that shows it and the likely cause; the exit code is then 1.
+
+  verl-like check-loss my_losses.py:my_loss        your own; parameters are filled by their names
+  verl-like check-loss vanilla                     one of ours
+  verl-like check-loss trl:grpo --set epsilon=0.1  TRL's or verl's, installed next to this package
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from trainer.check_loss import BrokenRelation, check_loss
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Check, and print which relations hold or which one does not."""
+    parser = argparse.ArgumentParser("verl-like check-loss", add_help=False)
+    parser.add_argument("target")
+    parser.add_argument("--kind")
+    parser.add_argument("--set", nargs="+", default=[], type=_setting)
+    parser.add_argument("--skip", nargs="+", default=[])
+    options = parser.parse_args(arguments)
+    try:
+        names = check_loss(options.target, options.kind, skip=options.skip, **dict(options.set))
+    except BrokenRelation as error:
+        sys.exit(f"error: {error}")
+    print(f"{options.target}: {len(names)} relations hold: {', '.join(names)}")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, is_setting, value = text.partition("=")
+    if not is_setting:
+        raise argparse.ArgumentTypeError(f"{text} is no KEY=VALUE")
+    return key, yaml.safe_load(value)
