@@ -28,6 +28,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -52,38 +53,29 @@ LONGEST_BODY = 2**22
 
 NUMBER, INTEGER, TEXT = ({"type": kind} for kind in ("number", "integer", "string"))
 OBJECTS = {"type": "array", "items": {"type": "object"}}
-SAMPLING = {
+KINDS = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
     **dict.fromkeys(("top_k", "min_tokens"), INTEGER),
     "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
     "stop_token_ids": {"type": "array", "items": INTEGER},
     "logit_bias": {"type": "object"},
-}
-"""Settings that must be the run's, which samples everything in the same way, with their types."""
-KINDS = {
-    **SAMPLING,
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), INTEGER),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n", "seed", "top_logprobs"), INTEGER),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
+    "logprobs": {"anyOf": [{"type": "boolean"}, INTEGER]},
+    "tool_choice": {"anyOf": [TEXT, {"type": "object"}]},
+    "parallel_tool_calls": {"type": "boolean"},
+    "response_format": {"type": "object"},
     **dict.fromkeys(("messages", "tools"), OBJECTS),
     "token_ids": {"type": "array", "items": INTEGER},
     "sampling_params": {"type": "object"},
 }
 """The types that a body must have, by name, as JSON schemas."""
-ONE_VALUE = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logprobs": False,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-}
-"""Settings that are there with one value alone."""
 NO_MATTER = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "cache_salt", "priority"),
 }
 """Settings that change nothing of what is drawn."""
+COUNTS = ("max_tokens", "max_completion_tokens", "n")
 OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
 OF_IDS = {
     "token_ids",
@@ -181,14 +173,18 @@ class Request:
     """OpenAI's client sends it once more, which has waited too long for an answer."""
 
 
+Answers = list[tuple[str, dict[str, Any]]]
+"""The name of each completion that answers a request, and what was sampled."""
+
+
 class Session:
-    """The requests of one trajectory, one after the other, and what was answered."""
+    """The requests of one trajectory, one after the other, and their answers."""
 
     def __init__(self, parser: Parser = parse) -> None:
         self.name = secrets.token_hex(8)
         self._parser = parser
-        self._lock = threading.Lock()
-        self._is_asking = self._is_over = self._is_cut = False
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._is_over = self._is_cut = False
         self._events: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._history: list[dict[str, Any]] = []
@@ -196,7 +192,8 @@ class Session:
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
         """What the next event says of the calls in the last answer."""
-        self._last: tuple[Request, Future[tuple[str, dict[str, Any]]]] | None = None
+        self._asked: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
+        """The last requests, of which a client may send one once more."""
 
     def next(self) -> dict[str, Any]:
         """What the agent does next: it asks, or ends; what it has raised is raised."""
@@ -211,57 +208,46 @@ class Session:
         """Let the request that waits have this."""
         self._answers.put(answer)
 
-    def ask(self, asked: Request) -> tuple[str, dict[str, Any]]:
-        """The name of the completion, and what was drawn; waits for it.
+    def ask(self, asked: Request) -> Answers:
+        """Wait for the answers to a request: the names of the completions, and what was sampled.
 
-        A request that is sent once more gets the answer of the first time.
+        A request that a client sends once more gets the answers of the first time.
         """
         with self._lock:
-            if asked.is_retry and self._last is not None and self._last[0] == asked:
-                found, is_again = self._last[1], True
-            else:
-                found, is_again = self._begin(asked), False
-        if not is_again:
+            known = [future for request, future in self._asked if request == asked]
+            is_known = asked.is_retry and bool(known)
+            future = known[-1] if is_known else Future[Answers]()
+            if not is_known:
+                self._asked.append((asked, future))
+        if not is_known:
             try:
-                found.set_result(self._answered(asked))
+                future.set_result(self._answers_to(asked))
             except Exception as problem:  # noqa: BLE001 - it is this request's error
-                found.set_exception(problem)
-        return found.result()
+                future.set_exception(problem)
+        return future.result()
 
-    def _begin(self, asked: Request) -> Future[tuple[str, dict[str, Any]]]:
-        """Let a request in, if none is being answered."""
+    def _answers_to(self, asked: Request) -> Answers:
+        """Ask the policy for each choice in a turn, once the requests before are answered."""
+        with self._turn:
+            answers = [self._answer_to(asked)]
+            while len(answers) < answers[0][1].get("served", {}).get("n", 1):
+                answers.append(self._answer_to(asked))
+        return answers
+
+    def _answer_to(self, asked: Request) -> tuple[str, dict[str, Any]]:
         if self._is_over:
             raise Refused("the agent of this session has ended", status=404)
-        if self._is_asking:
-            raise Refused(
-                "this session's last request is not answered yet: a trajectory is one "
-                "conversation, so ask one thing after the other",
-                status=409,
-            )
-        self._is_asking = True
-        found = Future[tuple[str, dict[str, Any]]]()
-        self._last = asked, found
-        return found
-
-    def _answered(self, asked: Request) -> tuple[str, dict[str, Any]]:
-        try:
-            self._events.put(self._event(asked))
-            answer = self._answers.get()
-            if "refused" in answer:
-                self._is_cut = answer["is_cut"]
-                raise Refused(**answer["refused"])
-            turn, self._num_turns = self._num_turns, self._num_turns + 1
-            self._tools = asked.tools
-            self._history = []
-            if asked.is_chat:
-                message = answer["message"] = self._message(answer["text"], asked.tools, turn)
-                if asked.tools and "tool_calls" not in message:
-                    self._calls = {"call_like": call_like(answer["text"])}
-                else:
-                    self._calls = {"calls": len(message.get("tool_calls", ()))}
-                self._history = [*asked.messages, _read_message(answer["message"], [])]
-        finally:
-            self._is_asking = False
+        self._events.put(self._event(asked))
+        answer = self._answers.get()
+        if "refused" in answer:
+            self._is_cut = answer["is_cut"]
+            raise Refused(**answer["refused"])
+        turn, self._num_turns = self._num_turns, self._num_turns + 1
+        self._tools = asked.tools
+        self._history = []
+        if asked.is_chat:
+            message = answer["message"] = self._message(answer, asked, turn)
+            self._history = [*asked.messages, _read_message(message, [])]
         return f"{self.name}-{turn}", answer
 
     def _event(self, asked: Request) -> dict[str, Any]:
@@ -289,7 +275,7 @@ class Session:
                 raise ValueError(f"the agent gave a reward for {name!r:.80}, no completion's id")
             turns[int(turn)] = _number(reward)
         total = 0.0 if isinstance(found, Mapping) else _number(found)
-        if not self._num_turns and not self._is_asking:
+        if not self._num_turns and not self._turn.locked():
             raise RuntimeError("the agent ended, and had asked the policy for nothing")
         self._is_over = True
         end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
@@ -299,9 +285,16 @@ class Session:
         calls, self._calls = self._calls, {}
         return {name: value for name, value in calls.items() if value}
 
-    def _message(self, text: str, tools: Sequence[Mapping[str, Any]], turn: int) -> dict[str, Any]:
+    def _message(self, answer: Mapping[str, Any], asked: Request, turn: int) -> dict[str, Any]:
         """The sampled text as a message; text with a call that has a problem stays text."""
+        text: str = answer["text"]
+        served = answer.get("served", {})
+        for stop in stop_strings(served):
+            text = text.partition(stop)[0]
+        tools = [] if served.get("tool_choice") == "none" else asked.tools
         calls, rest = self._parser(text) if tools else ([], text)
+        if tools and not calls:
+            self._calls = {"call_like": call_like(text)}
         if not calls or any(call.problem for call in calls):
             return {"role": "assistant", "content": text}
         schemas = {
@@ -315,6 +308,7 @@ class Session:
             }
             for number, call in enumerate(calls)
         ]
+        self._calls = {"calls": len(calls)}
         return {"role": "assistant", "content": rest or None, "tool_calls": written}
 
     def fail(self, error: BaseException) -> None:
@@ -347,6 +341,12 @@ def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
+def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that a request ends a turn with."""
+    stop = settings.get("stop", ())
+    return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
+
+
 def _arguments(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str:
     """As JSON; texts by the schema of the tool, where there is such a tool."""
     schema = schemas.get(call.name, {})
@@ -368,21 +368,16 @@ def read_request(path: str, body: Any) -> Request:
     needed = "messages" if is_chat else "token_ids"
     if not given.get(needed):
         raise Refused(f"{needed} are missing, or there is none of them", needed)
-    own = OF_CHAT if is_chat else OF_IDS
-    for name, value in given.items():
-        if name in own or name in NO_MATTER or name in SAMPLING:
-            continue
-        if name not in ONE_VALUE:
-            raise Refused(f"{name} is not there for agents: leave it out", name)
-        if value != ONE_VALUE[name]:
-            raise Refused(f"{name} can only be {json.dumps(ONE_VALUE[name])} here", name)
-    longest = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
-    if longest and min(longest) < 1:
-        raise Refused(f"{min(longest)} tokens cannot be drawn", "max_tokens")
+    counts = {name: given[name] for name in COUNTS if name in given}
+    for name, count in counts.items():
+        if count < 1:
+            raise Refused(f"{name}={count} is less than 1", name)
+    longest = [count for name, count in counts.items() if name != "n"]
+    own = NO_MATTER | (OF_CHAT if is_chat else OF_IDS)
     asked = Request(
         is_chat,
         max_tokens=min(longest, default=None),
-        sampling={name: given[name] for name in SAMPLING if name in given},
+        sampling={name: value for name, value in given.items() if name not in own},
         model=str(given.get("model", MODEL)),
     )
     if not is_chat:
@@ -453,46 +448,58 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": str(call.get("id")), "type": "function", "function": named}
 
 
-def completion(asked: Request, name: str, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of an answer."""
-    num_read, num_drawn = answer.get("num_read", 0), answer.get("num_drawn", 0)
+def completion(asked: Request, answers: Answers) -> dict[str, Any]:
+    """The body of an answer; its name is that of the last choice."""
+    num_read = sum(answer.get("num_read", 0) for _, answer in answers)
+    num_drawn = sum(answer.get("num_drawn", 0) for _, answer in answers)
     usage = {
         "prompt_tokens": num_read,
         "completion_tokens": num_drawn,
         "total_tokens": num_read + num_drawn,
     }
-    finish = answer.get("finish_reason", "stop")
+    choices = [_choice(asked, answer) | {"index": n} for n, (_, answer) in enumerate(answers)]
+    body = {"choices": choices, "usage": usage}
+    name = answers[-1][0]
     if not asked.is_chat:
-        pairs = zip(answer["ids"], answer["log_probs"], strict=True)
-        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
-        choice = {"index": 0, "token_ids": answer["ids"], "logprobs": {"content": content}}
-        return {
-            "request_id": name,
-            "choices": [{**choice, "finish_reason": finish}],
-            "usage": usage,
+        return {"request_id": name, **body}
+    about = {"id": name, "object": "chat.completion", "created": int(time.time())}
+    return {**about, "model": asked.model, **body}
+
+
+def _choice(asked: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
+    finish, log_probs = answer.get("finish_reason", "stop"), None
+    if "log_probs" in answer:
+        words = answer["texts"] if asked.is_chat else map("token_id:{}".format, answer["ids"])
+        log_probs = {
+            "content": [
+                {"token": word, "logprob": value, "bytes": [*word.encode()], "top_logprobs": []}
+                for word, value in zip(words, answer["log_probs"], strict=True)
+            ]
         }
+    if not asked.is_chat:
+        return {"token_ids": answer["ids"], "logprobs": log_probs, "finish_reason": finish}
     message = answer["message"]
     if "tool_calls" in message and finish == "stop":
         finish = "tool_calls"
-    choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-    about = {"id": name, "object": "chat.completion", "created": int(time.time())}
-    return {**about, "model": asked.model, "choices": [choice], "usage": usage}
+    return {"message": message, "finish_reason": finish, "logprobs": log_probs}
 
 
 def chunks(asked: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
     """An answer as the chunks of a stream: it is drawn by then."""
-    (choice,) = whole["choices"]
     about = {**whole, "object": "chat.completion.chunk"}
     del about["usage"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [
-            {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
-        ]
-    found = [
-        {**about, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-        for delta, reason in ((delta, None), ({}, choice["finish_reason"]))
-    ]
+    found = []
+    for choice in whole["choices"]:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [
+                {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
+            ]
+        end = {**choice, "delta": {}}
+        begin = {**end, "delta": delta, "finish_reason": None}
+        for part in (begin, {**end, "logprobs": None}):
+            del part["message"]
+            found.append({**about, "choices": [part]})
     if asked.with_usage:
         found.append({**about, "choices": [], "usage": whole["usage"]})
     return found
@@ -554,7 +561,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(f"there is no POST {path}", status=404)
         asked = read_request(path, self._body())
         asked.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        whole = completion(asked, *session.ask(asked))
+        whole = completion(asked, session.ask(asked))
         if not asked.streams:
             self._send(200, whole)
             return

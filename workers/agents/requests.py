@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workers.agents.chat import Message, TurnRenderer
-from workers.agents.gateway import Refused
+from workers.agents.gateway import Refused, stop_strings
 from workers.rollout.base import SamplingParams
 from workers.rollout.sample import Sample
 
@@ -14,9 +14,32 @@ TOO_LONG = "context_length_exceeded"
 """OpenAI's code for more tokens than there is room for."""
 
 
-def check_sampling(settings: Mapping[str, Any], sampling: SamplingParams) -> None:
-    """Reject settings of a request that differ from the run's: all samples share them."""
+ALWAYS = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""The values of settings that no run has."""
+SERVED = {"n", "logprobs", "stop"}
+"""Settings that a request may have its own way, next to tool_choice="none"."""
+
+
+def overridden(
+    settings: Mapping[str, Any], sampling: SamplingParams, overrides: str, can_stop: bool = True
+) -> list[str]:
+    """Return the settings of a request that the run's own replace; all samples share them.
+
+    With overrides="serve" the settings that can be a request's own are not among them; with
+    "reject" the first one is an error. `can_stop`: the engine knows stop strings.
+    """
     expected = {
+        **ALWAYS,
         "temperature": sampling.temperature if sampling.do_sample else 0,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -26,18 +49,23 @@ def check_sampling(settings: Mapping[str, Any], sampling: SamplingParams) -> Non
         "stop_token_ids": sorted(sampling.stop_token_ids),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
     }
+    names = []
     for name, value in settings.items():
         comparable = value
         if name == "stop":
-            comparable = sorted([value] if isinstance(value, str) else value)
+            comparable = sorted(stop_strings(settings))
         elif name == "stop_token_ids":  # the model's stop tokens end a turn in any case
             comparable = sorted({*value, *sampling.stop_token_ids})
-        if comparable != expected[name]:
-            raise Refused(
-                f"{name}={value!r:.80} is not this run's {expected[name]!r}, by which all of its "
-                "samples are drawn: leave it out",
-                name,
-            )
+        is_served = name in SERVED and (name != "stop" or can_stop)
+        is_served |= name == "tool_choice" and value == "none"
+        if name in expected and comparable == expected[name]:
+            continue
+        if overrides == "reject":
+            has = f"this run's {expected[name]!r}" if name in expected else "there for agents"
+            raise Refused(f"{name}={value!r:.80} is not {has}: leave it out", name)
+        if overrides == "override" or not is_served:
+            names.append(name)
+    return names
 
 
 def ids_to_read(

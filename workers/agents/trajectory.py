@@ -23,10 +23,10 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
-from workers.agents.gateway import Refused
+from workers.agents.gateway import Refused, stop_strings
 from workers.agents.host import BROKEN, EnvironmentHost
 from workers.agents.recorded import RecordedHost
-from workers.agents.requests import TOO_LONG, check_sampling, ids_to_read
+from workers.agents.requests import TOO_LONG, ids_to_read, overridden
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import CUT_BY_LENGTH, KeptStates, Sample
@@ -306,7 +306,7 @@ class Trajectory:
         as_drawn = setting.config.history == "as_drawn"
         width, max_tokens = setting.engine.limits.prompt_width, setting.sampling.max_tokens
         try:
-            check_sampling(request["sampling"], setting.sampling)
+            served = self._served(request["sampling"], setting)
             chat = setting.chat.with_tools(request["tools"])
             ids, is_whole = ids_to_read(self.sample, request, answer["messages"], chat, as_drawn)
             if ids and not 0 <= min(ids) <= max(ids) < setting.engine.vocab_size:
@@ -326,6 +326,8 @@ class Trajectory:
                     words = "tokens after the first request's, and data.max_response_length is"
                     raise Refused(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
                 self._continue(ids, is_whole, self._end_of_turn(length, setting))
+            self.sample = replace(self.sample, stop_strings=stop_strings(served))
+            self.request = {**request, "sampling": served}
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, Refused) else Refused(words)
@@ -334,6 +336,18 @@ class Trajectory:
         if request["extends"] and as_drawn:
             request = {**request, "chat": []}  # a replay reads its messages only
         self.answers.append({**answer, "request": request})
+
+    def _served(self, settings: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+        """The settings of a request that are its own; note once which ones the run overrides."""
+        can_stop = setting.engine.decode is not None
+        names = overridden(settings, setting.sampling, setting.config.overrides, can_stop)
+        if names:
+            warn_once(
+                f"environment: an agent's requests set {', '.join(sorted(names))}, which the run "
+                "overrides: all of its samples are drawn in one way. environment.overrides=reject "
+                "makes it an error."
+            )
+        return {name: value for name, value in settings.items() if name not in names}
 
     def _end_of_turn(self, length: int, setting: Setting) -> int | None:
         """Tokens of the response at which a turn ends that begins after `length` of them."""
@@ -358,9 +372,9 @@ class Trajectory:
             setting.host.say(self.number, setting.decode(ids), delay_s)
             return
         text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
-        setting.host.say(self.number, text, delay_s, **self._facts(len(drawn)))
+        setting.host.say(self.number, text, delay_s, **self._facts(len(drawn), setting))
 
-    def _facts(self, num_drawn: int) -> dict[str, Any]:
+    def _facts(self, num_drawn: int, setting: Setting) -> dict[str, Any]:
         """What an agent's answer has besides the text of a turn."""
         sample = self.sample
         facts = {
@@ -368,10 +382,14 @@ class Trajectory:
             "num_read": len(sample.visible_ids) - num_drawn,
             "num_drawn": num_drawn,
         }
-        if self.request is None or self.request["ids"] is None:
+        request = self.request or {}
+        served = facts["served"] = request.get("sampling", {})
+        if request.get("ids") is None and not served.get("logprobs"):
             return facts
-        drawn = {"ids": sample.tokens[-num_drawn:], "log_probs": sample.log_probs[-num_drawn:]}
-        return facts | {name: values.tolist() for name, values in drawn.items()}
+        ids = sample.tokens[-num_drawn:].tolist()
+        texts = [setting.decode([token]) for token in ids]
+        log_probs = sample.log_probs[-num_drawn:].tolist()
+        return facts | {"ids": ids, "texts": texts, "log_probs": log_probs}
 
     def _last_place(self, turn: int) -> int:
         """The place of the last sampled token of a turn."""

@@ -38,6 +38,14 @@ class EnvironmentConfig(Section):
         None, allows="the name of a form, or FILE.py:FUNCTION", read_when=PLAYS
     )
     """How calls of tools are parsed; null: as the chat template writes them."""
+    overrides: str = key(
+        "serve",
+        choices=("serve", "override", "reject"),
+        read_when=PLAYS,
+        may_change_on_resume=True,
+    )
+    """Settings of an agent's requests that are not the run's: served where that is right and
+    overridden otherwise, all overridden, or an error."""
     max_turns: int = key(8, above=0, read_when=PLAYS)
     """Turns of the policy, after which a trajectory ends."""
     max_tokens_per_turn: int | None = key(

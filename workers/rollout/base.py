@@ -304,14 +304,16 @@ class RolloutEngine(ABC):
         The sample says where it ends for now.
         """
         is_stop = tokens[-1] in sampling.stop_token_ids
-        if is_stop or self.ends_with_stop_string(tokens, sampling):
+        if is_stop or self.ends_with_stop_string(sample, tokens, sampling):
             return "stop"
         longest = sample.longest(sampling.max_tokens)
         return CUT_BY_LENGTH if len(tokens) == longest else UNFINISHED
 
-    def ends_with_stop_string(self, tokens: Sequence[int], sampling: SamplingParams) -> bool:
-        """Whether the newest token of a response completes a stop string."""
-        strings, decode = sampling.stop_strings, self.decode
+    def ends_with_stop_string(
+        self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams
+    ) -> bool:
+        """Whether the newest token of a sample's response completes a stop string."""
+        strings, decode = (*sampling.stop_strings, *sample.stop_strings), self.decode
         if not strings or decode is None or len(tokens) < sampling.min_tokens:
             return False
         return ends_with_stop_string(tokens, strings, decode)

@@ -17,6 +17,7 @@ import torch
 
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import Call, check_call, check_methods
+from workers.config import plays
 from workers.config.policy import replays_routing
 from workers.config.rollout import AUTO, ENGINES, FP8
 from workers.models.folder import model_folder
@@ -151,7 +152,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         keep_kv=rollout.keep_kv,
     )
     decode = None
-    if rollout.sampling_kwargs.get("stop_strings"):
+    if rollout.sampling_kwargs.get("stop_strings") or plays(config):
         tokenizer = tokenizer_of(policy.model.path)
         decode = partial(tokenizer.decode, skip_special_tokens=False)
 

@@ -81,6 +81,8 @@ class Sample:
     truncated_log_probs: Tensor | None = None
     end_at: int | None = None
     """Number of tokens at which the response ends for now; None: as the sampling says."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end this sample, in addition to those of the sampling."""
     segments: tuple[int, ...] = ()
     """Places in the response where a segment begins, which the policy reads without the rest."""
     routed_experts: Tensor | None = None

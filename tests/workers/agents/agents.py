@@ -128,14 +128,8 @@ def sets(row, name, value):
 
 def asks_oddly(row):
     """Requests that no server could take, each between two that any can."""
-    client, odd = (
-        openai.OpenAI(),
-        {
-            "stop": 5,
-            "logit_bias": {"a": []},
-            "tools": [{"function": {"name": "a", "parameters": 5}}],
-        },
-    )
+    odd = {"stop": 5, "tools": [{"function": {"name": "a", "parameters": 5}}]}
+    client = openai.OpenAI()
     client.chat.completions.create(messages=ASK, **SHORT)
     for name, value in odd.items():
         try:
@@ -144,6 +138,28 @@ def asks_oddly(row):
             continue
         raise AssertionError(name)
     client.chat.completions.create(messages=ASK, **SHORT)
+    return 1.0
+
+
+def asks_for_two(row):
+    """Two choices of one request, with their log-probs; a reward for the last one."""
+    found = openai.OpenAI().chat.completions.create(messages=ASK, n=2, logprobs=True, **SHORT)
+    if len(found.choices) != 2 or not found.choices[0].logprobs:
+        raise RuntimeError("one choice, no log-probs")
+    words = [choice.logprobs.content for choice in found.choices]
+    assert sum(map(len, words)) == found.usage.completion_tokens
+    assert all(word.logprob <= 0 for choice in words for word in choice)
+    return {found.id: 0.5}
+
+
+def stops(row, letters):
+    """A turn that ends with a letter, and another one."""
+    client = openai.OpenAI()
+    found = client.chat.completions.create(messages=ASK, stop=list(letters), **SHORT)
+    said = found.choices[0].message
+    assert not {*said.content} & {*letters}
+    messages = [*ASK, said, {"role": "user", "content": "x"}]
+    client.chat.completions.create(messages=messages, **SHORT)
     return 1.0
 
 

@@ -24,9 +24,10 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.gateway import Refused, Session, endpoint
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.requests import check_sampling, ids_to_read
+from workers.agents.requests import ids_to_read, overridden
 from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
+from workers.models.attention import warn_once
 from workers.rollout.base import SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
@@ -52,13 +53,20 @@ def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
     """Plays trajectories of an agent of `agents`."""
 
     def played(
-        name: str, num: int = 1, on: EnvironmentHost = host, retries: int = 0, **more: Any
+        name: str,
+        num: int = 1,
+        on: EnvironmentHost = host,
+        retries: int = 0,
+        decode: Any = None,
+        **more: Any,
     ) -> list[Trajectory]:
         arguments = more.pop("arguments", {})
         config = EnvironmentConfig(**{"max_tokens_per_turn": 8, "retries": retries, **more})
         stops = (tokenizer.eos_token_id,)
         chat = TurnRenderer(tokenizer, [], stops)
-        loop = TurnLoop(fresh_engine(model), on, chat, config, tokenizer.decode)
+        engine = fresh_engine(model)
+        engine.decode = decode
+        loop = TurnLoop(engine, on, chat, config, tokenizer.decode)
         starts = []
         for number in range(num):
             row = {"number": number, "agent": name, "arguments": arguments}
@@ -183,14 +191,40 @@ def test_special_tokens_in_messages_are_text(play: Play, tokenizer: Any) -> None
 
 @pytest.mark.parametrize(
     ("name", "value", "is_taken"),
-    [("temperature", 1.0, True), ("temperature", 0.5, False), ("stop", ["x"], False)],
+    [("temperature", 1.0, True), ("temperature", 0.5, False), ("seed", 3, False)],
 )
-def test_settings_of_a_request_are_the_runs_or_refused(
-    play: Play, name: str, value: Any, is_taken: bool
+def test_settings_of_a_request_are_the_runs_overridden_or_an_error(
+    play: Play, name: str, value: Any, is_taken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (one,) = play("sets", arguments={"name": name, "value": value})
+    warn_once.cache_clear()
+    arguments = {"name": name, "value": value}
+    same_bits(play("sets", arguments=arguments, num=2), play("sets", arguments=arguments, num=2))
+    notices = [one for one in caplog.messages if f"requests set {name}, which the run" in one]
+    assert len(notices) == (not is_taken)
+    (one,) = play("sets", arguments=arguments, overrides="reject")
     assert bool(one.problem) is not is_taken
-    assert is_taken or f"{name}={value!r} is not this run's" in one.problem
+    assert is_taken or f"{name}={value!r} is not " in one.problem
+
+
+def test_choices_are_turns_and_have_log_probs(play: Play) -> None:
+    for one in play("asks_for_two", num=3):
+        assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 2)
+        assert len(one.sample.segments) == 1
+        assert one.rewards[1] == (len(one.turns) - 1, 0.5)
+    (one,) = play("asks_for_two", overrides="override")
+    assert "one choice, no log-probs" in one.problem
+
+
+def test_a_turn_ends_with_the_stop_strings_of_its_request(
+    play: Play, tokenizer: Any, model: Any
+) -> None:
+    letters = "abcdefghijklmnop"
+    for one in play("stops", num=4, arguments={"letters": letters}, decode=tokenizer.decode):
+        assert (one.problem, one.num_turns) == ("", 2)
+        first = one.sample.tokens[drawn_of(one) & (torch.tensor(one.turns) == 0)].tolist()
+        *before, last = [tokenizer.decode([token]) for token in first]
+        assert not any({*text} & {*letters} for text in before)
+        assert {*last} & {*letters} or len(first) == 6 or first[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
@@ -364,14 +398,36 @@ def test_an_agent_that_returns_while_it_asks_ends_after_the_answer(session: Sess
         assert done.result(10).choices[0].message.content == "late"
 
 
-def test_of_two_requests_at_the_same_time_one_is_refused(session: Session) -> None:
-    with ThreadPoolExecutor(1) as agent:
-        done = agent.submit(lambda: create_of(session)(model="any", messages=ASK))
+def test_requests_at_the_same_time_are_answered_one_after_the_other(session: Session) -> None:
+    with ThreadPoolExecutor(3) as agent:
+        asks = [[{"role": "user", "content": str(number)}] for number in range(3)]
+        create = create_of(session)
+        done = [agent.submit(create, model="any", messages=messages) for messages in asks]
+        for _ in asks:
+            event = session.next()
+            session.answer({"text": f"to {event['messages'][0]['content']}"})
+        said = [one.result(10).choices[0].message.content for one in done]
+    assert said == ["to 0", "to 1", "to 2"]
+
+
+def test_a_request_that_waits_when_its_agent_ends_is_not_found(session: Session) -> None:
+    with ThreadPoolExecutor(2) as agent:
+        create = create_of(session)
+        done = [agent.submit(create, model="any", messages=ASK) for _ in range(2)]
         assert "request" in session.next()
-        with pytest.raises(openai.ConflictError, match="last request is not answered yet"):
-            create_of(session)(model="any", messages=ASK)
-        session.answer({"text": "first"})
-        assert done.result(10).choices[0].message.content == "first"
+        session.end(1.0)
+        session.answer({"text": "late"})
+        assert session.next()["end"]
+        problems = [one.exception(10) for one in done]
+    assert sorted(map(type, problems), key=str) == [type(None), openai.NotFoundError]
+
+
+def test_with_the_tool_choice_none_nothing_is_called(session: Session, answered: Answered) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    settings: Any = {"model": "any", "messages": ASK, "tools": [ADD], "tool_choice": "none"}
+    served = {"tool_choice": "none"}
+    _, found = answered(text, lambda: create_of(session)(**settings), served=served)
+    assert (found.choices[0].message.content, found.choices[0].message.tool_calls) == (text, None)
 
 
 def test_the_model_is_listed(session: Session) -> None:
@@ -427,16 +483,15 @@ def message(**more: Any) -> dict[str, Any]:
         (CHAT, message(content=7), 400, "content is no text: 7"),
         (CHAT, message(content=[{"type": "image_url"}]), 400, "content is no text"),
         (CHAT, message(tool_calls=[{"function": {"name": "a"}}]), 400, "is no call of a tool"),
-        (CHAT, {**message(), "n": 2}, 400, "n can only be 1 here"),
-        (CHAT, {**message(), "logprobs": True}, 400, "logprobs can only be false here"),
-        (CHAT, {**message(), "seed": 1}, 400, "seed is not there for agents: leave it out"),
-        (CHAT, {**message(), "max_tokens": 0}, 400, "0 tokens cannot be drawn"),
+        (CHAT, {**message(), "n": 0}, 400, "n=0 is less than 1"),
+        (CHAT, {**message(), "n": "2"}, 400, "n='2' is no integer"),
+        (CHAT, {**message(), "seed": "a"}, 400, "seed='a' is no integer"),
+        (CHAT, {**message(), "max_tokens": 0}, 400, "max_tokens=0 is less than 1"),
         (CHAT, {**message(), "tools": [{"name": "add"}]}, 400, "tools are functions"),
         (IDS, {"token_ids": ["a"]}, 400, "token_ids=['a'] is no array of integer"),
         (IDS, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params=1 is no object"),
         (IDS, {"token_ids": [1], "sampling_params": {"stop": 5}}, 400, "stop=5 is no string or"),
-        (IDS, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n can only be 1 here"),
-        (IDS, {"token_ids": [1], "features": {}}, 400, "features is not there for agents"),
+        (IDS, {"token_ids": [1], "sampling_params": {"n": 0}}, 400, "n=0 is less than 1"),
     ],
 )
 def test_what_is_not_there_is_refused_in_openais_words(
@@ -513,10 +568,27 @@ def test_settings_are_compared_with_how_a_run_draws() -> None:
         max_tokens=9, stop_token_ids=(2, 3), top_p=0.9, stop_strings=("b", "a"), do_sample=False
     )
     same = {"temperature": 0, "top_p": 0.9, "stop": ["a", "b"], "stop_token_ids": [3], "top_k": -1}
-    check_sampling(same, drawn)
+    for overrides in ("serve", "override", "reject"):
+        assert overridden(same, drawn, overrides) == []
     for name, value in {"temperature": 1, "top_k": 5, "stop": "a", "stop_token_ids": [4]}.items():
         with pytest.raises(Refused, match=f"{name}=.* is not this run's"):
-            check_sampling({name: value}, drawn)
+            overridden({name: value}, drawn, "reject")
+        assert overridden({name: value}, drawn, "override") == [name]
+        assert overridden({name: value}, drawn, "serve") == [name] * (name != "stop")
+    with pytest.raises(Refused, match="seed=1 is not there for agents"):
+        overridden({"seed": 1}, drawn, "reject")
+    served = {"n": 2, "logprobs": True, "tool_choice": "none", "stop": "x"}
+    others = {"seed": 1, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert overridden(served, drawn, "serve") == []
+    assert overridden(served, drawn, "serve", can_stop=False) == ["stop"]
+    assert overridden(others, drawn, "serve") == [*others]
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+    }
+    assert overridden(neutral, drawn, "reject") == []
 
 
 def test_a_request_that_the_client_sends_once_more_gets_the_answer_of_the_first_time() -> None:

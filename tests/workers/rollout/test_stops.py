@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from workers.config import RolloutConfig
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.roles.rollout import RolloutWorker
+from workers.rollout.sample import Sample
 from workers.rollout.sampling_settings import check_sampling, sampling_params
 
 GREEDY = META | {"do_sample": False}
@@ -142,3 +144,21 @@ def test_settings_of_another_kind_are_refused(settings: dict[str, Any], words: s
 def test_one_text_that_ends_a_response_is_one() -> None:
     assert sampling_params({"stop_strings": "abc"}, 8, (0,)).stop_strings == ("abc",)
     assert sampling_params({"stop_strings": ["abc", "d"]}, 8, (0,)).stop_strings == ("abc", "d")
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_sample_may_end_with_texts_of_its_own(
+    one_layer_dir: Path, tmp_path: Path, engine: str
+) -> None:
+    """The samples next to it do not."""
+    settings = {"sampling_kwargs": {"stop_strings": ["never said"]}}
+    worker = worker_of(folder_with(one_layer_dir, tmp_path, None), engine, **settings)
+    sampling = replace(worker.sampling_of(prompt_batch(1)), do_sample=False)
+    plain = Sample([5, 6], 1)
+    (whole,) = worker.engine.generate([plain], sampling)
+    assert worker.engine.decode is not None
+    texts = [worker.engine.decode([token]) for token in whole.tokens.tolist()]
+    stopping = replace(plain, stop_strings=(texts[2],))
+    found, other = worker.engine.generate([stopping, plain], sampling)
+    assert found.tokens.tolist() == whole.tokens[: texts.index(texts[2]) + 1].tolist()
+    assert (found.finish_reason, other.tokens.tolist()) == ("stop", whole.tokens.tolist())

@@ -335,10 +335,15 @@ class Scheduler:
         table.num_drawn[slots] += new
 
         stopped = self.is_stop[tokens] & new
-        if self.sampling.stop_strings:
-            pairs = zip(slots.tolist(), steps.tolist(), strict=True)
-            texts = [table.tokens[slot, : step + 1].tolist() for slot, step in pairs]
-            ends = [self.engine.ends_with_stop_string(text, self.sampling) for text in texts]
+        samples = table.samples[slots].tolist()
+        if self.sampling.stop_strings or any(sample.stop_strings for sample in samples):
+            rows = zip(samples, slots.tolist(), steps.tolist(), strict=True)
+            ends = [
+                self.engine.ends_with_stop_string(
+                    sample, table.tokens[slot, : step + 1].tolist(), self.sampling
+                )
+                for sample, slot, step in rows
+            ]
             stopped |= np.asarray(ends) & new
         is_finished = stopped | (steps + 1 == table.longest[slots])
         if is_finished.any():

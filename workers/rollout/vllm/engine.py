@@ -178,7 +178,8 @@ class VllmEngine(RolloutEngine):
                 break
             if budget.until_one and finished:
                 break
-        if self._sampling.stop_strings:
+        samples = [self._requests[number].sample for number in finished]
+        if self._sampling.stop_strings or any(sample.stop_strings for sample in samples):
             self.vllm.stop(finished)  # vLLM knows nothing of these
         return self._take_out(finished)
 
