@@ -191,11 +191,11 @@ class Struck(PPOTrainer):
             if "@" not in Struck.under_way.worker:
                 self.strike()
 
-    def send_weights(self, version: int | None = None) -> dict[str, float]:
-        """The sync of a step."""
+    def sync(self) -> dict[str, float]:
+        """Strike while the weights of a step are sent."""
         if Struck.under_way is not None and Struck.under_way.began is None:
             self.strike()
-        return super().send_weights(version)
+        return super().sync()
 
     def strike(self) -> None:
         """The fault that it is the turn of."""

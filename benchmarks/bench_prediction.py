@@ -23,8 +23,8 @@ from unittest.mock import patch
 
 from trainer import load_config, run
 from trainer.cli import make_tiny
-from trainer.detached.plan import measured_phases, setup_of
 from trainer.detached.recipe import DETACHED
+from trainer.planner.prediction import measured_phases, setup_of
 from trainer.planner.simulate import Phases, simulate
 from trainer.ppo.config import PPOConfig
 from verl_like import Dispatch, register

@@ -70,7 +70,7 @@ class TrainerAlone(PPOTrainer):
 
     def sync(self) -> Metrics:
         """Samples are of older weights, as in a detached run."""
-        self.weight_version += 1
+        self.weights.version += 1
         return {}
 
 

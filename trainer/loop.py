@@ -64,6 +64,8 @@ class Trainer(Hooks, ABC):
     """The metrics that raise an alarm, with their bands and messages."""
     learns_from_samples: ClassVar[bool] = False
     """Whether a step trains on samples that it has generated, which the sample log follows."""
+    origins: Any = None
+    """Facts for the observers about samples that come from a queue (`trainer.detached.origins`)."""
 
     def __init__(self, run: Run) -> None:
         """No model is loaded before the loop starts."""

@@ -24,13 +24,16 @@ class RecordingTrainer(PPOTrainer):
         super().__init__(*args)
         self.history: list[dict[str, set[str]]] = []
         RecordingTrainer.last = self
+        send_next = self.weights.send_next
 
-    def next_weights(self) -> Metrics:
-        metrics = super().next_weights()
-        self.history.append(
-            {role: set(self.groups[role].weights_checksum()) for role in self.groups}
-        )
-        return metrics
+        def send_and_record() -> Metrics:
+            metrics = send_next()
+            self.history.append(
+                {role: set(self.groups[role].weights_checksum()) for role in self.groups}
+            )
+            return metrics
+
+        self.weights.send_next = send_and_record  # type: ignore[method-assign]
 
 
 class LengthVerifier(Worker):

@@ -97,10 +97,3 @@ class NotedTrainer(PPOTrainer):
     def update(self, batch: DataProto) -> Metrics:
         NotedTrainer.batch = batch
         return super().update(batch)
-
-
-class TwoPassTrainer(NotedTrainer):
-    """Always finds the old log-probs in a pass of their own."""
-
-    def policy_is_current(self, batch: DataProto) -> bool:
-        return False

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.rigged import NotedTrainer, TwoPassTrainer
+from tests.integration.rigged import NotedTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from tests.waiting import wait_until_ended
 from trainer import load_config, loop, run
@@ -66,13 +66,17 @@ def test_every_sample_knows_the_version_of_its_policy(tiny_dir: Path, tmp_path: 
 
 
 def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
-    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = (*GRPO, "trainer.total_training_steps=2", ONE_STEP_PER_BATCH, "trainer.show=full")
     train(tiny_dir, tmp_path / "skipped", *settings)
     assert "old log-probs are not computed" in capsys.readouterr().out
     assert calls(tmp_path / "skipped", "compute_log_prob") == []
-    train(tiny_dir, tmp_path / "computed", *settings, trainer=TwoPassTrainer)
+    monkeypatch.setattr("trainer.ppo.stages.policy_is_current", lambda *_: False)
+    train(tiny_dir, tmp_path / "computed", *settings)
     assert len(calls(tmp_path / "computed", "compute_log_prob")) == 2
     for one, other in zip(
         numbers(tmp_path / "skipped"), numbers(tmp_path / "computed"), strict=True

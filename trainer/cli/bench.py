@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainer.detached.plan import makers_by_rank, measured_phases
 from trainer.detached.topology import Topology
+from trainer.planner.prediction import makers_by_rank, measured_phases
 from trainer.planner.simulate import Phases, Prediction, Setup, simulate, what_limits
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width

@@ -27,10 +27,11 @@ from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.detached.config import DetachedConfig
-from trainer.detached.plan import measured_phases, plan_lines, prediction_line
+from trainer.detached.plan import plan_lines
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import axes_in_words
+from trainer.planner.prediction import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages

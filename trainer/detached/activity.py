@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partialmethod
 from typing import NamedTuple
 
 from trainer.report.detached import STATES
@@ -100,21 +101,23 @@ class RoleActivity:
         self._counted_to = 0.0
         self._seconds = dict.fromkeys(STATES, 0.0)
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        """The state of a role that computes: generate, score, update."""
-        return self._enter("busy", what)
+    @contextmanager
+    def _enter(self, name: str, what: str) -> Iterator[None]:
+        before = self.state
+        self._go_to(State(name, what, 0.0))
+        try:
+            yield
+        finally:
+            self._go_to(before)
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """The state of a role that waits for `what`, such as `the buffer to have room`."""
-        return self._enter("waiting", what)
-
-    def syncing(self, what: str) -> AbstractContextManager[None]:
-        """The state of a role that takes or gives weights, such as `weights of version 4`."""
-        return self._enter("syncing", what)
-
-    def gone(self, what: str) -> AbstractContextManager[None]:
-        """The state of a role whose processes are lost, until others have come."""
-        return self._enter("gone", what)
+    busy = partialmethod(_enter, "busy")
+    """The state of a role that computes: generate, score, update."""
+    waiting = partialmethod(_enter, "waiting")
+    """The state of a role that waits for something, such as `the buffer to have room`."""
+    syncing = partialmethod(_enter, "syncing")
+    """The state of a role that takes or gives weights, such as `weights of version 4`."""
+    gone = partialmethod(_enter, "gone")
+    """The state of a role whose processes are lost, until others have come."""
 
     def leave(self, what: str) -> None:
         """Be gone from now on."""
@@ -126,15 +129,6 @@ class RoleActivity:
             self._seconds[self.state.name] += now - self._counted_to
         self._counted_to = now
         return dict(self._seconds)
-
-    @contextmanager
-    def _enter(self, name: str, what: str) -> Iterator[None]:
-        before = self.state
-        self._go_to(State(name, what, 0.0))
-        try:
-            yield
-        finally:
-            self._go_to(before)
 
     def _go_to(self, state: State) -> None:
         with self._activity.lock:

@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trainer.detached.activity import Activity
 from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
+from trainer.detached.rounds import Demand
 from trainer.detached.samplers import (
     SAMPLERS,
     Choice,
@@ -49,12 +49,38 @@ LOOK_S = 1.0
 LOOK_SHARE = 0.05
 """Share of a wait that may go into asking the trainers: thousands of them take long."""
 LOST = "lost with its maker"
+SAMPLES = "queued_samples"
+"""The folder of a checkpoint that holds the queued samples."""
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 
 class StalledError(VerlLikeError, RuntimeError):
     """Makers and trainer wait for each other; the message says who waits for what."""
+
+
+class StallWatch:
+    """Watches a wait of the trainer: logs who waits for whom, and checks that trainers live."""
+
+    def __init__(
+        self, activity: Activity, stall_s: float, check_trainers: Callable[[], None]
+    ) -> None:
+        """The wait begins now."""
+        self._activity, self._stall_s, self._check_trainers = activity, stall_s, check_trainers
+        self._began = time.monotonic()
+        self._checks_at, self._warns_at = self._began + LOOK_S, self._began + stall_s
+
+    def look(self) -> None:
+        """Warn or check if it is time to; raise the error of a lost trainer."""
+        now = time.monotonic()
+        if now > self._warns_at:
+            waits = self._activity.who_waits()
+            logger.warning("no batch for %.0f s: %s", now - self._began, waits)
+            self._warns_at = now + self._stall_s
+        if now > self._checks_at:
+            self._check_trainers()
+            took = time.monotonic() - now
+            self._checks_at = now + max(LOOK_S, took / LOOK_SHARE)
 
 
 class Loader(Protocol):
@@ -161,18 +187,6 @@ class Weights(NamedTuple):
     num_swaps: int
     """Swaps within a version: a validation may use averaged weights."""
     version: int
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Samples that the trainer waits for, and samples that it will need later."""
-
-    num_samples: int = 0
-    attempt: int = 0
-    rest_of_version: int = 0
-    """Fresh samples needed after these and before the next version of the weights."""
-    rest_of_run: int | None = None
-    """Fresh samples needed after these; None: unknown."""
 
 
 class ExperienceBuffer:
@@ -348,41 +362,32 @@ class ExperienceBuffer:
                 "stream": self.stream.state_dict(self._in_flight.values()),
                 "ledger": self.log.state_dict(),
                 "num_taken": self._num_taken,
-                "queued": [
-                    {"piece": one.place(), "maker": one.maker, "version": one.version}
-                    | {"uids": one.uids}
-                    for one in self._ready
-                ],
+                "queued": [piece.state_dict() for piece in self._ready],
             }
 
-    def write_samples(self, folder: Path) -> None:
-        """Write the samples that were queued at the last `state_dict`, one file per piece."""
-        folder.mkdir()
-        for one in self._queued_at_save:
-            assert one.samples is not None, "what is queued is made"
-            one.samples.save_to_disk(folder / f"{one.number}.safetensors")
+    def write_samples(self, checkpoint: Path) -> None:
+        """With `detached.on_resume=restore`, write the samples queued at the last `state_dict`."""
+        if self.settings.on_resume != "restore":
+            return
+        (checkpoint / SAMPLES).mkdir()
+        for piece in self._queued_at_save:
+            assert piece.samples is not None, "a queued piece has samples"
+            piece.samples.save_to_disk(checkpoint / SAMPLES / f"{piece.number}.safetensors")
 
-    def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
-        """Go on from there. Queued pieces whose samples are not in `folder` are generated again."""
-        queued = []
-        for facts in state["queued"]:
-            place = facts["piece"]
-            path = None if folder is None else folder / f"{place['number']}.safetensors"
-            one = Experience(
-                **place, maker=facts["maker"], version=facts["version"], uids=facts["uids"]
-            )
-            if path is not None and path.is_file():
-                one.samples = DataProto.load_from_disk(path)
-            queued.append(one)
+    def load_state_dict(self, state: dict[str, Any], checkpoint: Path | None) -> None:
+        """Go on from there. Queued pieces whose samples are not restored are generated again."""
+        restores = self.settings.on_resume == "restore"
+        folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
+        queued = [Experience.from_state(facts, folder) for facts in state["queued"]]
         with self._change():
             self.stream.load_state_dict(state["stream"])
-            self.stream.hand_back(one for one in queued if one.samples is None)
+            self.stream.hand_back(piece for piece in queued if piece.samples is None)
             self.log.load_state_dict(state["ledger"])
             self._num_taken = state["num_taken"]
-            self._ready = [one for one in queued if one.samples is not None]
-            for one in self._ready:
-                assert one.samples is not None, "it is queued"
-                self.log.restore(one.maker, tokens_by_sample(one.samples))
+            self._ready = [piece for piece in queued if piece.samples is not None]
+            for piece in self._ready:
+                assert piece.samples is not None, "a queued piece has samples"
+                self.log.restore(piece.maker, tokens_by_sample(piece.samples))
 
     def close(self) -> None:
         """Hand out no more pieces, so that makers' threads end."""
@@ -427,8 +432,7 @@ class ExperienceBuffer:
 
     def _wait_for(self, found: Callable[[], Found]) -> Found:
         """Wait until `found` returns something, and return it."""
-        began = time.monotonic()
-        looks_at, warns_at = began + LOOK_S, began + self.settings.stall_s
+        watch = StallWatch(self._activity, self.settings.stall_s, self._check_trainers)
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -436,14 +440,7 @@ class ExperienceBuffer:
                 return result
             self._raise_if_nobody_can_go_on()
             self._changed.wait(LOOK_S)
-            now = time.monotonic()
-            if now > warns_at:
-                logger.warning("no batch for %.0f s: %s", now - began, self._activity.who_waits())
-                warns_at = now + self.settings.stall_s
-            if now > looks_at:
-                self._check_trainers()
-                took = time.monotonic() - now
-                looks_at = now + max(LOOK_S, took / LOOK_SHARE)
+            watch.look()
 
     def _raise_if_nobody_can_go_on(self) -> None:
         if self._in_flight or self._idle < self._makers:
@@ -511,20 +508,17 @@ class ExperienceBuffer:
             piece = mine[0]
             self._to_validate.remove(piece)
         else:
-            found = self.stream.offer(maker)
-            if found is None or not self._has_room(found, version):
+            offered = self.stream.offer(maker)
+            if offered is None or not self._has_room(offered, version):
                 return None
-            piece = self._hand_out(found, maker, version)
+            piece = offered
+            self.stream.waiting.remove(piece)
+            piece.version, piece.attempt = version, self._demand.attempt
+            piece.rows = self.stream.rows(piece)
+            self.log.begin(maker, piece.names)
         piece.maker = maker
         self._in_flight[piece.number] = piece
         self._idle.discard(maker)
-        return piece
-
-    def _hand_out(self, piece: Experience, maker: int, version: int) -> Experience:
-        self.stream.waiting.remove(piece)
-        piece.version = version
-        piece.rows, piece.attempt = self.stream.rows(piece), self._demand.attempt
-        self.log.begin(maker, piece.names)
         return piece
 
     def _has_room(self, piece: Experience, version: int) -> bool:

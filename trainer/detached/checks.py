@@ -12,6 +12,7 @@ from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import refuse
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.sizes import CRITIC_COPY
+from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.checkpoint import Checkpoints
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
@@ -29,7 +30,7 @@ def check_run(config: DetachedConfig) -> None:
     _check_sizes(config, topology)
     _check_buffer(config)
     _check_maker_settings(config, topology)
-    _check_engines(config, topology)
+    _check_weights_in_flight(config, topology)
     _check_scoring(config)
 
 
@@ -155,6 +156,18 @@ def check_start(config: DetachedConfig) -> None:
         )
 
 
+def check_engines(config: DetachedConfig) -> None:
+    """Check that each maker's engine is here and can do what its settings ask for."""
+    for maker, role in enumerate(config.topology.roles()):
+        config_of_maker = config.of_role(role)
+        try:
+            check_rollout(config_of_maker, role)
+        except ConfigError as error:
+            if config_of_maker is config:
+                raise
+            raise ConfigError(f"{MAKER_SETTINGS}.{maker}: {error}") from error
+
+
 def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
     """A maker's settings are those of a maker that there is, and keep the rules of their keys."""
     for maker, settings in config.detached.maker_settings.items():
@@ -172,7 +185,7 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
                 logger.warning(notice_of([f"{where}.{name}"], reason))
 
 
-def _check_engines(config: DetachedConfig, topology: Topology) -> None:
+def _check_weights_in_flight(config: DetachedConfig, topology: Topology) -> None:
     """Reject engines that cannot take weights when they come."""
     at_once = config.detached.new_weights == "at_once"
     for maker, role in enumerate(topology.roles()):

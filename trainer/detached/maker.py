@@ -11,20 +11,26 @@ The rows of a validation are pieces, too. During a validation, makers get no oth
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer, Weights
 from trainer.detached.config import DetachedConfig
 from trainer.detached.maker_losses import MakerLosses
-from trainer.detached.maker_scores import score_samples
 from trainer.detached.samplers import Experience
 from trainer.detached.topology import maker_role, role_on
 from trainer.detached.weights import WeightFeed
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.rollouts.rollouts import Rollouts, with_responses
+from trainer.ppo.sizes import CRITIC_COPY
+from trainer.record import Metrics
+from trainer.rollouts.rollouts import Rollouts, join_results, with_responses
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import gather
+from verl_like.calls.result import Result
 from verl_like.errors import WorkerDiedError
+from workers.columns import rm_column, select_reads
 from workers.config import plays
 from workers.rollout.client import RolloutClient, Submission
 
@@ -32,6 +38,12 @@ SLICE_S = 0.25
 """Seconds per take. New weights and the end of a run wait that long."""
 TAKES_PER_S = 250
 """The most takes per second of all makers' ranks together; each take is a call by the driver."""
+METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
+"""Role -> its method. All other roles are reward models."""
+REWARD_METHOD = "compute_rm_score"
+MADE_BY_MAKERS = frozenset(
+    ["generate_sequences", "submit", "take", REWARD_METHOD, *METHODS.values()]
+)
 
 
 class MakersTrainer(Protocol):
@@ -42,7 +54,7 @@ class MakersTrainer(Protocol):
     """After a loss, a role has another group here."""
     buffer: ExperienceBuffer
     activity: Activity
-    feed: WeightFeed
+    weights: WeightFeed
     losses: MakerLosses
     rollouts: Rollouts
 
@@ -73,9 +85,10 @@ class Maker:
         self._thread = threading.Thread(target=self._run, name=f"maker {number}", daemon=True)
 
     def start(self) -> None:
-        """Generate until the buffer is closed."""
-        self._buffer.join(self._number)
-        self._thread.start()
+        """Generate until the buffer is closed; a second call does nothing."""
+        if self._thread.ident is None:
+            self._buffer.join(self._number)
+            self._thread.start()
 
     def wait_for_end(self, seconds: float) -> None:
         """Wait until the thread has ended, at most so long."""
@@ -103,7 +116,8 @@ class Maker:
         newest = self._buffer.weights
         if newest > self._weights and (self._takes_weights_within or not self._running):
             with self._activity.syncing(f"weights of version {newest.version}"):
-                self._weights = Weights(newest.num_swaps, self._trainer.feed.deliver(self._number))
+                version = self._trainer.weights.deliver(self._number)
+                self._weights = Weights(newest.num_swaps, version)
 
     def _submit(self) -> None:
         """Submit pieces if the queue has room; wait for room if nothing else is to do."""
@@ -164,3 +178,25 @@ class Maker:
             self._activity.leave("the other makers have taken over")
         else:
             self._client = RolloutClient(self._trainer.groups[self._role])
+
+
+def score_samples(
+    groups: Any, roles: Mapping[str, str], samples: DataProto
+) -> tuple[DataProto, Metrics]:
+    """Return the samples with the columns of every scoring role of one maker, and metrics.
+
+    `roles` maps a role's name at maker 0 to its name at this maker. Each reward model has its own
+    column until the trainer adds its scores to those of functions and servers.
+    """
+    futures = []
+    for kind, role in roles.items():
+        group, method = groups[role], METHODS.get(kind, REWARD_METHOD)
+        sent = select_reads(samples, group.roles[role], method)
+        futures.append(getattr(group, method).remote(sent))
+    results = []
+    for kind, answer in zip(roles, gather(*futures), strict=True):
+        result = Result.of(answer)
+        if kind not in METHODS:
+            result.batch.rename("rm_scores", rm_column(kind))
+        results.append(result)
+    return join_results(samples, results)

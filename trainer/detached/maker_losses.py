@@ -9,10 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import maker_role
-from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import ToldToStop
+from trainer.record import Run
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
 from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
 from verl_like.placement.roles import expand_roles
@@ -26,21 +27,13 @@ class MakerLosses:
     """Handles the loss of a maker as `detached.on_maker_loss` says; restarts makers."""
 
     def __init__(
-        self,
-        config: DetachedConfig,
-        groups: WorkerGroups,
-        init_arguments: Callable[[str], dict[str, Any]],
-        is_ending: Callable[[], bool],
-        version: Callable[[], int],
+        self, run: Run, buffer: ExperienceBuffer, init_arguments: Callable[[str], dict[str, Any]]
     ) -> None:
-        """`is_ending` returns whether the run stops or is over: then it waits for no node.
-
-        `version` returns the version of the newest weights.
-        """
-        self._config, self._groups = config, groups
-        self._init_arguments, self._is_ending = init_arguments, is_ending
-        self._version = version
-        self._pools = expand_roles(config.role_mapping)
+        """While the run stops or is over, it waits for no node."""
+        self._config: DetachedConfig = run.config  # type: ignore[assignment]
+        self._run, self._groups, self._buffer = run, run.groups, buffer
+        self._init_arguments = init_arguments
+        self._pools = expand_roles(self._config.role_mapping)
         self._restarts: Counter[tuple[int, int]] = Counter()
         self._gone: set[int] = set()
 
@@ -48,7 +41,7 @@ class MakerLosses:
         """Return whether this maker goes on; raise where the run cannot."""
         if self._is_alive(maker):  # then a trainer died while it sent weights
             raise error
-        policy, now = self._config.detached.on_maker_loss, (maker, self._version())
+        policy, now = self._config.detached.on_maker_loss, (maker, self._buffer.version)
         what = f"maker {maker} is lost with {num_lost} samples that it was generating"
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
             self._restarts[now] += 1
@@ -98,7 +91,7 @@ class MakerLosses:
         return True
 
     def _look_again(self) -> None:
-        if self._is_ending():
+        if self._run.stop.received or self._buffer.is_closed:
             raise ToldToStop("a node to replace a maker's")
         time.sleep(LOOK_AGAIN_S)
 

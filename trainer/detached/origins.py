@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trainer.detached.samplers import Experience
-from trainer.record import Metrics
-from trainer.roadside.sample_log import SampleKey
+from trainer.ppo.sample import over_draws
+from trainer.record import Metrics, Run
+from trainer.roadside.sample_log import SampleKey, SampleLog
 from verl_like.batch.protocol import DataProto
-from workers.columns import has_column, read_columns
+from verl_like.errors import few
+from workers.columns import count_ones, has_column, read_columns
 
 
 class Origins:
     """Answers the observers' questions about a step's samples."""
 
-    def __init__(self, num_trainers: int) -> None:
-        """Rows of a batch go to so many trainer ranks, in equal chunks."""
-        self._num_trainers = num_trainers
+    def __init__(self, num_trainers: int, log: SampleLog) -> None:
+        """Rows of a batch go to so many trainer ranks, in equal chunks.
+
+        `log` is the log in which makers begin their samples.
+        """
+        self._num_trainers, self.log = num_trainers, log
         self._maker_of: dict[str, int] = {}
         """Uid of a prompt -> the maker of its samples, for the batches of one round."""
         self.trained_by = 0
         """The version of the weights with which the present update began."""
+        self.begin_step(begins_round=True)
 
-    def begin_round(self) -> None:
-        """Forget the batches of the round before."""
-        self._maker_of = {}
+    def begin_step(self, begins_round: bool) -> None:
+        """Forget the draws of the step before, and the batches of the round before."""
+        if begins_round:
+            self._maker_of = {}
+        self._uids: list[str] = []
+        self._scoring: list[Metrics] = []
+        """Metrics of the makers' scores in this step."""
+        self._num_tokens = 0
 
-    def add(self, experiences: Iterable[Experience]) -> None:
-        """Note who made these."""
-        self._maker_of |= {uid: one.maker for one in experiences for uid in one.uids}
+    def add(self, experiences: Sequence[Experience], batch: DataProto) -> None:
+        """Note who made these pieces, which are a batch."""
+        self._maker_of |= {uid: piece.maker for piece in experiences for uid in piece.uids}
+        self._uids += [uid for piece in experiences for uid in piece.uids]
+        self._scoring += [piece.metrics for piece in experiences]
+        self._num_tokens += int(count_ones(batch, "response_mask").sum())
+
+    def draw_metrics(self) -> Metrics:
+        """The makers' scores and the tokens that this step has drawn."""
+        return over_draws(self._scoring) | {"detached/drawn_tokens": float(self._num_tokens)}
+
+    @contextmanager
+    def naming_samples(self, run: Run) -> Iterator[None]:
+        """Within, an error gets a note with the uids of the step's samples."""
+        try:
+            yield
+        except Exception as error:
+            known = f"is on the samples of uid {few(self._uids)}"
+            error.add_note(f"step {run.step} {known if self._uids else 'has no samples yet'}")
+            raise
 
     def rows_by_maker(self, batch: DataProto) -> dict[int, list[int]]:
         """Maker -> numbers of its rows."""

@@ -1,95 +1,11 @@
-"""What a detached run will do: in words from its configuration, in seconds by simulation."""
+"""The plan of a detached run in words, from its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
-from trainer.detached.topology import ANY_RANK, Topology
-from trainer.planner.simulate import Phases, Setup, simulate, what_limits
-from trainer.report.detached import seconds_by_role
-from trainer.report.read import RunData, read_run
-from verl_like.errors import ConfigError
 
 AGES = {0: "as new as the policy", 1: "at most 1 version old"}
 MOMENTS = {"at_boundary": "between two pieces", "at_once": "in the middle of a piece"}
-
-
-def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
-    """The phases of the run in `folder`, synchronous or detached, and what to know of them.
-
-    The first step is left out where there are others: caches and compilers warm up in it.
-    """
-    data = read_run(folder)
-    timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
-    if not timed:
-        raise ConfigError(
-            f"{folder}/metrics.jsonl has no timing_s/gen, so nothing says how long its makers "
-            "generate; give a PPO run, or the seconds by --gen, --score, --update and --sync."
-        )
-    timed = timed[1:] or timed
-    phases = Phases(*map(list, zip(*map(_phases_of, timed), strict=True)))
-    steps = f"{timed[0]['step']:.0f} to {timed[-1]['step']:.0f}"
-    notes = [f"measured in steps {steps} of {folder}"]
-    if _shared_pools(data):
-        notes.append(
-            "its makers and trainers share devices: what follows is for makers that have as many "
-            "again for themselves; with half of them each, both take about twice as long"
-        )
-    return phases, notes
-
-
-def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
-    """Seconds of a step's generation, scores, update and weights.
-
-    A detached run's generation is what its makers did, not how long it was awaited.
-    """
-    generate, score = line["timing_s/gen"], line.get("timing_s/score", 0.0)
-    sync = line.get("timing_s/update_weights", 0.0)
-    rest = line["timing_s/step"] - generate - score
-    makers = [spent for role, spent in seconds_by_role([line]).items() if role != "trainer"]
-    if any(spent["busy"] for spent in makers):
-        generate = sum(spent["busy"] for spent in makers)
-        sync = max(spent["syncing"] for spent in makers)
-    else:
-        rest -= sync
-    return generate, score, max(rest, 0.0), sync
-
-
-def _shared_pools(data: RunData) -> set[str]:
-    """The pools that generated as well as trained."""
-    made, trained = (
-        {call.pool for call in data.calls if call.method in methods}
-        for methods in (("generate_sequences", "take"), ("update_actor",))
-    )
-    return made & trained
-
-
-# --------------------------------------------------------------------------------- a configuration
-
-
-def setup_of(config: DetachedConfig) -> Setup:
-    """The run as the simulation has it: pieces that a maker begins together are one."""
-    detached, topology = config.detached, config.topology
-    numbers = {config.pieces_at_once(maker) for maker in range(topology.makers)}
-    at_once = numbers.pop() if len(numbers) == 1 else 1  # one by one is no faster than they are
-    prompts = config.piece_size * at_once
-    return Setup(
-        num_makers=topology.makers,
-        num_trainers=1,  # the measured seconds are those of its ranks together
-        max_staleness=detached.max_staleness,
-        pieces=config.data.train_batch_size // prompts,
-        limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
-        weights_at_once=detached.new_weights == "at_once",
-        makers_by_rank=tuple(sorted(makers_by_rank(topology))[::at_once]),
-    )
-
-
-def makers_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """As `Setup` has it."""
-    ranks = topology.routed_ranks
-    return tuple(tuple(topology.makers_for(r)) for r in ranks) if ranks != [ANY_RANK] else ()
 
 
 def plan_lines(
@@ -141,15 +57,6 @@ def _idle_makers(config: DetachedConfig) -> int:
     num_open = open_at_once(config) // len(ranks) // samples_per_piece
     busy = {maker for rank in ranks for maker in config.topology.makers_for(rank)[:num_open]}
     return config.topology.makers - len(busy)
-
-
-def prediction_line(config: DetachedConfig, phases: Phases) -> str:
-    """Seconds a step, who is busy, and what limits the run, if its phases take as long."""
-    setup = setup_of(config)
-    found = simulate(phases, setup)
-    shares = {role: f"{states['busy']:.0%}" for role, states in sorted(found.shares.items())}
-    busy = ", ".join(f"{role} {share}" for role, share in shares.items())
-    return f"{found.seconds:.3g} s a step; busy: {busy}; limited by: {what_limits(phases, setup)}"
 
 
 def _count(number: int, what: str) -> str:

@@ -7,9 +7,24 @@ of the weights ends the round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from trainer.detached.config import DetachedConfig
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Samples that the trainer waits for, and samples that it will need later."""
+
+    num_samples: int = 0
+    attempt: int = 0
+    rest_of_version: int = 0
+    """Fresh samples needed after these and before the next version of the weights."""
+    rest_of_run: int | None = None
+    """Fresh samples needed after these; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,21 @@ class Rounds:
     update_steps: int
     train_epochs: int
     seed: int
+    max_staleness: int = 0
+    has_filter: bool = False
+    """Whether nobody knows how many samples a step needs: `algorithm.filter_groups`."""
+
+    @classmethod
+    def of(cls, config: DetachedConfig) -> Rounds:
+        """The rounds of a run."""
+        detached = config.detached
+        return cls(
+            update_steps=detached.update_steps,
+            train_epochs=detached.train_epochs,
+            seed=config.trainer.seed,
+            max_staleness=detached.max_staleness,
+            has_filter=config.algorithm.filter_groups.enable,
+        )
 
     @property
     def length(self) -> int:
@@ -54,3 +84,22 @@ class Rounds:
     def ends_with(self, step: int) -> bool:
         """Return whether this step is the last one of its round."""
         return step % self.length == 0
+
+    def demand(
+        self, step: int, total_steps: int, samples_of: Callable[[int], int], attempt: int = 0
+    ) -> Demand:
+        """Return the samples of one draw of a step, and those that later steps will need.
+
+        `samples_of` returns the number of samples in one of the loader's batches.
+        """
+        batch, place = self.num_fresh(step) - 1, self.place(step)[2]
+        last_of_version = batch + self.update_steps - place
+        rest_of_run = None
+        if not self.has_filter:
+            total = self.num_fresh(total_steps)
+            last_of_version = min(last_of_version, total)
+            # makers may run ahead no further than this: the bound of staleness is lower there
+            ahead = (self.max_staleness + 1) * self.update_steps
+            rest_of_run = sum(map(samples_of, range(batch + 1, min(total, batch + 1 + ahead))))
+        rest_of_version = sum(map(samples_of, range(batch + 1, last_of_version)))
+        return Demand(samples_of(batch), attempt, rest_of_version, rest_of_run)

@@ -11,8 +11,9 @@ answers with experiences that make exactly one batch, or with none: then the tra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,21 @@ class Experience:
         """The prompts of the piece, as JSON has it."""
         names = "number", "num_samples", "batch", "start", "stop", "rank"
         return {name: getattr(self, name) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts, the maker and the version of a finished piece, without its samples."""
+        facts = {"maker": self.maker, "version": self.version, "uids": self.uids}
+        return {"piece": self.place(), **facts}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], folder: Path | None) -> Experience:
+        """The piece of a `state_dict`, with its samples if they are in the folder."""
+        facts = {name: state[name] for name in ("maker", "version", "uids")}
+        piece = cls(**state["piece"], **facts)
+        path = None if folder is None else folder / f"{piece.number}.safetensors"
+        if path is not None and path.is_file():
+            piece.samples = DataProto.load_from_disk(path)
+        return piece
 
 
 def num_samples_of(experiences: Iterable[Experience]) -> int:

@@ -14,11 +14,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.detached.activity import Activity
+from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.config import DetachedConfig
-from trainer.detached.topology import Topology, role_on
-from trainer.groups.worker_groups import WorkerGroups
+from trainer.detached.rounds import Rounds
+from trainer.detached.topology import role_on
 from trainer.ppo.sizes import CRITIC_COPY
-from trainer.record import Metrics
+from trainer.record import Metrics, Run
 from verl_like.errors import WeightSyncError
 from verl_like.process.machine import resident_bytes
 from workers.weights.sync import deliver_weights, publish_weights
@@ -54,11 +56,35 @@ class SyncLog:
 class WeightFeed:
     """The trainers' newest weights, for any maker that asks."""
 
-    def __init__(self, config: DetachedConfig, groups: WorkerGroups, topology: Topology) -> None:
-        self._groups, self._topology = groups, topology
+    def __init__(
+        self, run: Run, buffer: ExperienceBuffer, rounds: Rounds, activity: Activity
+    ) -> None:
+        """`buffer` tells the makers of new versions, which rounds end."""
+        config: DetachedConfig = run.config  # type: ignore[assignment]
+        self._run, self._groups, self._topology = run, run.groups, config.topology
+        self._buffer, self._rounds, self._activity = buffer, rounds, activity.of("trainer")
+        self.version = 0
+        """The newest version that makers can take."""
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
         self._critic_version: int | None = None
+
+    def send_next(self) -> Metrics:
+        """Publish the weights for the makers, as a new version where a round has ended.
+
+        The averaged weights of a validation, and the policy's own weights after it, keep the
+        number of their version.
+        """
+        version = self.version
+        if not self._buffer.is_paused:
+            if version and not self._rounds.ends_with(self._run.step):
+                return {}
+            version += 1
+        with self._activity.syncing(f"weights of version {version}"):
+            metrics = self.publish(version)
+        self.version = version
+        self._buffer.publish(version)
+        return metrics
 
     def publish(self, version: int) -> Metrics:
         """The weights as they are now are that version, on the ranks that send."""

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
-from trainer.detached.plan import setup_of
 from trainer.detached.recipe import DETACHED
 from trainer.detached.topology import TRAINER_POOL, maker_pool
 from trainer.planner.cost import Gpus
 from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
+from trainer.planner.prediction import setup_of
 from trainer.planner.search import PlannedPlacement, PoolPlan
 from trainer.planner.simulate import Phases, Setup, simulate, what_limits
 from verl_like.errors import ConfigError

@@ -185,6 +185,11 @@ class PPOConfig(RunConfig, WorkersConfig):
         """The injected faults, with defaults."""
         return PPOChaosConfig(**self.chaos)
 
+    @property
+    def steps_per_version(self) -> int:
+        """Steps between two versions of the rollout's weights."""
+        return 1
+
     def of_role(self, role: str) -> PPOConfig:
         """The configuration that this role's workers get: this one."""
         return self

@@ -46,10 +46,7 @@ AT_ONCE, ON_ONE_POOL = "at the same time", "in turns, on one pool"
 INLINE = "in turns (one process)"
 """Pools of the driver's own thread (`RunConfig.is_inline`) take turns with all that comes later."""
 
-STAGES = frozenset(
-    "step sample draw generate greedy_scores balance score read_samples policy_is_current "
-    "estimate update sync next_weights send_weights call".split()
-)
+STAGES = frozenset("step sample draw generate balance score estimate update sync call".split())
 """The methods of a trainer that make the calls of a step."""
 
 

@@ -7,11 +7,12 @@ advantages.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trainer.run_folder.timeline import call_seconds
 from workers.columns import has_column, read_columns, token_counts
 
 if TYPE_CHECKING:
@@ -85,6 +86,19 @@ def compute_throughout_metrics(
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": seconds,
         "perf/throughput": num_tokens / (seconds * n_gpus),
+    }
+
+
+def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
+    """Throughput and times of the step that a `PPOTrainer` has just run on this batch."""
+    run, timing = trainer.run, trainer.run.timing
+    num_devices = sum(plan.world_size for plan in run.groups.placement.pools.values())
+    timings = call_seconds(run.calls, trainer.call_labels) | timing
+    return {
+        **compute_throughout_metrics(batch, {"step": sum(timing.values())}, num_devices),
+        "training/global_step": run.step,
+        "training/epoch": trainer.loader.epoch,
+        **compute_timing_metrics(batch, timings),
     }
 
 

@@ -56,6 +56,14 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     return tokenizer, loader, rewards, ptx
 
 
+def worker_code(config: PPOConfig) -> list[str]:
+    """Dotted paths that workers import: roles, engine, policy loss, optimizer and its schedule."""
+    policy = config.actor_rollout_ref
+    optim, loss = policy.actor.optim, policy.actor.policy_loss.loss_mode
+    roles = config.role_workers.values()
+    return [*roles, policy.rollout.name, loss, optim.optimizer, optim.lr_scheduler_type]
+
+
 def settled(config: Any) -> Any:
     """Return the configuration with full paths, and passes as large as there is room for."""
     return fit_passes(with_full_paths(config), devices_of(config.trainer))

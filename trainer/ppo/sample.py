@@ -21,10 +21,12 @@ from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups
 from trainer.ppo.config import FilterGroupsConfig, PPOConfig
-from trainer.rollouts.samples import concat_rows, read_named_reward
+from trainer.ppo.estimate import clamp_scores
+from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import get_seqlen_balanced_partitions
-from workers.columns import count_ones, write_columns
+from workers.columns import count_ones, read_columns, write_columns
 
 FILTERED = "algorithm.filter_groups"
 METRIC_KEY = "algorithm.filter_groups.metric"
@@ -93,6 +95,18 @@ def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else:
             result[name] = sum(values) / len(values)
     return result
+
+
+def greedy_scores(rollouts: Rollouts, prompts: DataProto, limit: float | None) -> Tensor:
+    """Return the score of each prompt's greedy response, the baseline of ReMax.
+
+    `limit` clamps the scores, as it clamps those that are compared with them.
+    """
+    responses = rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
+    responses, _ = rollouts.score(responses)
+    if limit is not None:
+        responses, _ = clamp_scores(responses, limit)
+    return read_columns(responses, "token_level_scores")["token_level_scores"].sum(dim=-1)
 
 
 def groups_of(samples: DataProto) -> Groups:

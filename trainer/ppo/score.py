@@ -63,6 +63,18 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     )
 
 
+def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: int) -> bool:
+    """Return whether the update's own forward pass gives the old log-probs.
+
+    It does if the update allows it, and every sample is of the policy as it is now, which has the
+    weights of this version.
+    """
+    if config.steps_per_version > 1 or not update_finds_old_log_probs(config, step):
+        return False
+    versions = read_columns(batch, "policy_version")["policy_version"]
+    return bool((versions == version).all())
+
+
 def measures_reference(config: PPOConfig, step: int) -> bool:
     """Whether this step tells how far an int8 reference is off: before the actor has moved."""
     return (

@@ -11,13 +11,10 @@ step is `trainer.loop.Loop`. What watches the step is in `trainer.roadside`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-
-import torch
 
 from trainer.config.devices import devices_of
 from trainer.data.encoded_rows import LMRow
@@ -29,28 +26,24 @@ from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, own_stages
-from trainer.ppo.estimate import Estimation, clamp_scores
+from trainer.ppo.estimate import Estimation
 from trainer.ppo.memory import engine_rests, plan_text
-from trainer.ppo.metrics import (
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-)
+from trainer.ppo.metrics import compute_data_metrics, speed
 from trainer.ppo.roles import scorings_of
-from trainer.ppo.sample import FILTERED, balance, collect_groups
+from trainer.ppo.sample import FILTERED, balance, collect_groups, greedy_scores
+from trainer.ppo.score import policy_is_current
 from trainer.ppo.sizes import batch_line, batch_table
-from trainer.ppo.sync import averaged_weights, send_weights, update_reference
+from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
 from trainer.ppo.update import EntropyController, choose_tokens_of, filters, rows_per_update
 from trainer.record import Metrics, Run
 from trainer.rollouts.headline import headline
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
 from trainer.run_folder.metrics import reduce_metrics
-from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result
-from workers.columns import has_column, read_columns
+from workers.columns import has_column
 from workers.rewards.weighted import Rewards
 
 
@@ -84,14 +77,14 @@ class PPOTrainer(Trainer):
     ) -> None:
         """No model is loaded before the loop starts."""
         super().__init__(run)
-        self.rollouts = self.make_rollouts(tokenizer, rewards)
+        weights = RolloutWeights(self.config, self.groups)
+        self.weights: PolicyWeights = weights
+        self.rollouts = Rollouts(self, tokenizer, rewards, send_weights=weights.send_again)
         self.loader, self.prompts = loader, iter(loader)
         self.ptx = ptx
         self.scorings = scorings_of(self.config)
         self.estimation = Estimation(self.config)
         self.entropy_ctrl = EntropyController(self.config.actor_rollout_ref.actor)
-        self.weight_version = 0
-        """The version of the weights that the rollout has."""
 
     def step(self) -> Metrics:
         """One PPO step: the dataflow of this module's first lines."""
@@ -100,11 +93,7 @@ class PPOTrainer(Trainer):
         batch, estimated = self.stage("adv", self.estimate, batch)
         updated = self.stage("update", self.update, batch)
         synced = self.stage("update_weights", self.sync)
-        return sampled | scored | estimated | updated | synced | self.speed(batch)
-
-    def make_rollouts(self, tokenizer: Any, rewards: Rewards) -> Rollouts:
-        """Make the object that generates samples and launches their rewards."""
-        return Rollouts(self, tokenizer, rewards, send_weights=self.send_weights)
+        return sampled | scored | estimated | updated | synced | speed(self, batch)
 
     # ---------------------------------------------------------------------------- 1. sample
 
@@ -135,18 +124,10 @@ class PPOTrainer(Trainer):
         num_samples = self.config.actor_rollout_ref.rollout.n
         batch = self.rollouts.generate(repeat_prompts(prompts, num_samples), attempt=attempt)
         if compares_with_greedy(self.config.algorithm.adv_estimator):
-            baselines = self.greedy_scores(prompts).repeat_interleave(num_samples)
+            limit = self.config.algorithm.score_clip
+            baselines = greedy_scores(self.rollouts, prompts, limit).repeat_interleave(num_samples)
             batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
         return batch
-
-    def greedy_scores(self, prompts: DataProto) -> torch.Tensor:
-        """The score of every prompt's greedy answer, which ReMax compares its samples with."""
-        answers = self.rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
-        answers, _ = self.rollouts.score(answers)
-        limit = self.config.algorithm.score_clip
-        if limit is not None:  # as the scores that are compared with them
-            answers, _ = clamp_scores(answers, limit)
-        return read_columns(answers, "token_level_scores")["token_level_scores"].sum(dim=-1)
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The samples in an order that gives the actor's ranks like numbers of tokens."""
@@ -156,43 +137,28 @@ class PPOTrainer(Trainer):
     # ----------------------------------------------------------------------------- 2. score
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Readings of the samples, and how far trainer and rollout are apart in them."""
-        batch, metrics = self.read_samples(batch)
-        if has_column(batch, "old_log_probs"):
-            metrics |= score.mismatch_metrics(batch)
-            metrics |= score.reference_drift(batch, self.config, self.global_step)
-        return batch, metrics
-
-    def read_samples(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Independent readings of the same samples: all launched, then joined.
 
-        What the batch has already is not read again.
+        A column that the batch has already is not computed again. The metrics say how far trainer
+        and rollout are apart.
         """
-        self._rest_engine()
+        config, groups, step = self.config, self.groups, self.global_step
+        device_type = devices_of(config.trainer).type
+        if "rollout" in groups and engine_rests(config, device_type):
+            groups["rollout"].sleep()  # its memory is lent to the others, until `sync`
+
         has_scores = has_column(batch, "token_level_scores")
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
-        is_current = self.policy_is_current(batch)
-        for reading in score.readings(self.scorings, self.config, is_current):
-            if reading.role in self.groups and not has_column(batch, reading.column):
-                asked = score.columns_asked(reading, self.config)
-                calls.append(self.call(reading.role, reading.method, batch, **asked))
-        return join_results(batch, gather(*calls))
+        is_current = policy_is_current(batch, config, step, self.weights.version)
+        for reading in score.readings(self.scorings, config, is_current):
+            if reading.role in groups and not has_column(batch, reading.column):
+                settings = score.columns_asked(reading, config)
+                calls.append(self.call(reading.role, reading.method, batch, **settings))
+        batch, metrics = join_results(batch, gather(*calls))
 
-    def _rest_engine(self) -> None:
-        """Lend the rollout's memory to the roles that share its devices, until `sync`."""
-        device_type = devices_of(self.config.trainer).type
-        if "rollout" in self.groups and engine_rests(self.config, device_type):
-            self.groups["rollout"].sleep()
-
-    def policy_is_current(self, batch: DataProto) -> bool:
-        """Whether the update's own forward pass gives the old log-probs, so that no pass is needed.
-
-        That is so if the update allows it, and every sample is of the policy as it is now.
-        """
-        if not score.update_finds_old_log_probs(self.config, self.global_step):
-            return False
-        versions = read_columns(batch, "policy_version")["policy_version"]
-        return bool((versions == self.weight_version).all())
+        if has_column(batch, "old_log_probs"):
+            metrics |= score.mismatch_metrics(batch) | score.reference_drift(batch, config, step)
+        return batch, metrics
 
     # -------------------------------------------------------------------------- 3. estimate
 
@@ -204,21 +170,23 @@ class PPOTrainer(Trainer):
 
     def update(self, batch: DataProto) -> Metrics:
         """Critic and actor learn from what the filters leave; at the same time, on pools apart."""
-        num_prompts = self.num_prompts(batch)
+        config, step = self.config, self.global_step
+        num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         metrics: Metrics = {}
-        for each in filters(self.config, self.global_step, self.balance):
-            batch, filtered = each.run(batch)
+        for row_filter in filters(config, step, self.balance):
+            batch, filtered = row_filter.run(batch)
             metrics |= filtered
-            self.call_hook("on_filter", each.reason, batch)
-        batch = choose_tokens_of(batch, self.config, self.global_step)
+            self.call_hook("on_filter", row_filter.reason, batch)
+        batch = choose_tokens_of(batch, config, step)
 
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
-        if self.global_step > self.config.trainer.critic_warmup:
-            on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
+        if step > config.trainer.critic_warmup:
+            is_current = policy_is_current(batch, config, step, self.weights.version)
+            on_policy = is_current and not has_column(batch, "old_log_probs")
             settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
-            num_rows = rows_per_update(self.config, num_prompts)
+            num_rows = rows_per_update(config, num_prompts)
             ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
         try:
@@ -233,18 +201,8 @@ class PPOTrainer(Trainer):
 
     def sync(self) -> Metrics:
         """Send the rollout the actor's weights as a new version, and a following reference, too."""
-        return self.next_weights() | update_reference(self.config, self.groups, self.global_step)
-
-    def next_weights(self) -> Metrics:
-        """Send the rollout the actor's weights of now as its next version."""
-        metrics = self.send_weights(self.weight_version + 1)
-        self.weight_version += 1
-        return metrics
-
-    def send_weights(self, version: int | None = None) -> Metrics:
-        """Send the rollout the actor's weights, verified; by default of the version it has."""
-        number = self.weight_version if version is None else version
-        return send_weights(self.config, self.groups, number)
+        synced = self.weights.send_next()
+        return synced | update_reference(self.config, self.groups, self.global_step)
 
     # --------------------------------------------------------------------------- validation
 
@@ -260,36 +218,12 @@ class PPOTrainer(Trainer):
         policy, rollouts = self.config.actor_rollout_ref, self.rollouts
         settings = asdict(policy.rollout.validation)
         with_scores = partial(rollouts.score, normalize=False)
-        with averaged_weights(policy.actor, self.groups["actor"], self.next_weights):
+        with averaged_weights(policy.actor, self.groups["actor"], self.weights.send_next):
             samples = validate.sample_all(
                 prompts.in_order(), rollouts.generate, with_scores, **settings
             )
         rollouts.write("validation", samples)
         return validate.name_metrics(samples)
-
-    def num_prompts(self, samples: DataProto) -> int:
-        """Prompts of a step's samples: fewer in a last step of `data.total_prompts`."""
-        return len(samples) // self.config.actor_rollout_ref.rollout.n
-
-    def sample_fields(self, batch: DataProto) -> dict[str, list[Any]]:
-        """Further fields of `rollouts/N.jsonl`: name -> a value for every row."""
-        return {}
-
-    def sample_metrics(self, batch: DataProto) -> Metrics:
-        """Scores, advantages and lengths of a step's samples."""
-        return compute_data_metrics(batch, use_critic="critic" in self.groups)
-
-    def speed(self, batch: DataProto) -> Metrics:
-        """Throughput of the step."""
-        num_devices = sum(plan.world_size for plan in self.groups.placement.pools.values())
-        timing = self.run.timing
-        timings = call_seconds(self.run.calls, self.call_labels) | timing
-        return {
-            **compute_throughout_metrics(batch, {"step": sum(timing.values())}, num_devices),
-            "training/global_step": self.global_step,
-            "training/epoch": self.loader.epoch,
-            **compute_timing_metrics(batch, timings),
-        }
 
     # ------------------------------------------------- what the loop and the command ask for
 
@@ -312,33 +246,12 @@ class PPOTrainer(Trainer):
         if is_ours and not callbacks:  # they may write columns of their own
             check_columns(config)
 
-    @classmethod
-    def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, prompts, rewards and PTX rows."""
-        return prepare.prepare(config, at_end)
-
-    @classmethod
-    def settled(cls, config: Any) -> Any:
-        """Return the configuration with full paths, and passes as large as there is room for."""
-        return prepare.settled(config)
-
-    @classmethod
-    def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:
-        """Lines of a dry run about prompts and rewards."""
-        return prepare.look_at(config, *inputs)
-
-    @classmethod
-    def worker_code(cls, config: PPOConfig) -> list[str]:
-        """Dotted paths of roles, engine, policy loss, optimizer and its schedule."""
-        policy = config.actor_rollout_ref
-        optim, loss = policy.actor.optim, policy.actor.policy_loss.loss_mode
-        own = [policy.rollout.name, loss, optim.optimizer, optim.lr_scheduler_type]
-        return [*super().worker_code(config), *own]
-
-    @classmethod
-    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """Reward, KL, entropy and the like, as far as there are any."""
-        return list(headline(metrics))
+    settled = staticmethod(prepare.settled)
+    look_at = staticmethod(prepare.look_at)
+    worker_code = staticmethod(prepare.worker_code)
+    prepare = staticmethod(prepare.prepare)
+    sample_metrics = staticmethod(compute_data_metrics)
+    headline = staticmethod(headline)
 
     @property
     def total_steps(self) -> int:
@@ -355,7 +268,7 @@ class PPOTrainer(Trainer):
 
     def before_steps(self) -> None:
         """The rollout gets its weights before the first prompt."""
-        self.next_weights()
+        self.weights.send_next()
 
     def replaceable_roles(self) -> frozenset[str]:
         """Rollout, reward models, and other readers whose weights do not move."""
@@ -364,7 +277,7 @@ class PPOTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own state, as JSON has it."""
         return {
-            "weight_version": self.weight_version,
+            "weight_version": self.weights.version,
             **self.estimation.state_dict(),
             **self.entropy_ctrl.state_dict(),
             "loader": self.loader.state_dict(),
@@ -373,7 +286,7 @@ class PPOTrainer(Trainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; the next sync makes its weight version again."""
-        self.weight_version = state["weight_version"] - 1
+        self.weights.version = state["weight_version"] - 1
         self.estimation.load_state_dict(state)
         self.entropy_ctrl.load_state_dict(state)
         self.loader.load_state_dict(state["loader"])

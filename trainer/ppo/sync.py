@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from trainer.record import Metrics
 from workers.config import ActorConfig
 from workers.weights.sync import sync_weights
 
@@ -19,13 +20,44 @@ if TYPE_CHECKING:
     from trainer.ppo.config import PPOConfig
 
 
-def send_weights(config: PPOConfig, groups: WorkerGroups, version: int) -> dict[str, float]:
-    """The rollout has the actor's weights, as this version."""
-    bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-    return sync_weights(groups["actor"], groups["rollout"], version, bucket_mb)
+class PolicyWeights(Protocol):
+    """The actor's weights for those who generate, as numbered versions.
+
+    metrics = weights.send_next()      # the fifth stage
+    """
+
+    version: int
+    """The version that new samples are drawn with."""
+
+    def send_next(self) -> Metrics:
+        """Send the present weights as the next version."""
 
 
-def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> dict[str, float]:
+class RolloutWeights:
+    """The weights of the role `rollout`. Each transfer is verified."""
+
+    def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
+        self._groups = groups
+        self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+        self.version = 0
+
+    def send_next(self) -> Metrics:
+        """Send the present weights as the next version."""
+        metrics = self._send(self.version + 1)
+        self.version += 1
+        return metrics
+
+    def send_again(self) -> Metrics:
+        """Send the present weights to a restarted rollout, with the number that it had."""
+        return self._send(self.version)
+
+    def _send(self, version: int) -> Metrics:
+        return sync_weights(
+            self._groups["actor"], self._groups["rollout"], version, self._bucket_mb
+        )
+
+
+def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metrics:
     """Send the actor's weights to the reference, if `ref.update_every` says so after this step."""
     policy = config.actor_rollout_ref
     every = policy.ref.update_every

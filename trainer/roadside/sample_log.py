@@ -288,7 +288,7 @@ class SampleWatch:
 
     def on_init_end(self, trainer: Any) -> None:
         """An attempt begins: the steps that it makes again came to nothing before."""
-        self._makers_log = getattr(trainer, "makers_log", None)
+        self._makers_log = None if trainer.origins is None else trainer.origins.log
         self.log = self._makers_log or self.log
         if self._makers_log is None:
             self.log.drop_after(trainer.global_step, STEP_AGAIN)
@@ -337,7 +337,7 @@ class SampleWatch:
         if not self._samples:
             return
         self._has_updated = True
-        facts = None if self._makers_log is None else trainer.facts_of_samples(batch)
+        facts = None if self._makers_log is None else trainer.origins.facts(batch)
         with self.log.lock:
             self._train(trainer, tokens_by_sample(batch), facts)
 

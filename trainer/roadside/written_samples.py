@@ -40,6 +40,6 @@ class WrittenSamples:
     def _write(self, trainer: Any) -> None:
         batch, self._waiting = self._waiting, None
         if batch is not None:
-            fields = trainer.sample_fields(batch)
+            fields = None if trainer.origins is None else trainer.origins.fields(batch)
             trainer.rollouts.write("rollouts", batch, fields)
-            self._metrics = trainer.sample_metrics(batch)
+            self._metrics = trainer.sample_metrics(batch, use_critic="critic" in trainer.groups)

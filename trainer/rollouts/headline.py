@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """The KL that is shown: to the reference, else to the policy before the update."""
@@ -19,18 +19,21 @@ WATCHED = {
 """Further numbers of a step -> what they are called on the console."""
 
 
-def headline(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Reward, KL, entropy, length, loss and speed."""
+def headline(metrics: Mapping[str, float]) -> list[str]:
+    """Return the reward, KL, entropy, length, loss and speed, as far as a recipe has them."""
+    numbers = []
     if "critic/score/mean" in metrics:
-        yield f"reward {metrics['critic/score/mean']:.4g}"
+        numbers.append(f"reward {metrics['critic/score/mean']:.4g}")
 
     kls = [metrics[name] for name in KL_NAMES if abs(metrics.get(name, 0.0)) > ROUNDING]
     if kls:  # one that is 0 is of a policy held against itself
-        yield f"KL {kls[0]:.3g}"
+        numbers.append(f"KL {kls[0]:.3g}")
 
     for name, shown in WATCHED.items():
         if name in metrics:
-            yield f"{shown} {metrics[name]:.3g}"
+            numbers.append(f"{shown} {metrics[name]:.3g}")
 
     if metrics.get("perf/time_per_step", 0.0) > 0:
-        yield f"{metrics['perf/total_num_tokens'] / metrics['perf/time_per_step']:.0f} tokens/s"
+        speed = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        numbers.append(f"{speed:.0f} tokens/s")
+    return numbers

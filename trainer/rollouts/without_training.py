@@ -6,7 +6,6 @@ Evaluation and best of n are such recipes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, ClassVar
 
@@ -56,11 +55,6 @@ class SamplingOnlyTrainer(Trainer):
         return replaceable_roles(self.config, self.groups)
 
     @classmethod
-    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """The reward and the like, as far as a recipe has them."""
-        return list(headline(metrics))
-
-    @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Tokenizer, rewards and prompts."""
         check_games(config)
@@ -82,10 +76,8 @@ class SamplingOnlyTrainer(Trainer):
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
 
-    @classmethod
-    def settled(cls, config: Any) -> Any:
-        """Return the configuration with full paths of an environment's files."""
-        return with_full_paths(config)
+    headline = staticmethod(headline)
+    settled = staticmethod(with_full_paths)
 
     @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:

@@ -148,7 +148,7 @@ def maker_of(
         groups={maker_role(number): group},
         buffer=buffer,
         activity=Activity(),
-        feed=SimpleNamespace(deliver=deliver),
+        weights=SimpleNamespace(deliver=deliver),
         losses=losses,
         rollouts=SimpleNamespace(prompt_columns=asked_of),
     )

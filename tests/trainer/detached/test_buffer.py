@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.detached.stand_ins import begin, finish, make_buffer, may_begin, train
-from trainer.detached.buffer import Demand, EndOfSamples, ExperienceBuffer, StalledError
+from trainer.detached.buffer import EndOfSamples, ExperienceBuffer, StalledError
+from trainer.detached.rounds import Demand
 from trainer.detached.samplers import (
     Choice,
     Experience,
@@ -347,9 +348,9 @@ def test_a_resumed_buffer_makes_again_what_was_open() -> None:
 def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
     saved = buffer_of_three_pieces()
     state = saved.state_dict()
-    saved.write_samples(tmp_path / "samples")
-    resumed = make_buffer(max_staleness=4)
-    resumed.load_state_dict(state, tmp_path / "samples")
+    saved.write_samples(tmp_path)
+    resumed = make_buffer(max_staleness=4, on_resume="restore")
+    resumed.load_state_dict(state, tmp_path)
     assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
     assert resumed.depth == 4
     assert resumed.log.accounts[0].dropped == {"made again after a resume": 2}
@@ -358,7 +359,7 @@ def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
 
 def buffer_of_three_pieces() -> ExperienceBuffer:
     """Pieces 0 and 2 are queued, piece 1 is being made."""
-    buffer = make_buffer(max_staleness=4)
+    buffer = make_buffer(max_staleness=4, on_resume="restore")
     orders = [begin(buffer) for _ in range(3)]
     finish(buffer, orders[0])
     finish(buffer, orders[2])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainer.detached.config import DetachedConfig
-from trainer.detached.plan import plan_lines, prediction_line, setup_of
+from trainer.detached.plan import plan_lines
 from trainer.detached.recipe import DETACHED
+from trainer.planner.prediction import prediction_line, setup_of
 from trainer.planner.simulate import Phases, simulate
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config

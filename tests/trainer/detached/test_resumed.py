@@ -12,8 +12,8 @@ from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
 from tests.trainer.detached.uids import uids_in_order, uids_of
 from tests.waiting import wait_until
 from trainer import load_config, run
+from trainer.detached.buffer import SAMPLES
 from trainer.detached.recipe import DETACHED
-from trainer.detached.step import SAMPLES
 from trainer.roadside.sample_log import MADE_AGAIN
 from verl_like.errors import CallbackError
 

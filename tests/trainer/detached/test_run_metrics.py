@@ -39,7 +39,7 @@ class Watches:
             being_made = num_samples_of(buffer.in_flight())
             self.open_samples = buffer.depth + being_made
         versions = read_columns(batch, "policy_version")["policy_version"].tolist()
-        self.ages.append(Counter(trainer.weight_version - version for version in versions))
+        self.ages.append(Counter(trainer.weights.version - version for version in versions))
         self.depths.append(buffer.depth)
 
     def on_step_begin(self, trainer: Any) -> None:

@@ -87,7 +87,7 @@ class Evictions:
     """A callback: the first step goes on when three batches have been pushed out of the buffer."""
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
-        makers = trainer.makers_log.accounts
+        makers = trainer.origins.log.accounts
         wait_until(lambda: sum(row.dropped.total() for row in makers.values()) >= 3 * BATCH)
 
 

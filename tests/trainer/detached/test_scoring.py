@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.detached.maker_scores import score_samples
+from trainer.detached.maker import score_samples
 from trainer.rollouts.rollouts import ScoresInBatch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import Result

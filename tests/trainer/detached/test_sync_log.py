@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.integration.runs import lines
+from trainer.detached.activity import Activity
 from trainer.detached.recipe import DETACHED
 from trainer.detached.weights import SyncLog, WeightFeed
 from trainer.ppo.recipe import load_config
@@ -63,7 +65,9 @@ def test_a_makers_copy_of_the_critic_has_lines_of_its_own(
     config = load_config([*settings, f"trainer.default_local_dir={tmp_path}"], DETACHED)
     monkeypatch.setattr("trainer.detached.weights.deliver_weights", lambda *_, **__: figures(3))
     groups: Any = dict.fromkeys([*config.role_mapping], None)
-    feed = WeightFeed(config, groups, config.topology)
+    run: Any = SimpleNamespace(config=config, groups=groups)
+    unused: Any = None
+    feed = WeightFeed(run, unused, unused, Activity())
     assert feed.deliver(1) == 3
     roles = [line["role"] for line in lines(tmp_path, "syncs.jsonl")]
     assert roles == ["rollout_1", "critic_copy_1"]

@@ -63,14 +63,29 @@ def config_of(tiny: Path, folder: Path, *more: str) -> DetachedConfig:
     return load_config(overrides(tiny, folder, *settings), DETACHED)
 
 
+class Queue:
+    """An open queue whose version comes from a function."""
+
+    is_closed = False
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        return self._version()
+
+
 def losses(
     config: DetachedConfig,
     cluster: Cluster,
     is_ending: bool = False,
     version: Callable[[], int] = lambda: 7,
 ) -> MakerLosses:
-    groups: Any = cluster
-    return MakerLosses(config, groups, lambda role: {}, lambda: is_ending, version)
+    stop = SimpleNamespace(received=is_ending)
+    run: Any = SimpleNamespace(config=config, groups=cluster, stop=stop)
+    buffer: Any = Queue(version)
+    return MakerLosses(run, buffer, lambda role: {})
 
 
 def no_room(times: int) -> list[Exception]:

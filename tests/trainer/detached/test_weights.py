@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.trainer.detached.test_run import detached, shared_numbers
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
+from trainer.detached.activity import Activity
 from trainer.detached.config import DetachedConfig
-from trainer.detached.topology import Topology
 from trainer.detached.weights import WeightFeed
 
 
@@ -26,7 +28,9 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Group]:
 def feed_of(groups: dict[str, Group]) -> WeightFeed:
     config = DetachedConfig()
     config.detached.makers = 2
-    return WeightFeed(config, groups, Topology.of(2, 1))
+    run: Any = SimpleNamespace(config=config, groups=groups)
+    unused: Any = None
+    return WeightFeed(run, unused, unused, Activity())
 
 
 def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(

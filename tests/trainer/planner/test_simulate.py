@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.detached.stand_ins import StandInGroup, make_buffer, maker_of, train
-from trainer.detached.buffer import Demand
+from trainer.detached.rounds import Demand
 from trainer.planner.simulate import Phases, Setup, simulate, what_limits
 from verl_like.batch.protocol import DataProto
 

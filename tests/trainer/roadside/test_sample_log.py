@@ -145,6 +145,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.run, self.global_step = SimpleNamespace(callbacks=()), 1
+        self.origins = None
 
 
 def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = None) -> Any:
