@@ -17,6 +17,7 @@ from trainer.cli.explain import said_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.recipe import PPO
+from verl_like.config_key import arguments_of
 from workers.losses.registry import POLICY_LOSSES, facts_of
 
 ACTOR = "actor_rollout_ref.actor."
@@ -67,7 +68,9 @@ def policy_loss_cards() -> list[Card]:
         facts = facts_of(policy_loss)
         chosen = ("chosen_tokens",) if facts.choose_tokens else ()
         columns = ("old_log_probs", "advantages", "response_mask", *chosen)
-        keys = tuple(f"{ACTOR}{name}" for name in (*(facts.keys_read or ()), "loss_agg_mode"))
+        arguments = [f"policy_loss.args.{name}" for name in arguments_of(policy_loss)]
+        read = (*(facts.keys_read or ()), *arguments, "loss_agg_mode")
+        keys = tuple(f"{ACTOR}{name}" for name in read)
         cards.append(Card(names, *said_of(policy_loss), columns, keys, _example_of_loss(names[0])))
     return cards
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from verl_like.registry import registry_of
 
@@ -171,6 +172,10 @@ class KeyRules:
     """
     options: type | None = None
     """The dataclass whose fields are the names that a dict may have, with their types and rules."""
+    arguments_of: str = ""
+    """The key in the same section that names an entry of a registry. The dict has arguments of the
+    entry: its keyword-only parameters with a default (`arguments_of`).
+    """
     allows: str = ""
     """The values in words, where their type says too little and neither range nor choices do."""
     hint: str = ""
@@ -188,6 +193,37 @@ class KeyRules:
 
 
 NO_RULES = KeyRules()
+
+
+class Argument(NamedTuple):
+    """A parameter of a function that a configuration may set."""
+
+    kind: type
+    default: Any
+    rules: KeyRules
+
+
+@functools.cache
+def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
+    """Name -> parameter that a configuration may set, by the signature of a registry's entry.
+
+        def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
+
+    A function may have the attribute `takes_arguments_of`: the functions that it hands them to.
+    """
+    found = {}
+    for function in getattr(entry, "takes_arguments_of", (entry,)):
+        try:
+            hints = typing.get_type_hints(function, include_extras=True)
+        except NameError:  # a type that only a checker imports: any value will do
+            hints = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            default = parameter.default
+            if parameter.kind is parameter.KEYWORD_ONLY and default is not parameter.empty:
+                kind, *notes = typing.get_args(hints.get(name)) or (hints.get(name, object),)
+                rules = [note for note in notes if isinstance(note, KeyRules)]
+                found[name] = Argument(kind, default, rules[0] if rules else NO_RULES)
+    return found
 
 
 def key(

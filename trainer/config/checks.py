@@ -5,6 +5,7 @@ Rules between fields are the recipe's (`Recipe.checks`), those between the run's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.keys import Key, items_of, leaf_keys, read
+from trainer.config.keys import Key, argument_keys, entry_of, items_of, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool
@@ -29,6 +30,8 @@ def check_fields(config: RunConfig) -> None:
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
         _check_value(key, value)
+        if key.rules.arguments_of:
+            _check_arguments(config, key, value)
         for name, item in items_of(key, value):
             for field in leaf_keys(type(item)):
                 _check_value(replace(field, name=f"{name}.{field.name}"), read(item, field.name))
@@ -66,6 +69,22 @@ def _check_value(key: Key, value: Any) -> None:
             except OmegaConfBaseException as err:
                 reason = str(err).partition("\n")[0].rstrip(".")
                 raise ConfigError(f"{key.name}.{name}={option}: {reason}.") from err
+
+
+def _check_arguments(config: RunConfig, key: Key, arguments: Mapping[str, Any]) -> None:
+    """Reject arguments that no entry of the registry takes, and values that the entry rejects."""
+    registry, entry = entry_of(config, key)
+    taken, known = argument_keys(key, entry), argument_keys(key, *registry.values())
+    for name, value in arguments.items():
+        if name not in taken and name not in known:
+            raise ConfigError(
+                f"There is no key '{key.name}.{name}'. The {registry.kind} of this run takes "
+                f"{', '.join(taken) or 'no arguments'}.{nearest(name, [*taken, *known])}"
+            )
+        if name in taken:
+            if taken[name].kind is float and (isinstance(value, str | bool) or value is None):
+                raise ConfigError(f"{key.name}.{name}={value}: it takes a number.")
+            _check_value(taken[name], value)
 
 
 def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:

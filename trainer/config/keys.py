@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from verl_like.config_key import KeyRules, When, rules_of
-from verl_like.registry import registry_of
+from verl_like.config_key import KeyRules, When, arguments_of, rules_of
+from verl_like.registry import Registry, registry_of
 
 _keys_of: dict[type, Mapping[str, Key]] = {}
 """Schema -> its keys, found once."""
@@ -200,6 +200,37 @@ def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [(f"{key.name}.{name}", item) for name, item in value.items()]
     return [(f"{key.name}[{number}]", item) for number, item in enumerate(value)]
+
+
+def entry_of(config: Any, key: Key) -> tuple[Registry[Any], Any]:
+    """The registry and the entry in it whose arguments this key has (`KeyRules.arguments_of`)."""
+    named_by = _named_by(type(config), key)
+    registry = registry_of(named_by.rules.registry)
+    return registry, registry.look_up(read(config, named_by.name))
+
+
+def known_arguments(schema: type) -> list[Key]:
+    """The arguments of all entries of registries, which have been imported, as keys."""
+    return [
+        argument
+        for key in config_keys(schema)
+        if key.rules.arguments_of
+        for entry in registry_of(_named_by(schema, key).rules.registry).values()
+        for argument in argument_keys(key, entry).values()
+    ]
+
+
+def _named_by(schema: type, key: Key) -> Key:
+    return keys_by_name(schema)[f"{key.name.rpartition('.')[0]}.{key.rules.arguments_of}"]
+
+
+def argument_keys(key: Key, *entries: Any) -> dict[str, Key]:
+    """Name of an argument of these entries -> it as a key below `key`."""
+    return {
+        name: Key(f"{key.name}.{name}", argument.kind, argument.rules)
+        for entry in entries
+        for name, argument in arguments_of(entry).items()
+    }
 
 
 def may_change_on_resume(schema: type, name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.keys import Key, config_keys, keys_by_name, named_keys
+from trainer.config.keys import Key, config_keys, keys_by_name, known_arguments, named_keys
 from trainer.config.recipe import Recipe
 from verl_like.errors import nearest
 
@@ -108,7 +108,10 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     elif above := _key_above(name, recipe):
         hint = f" {above.name} has no keys below it; it {takes(above)}."
     else:
-        hint = _did_you_mean(name, [*named_keys(recipe.schema).values()], recipe.groups)
+        keys = [*named_keys(recipe.schema).values()]
+        recipe.load_registries()
+        keys += known_arguments(recipe.schema)
+        hint = _did_you_mean(name, keys, recipe.groups)
     return f"There is no key {name!r}.{hint}"
 
 

@@ -57,10 +57,16 @@ def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, 
 
 
 def _without(config: C, keys: Collection[str]) -> C:
-    """Return the configuration with the defaults of these keys."""
+    """Return the configuration with the defaults of these keys, without these arguments."""
     schema, default = type(config), type(config)()
-    known = [path_to(schema, key)[-1].name for key in keys if path_to(schema, key)]
-    return changed(config, {name: read(default, name) for name in known})
+    for name in keys:
+        for key in path_to(schema, name)[-1:]:
+            value = read(default, key.name)
+            if key.rules.arguments_of and name != key.name:
+                value = dict(read(config, key.name))
+                value.pop(name.removeprefix(f"{key.name}."), None)
+            config = changed(config, {key.name: value})
+    return config
 
 
 def _with_engine(config: C) -> tuple[C, list[str]]:

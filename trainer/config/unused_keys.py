@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer.config.keys import Key, config_keys, items_of, leaf_keys, path_to, read
+from trainer.config.keys import (
+    Key,
+    argument_keys,
+    config_keys,
+    entry_of,
+    items_of,
+    leaf_keys,
+    path_to,
+    read,
+)
 from trainer.config.schema import RunConfig
 
 
@@ -53,6 +62,11 @@ def why_unused(config: RunConfig, name: str) -> str | None:
         reason = _missing_for(config, key)
         if reason is not None:
             return reason
+        if key.rules.arguments_of and name != key.name:
+            registry, entry = entry_of(config, key)
+            argument = name.removeprefix(f"{key.name}.")
+            if argument not in argument_keys(key, entry):
+                return f"the {registry.kind} of this run does not take {argument}"
     return None
 
 

@@ -27,6 +27,7 @@ from trainer.ppo.update import longest_row
 from trainer.rollouts.reward_checks import check_rewards
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
+from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import critic_optim, is_actors_module
@@ -324,12 +325,13 @@ def _of_loss(config: PPOConfig) -> Iterator[str]:
             f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
             "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
         )
-    least, largest = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
-    if loss == "clip_cov" and least >= largest:
+    arguments = {n: a.default for n, a in arguments_of(get_policy_loss(loss)).items()}
+    arguments |= actor.policy_loss.args
+    if loss == "clip_cov" and arguments["clip_cov_lb"] >= arguments["clip_cov_ub"]:
         yield (
-            f"{ACTOR}.policy_loss.clip_cov_lb={least:g} and clip_cov_ub={largest:g}: no covariance "
-            "lies between them. Set clip_cov_lb below clip_cov_ub."
-        )
+            "{0}.clip_cov_lb={clip_cov_lb:g} and clip_cov_ub={clip_cov_ub:g}: no covariance lies "
+            "between them. Set clip_cov_lb below clip_cov_ub."
+        ).format(f"{ACTOR}.policy_loss.args", **arguments)
     if actor.shuffle and facts_of(get_policy_loss(loss)).choose_tokens is not None:
         yield (
             f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "

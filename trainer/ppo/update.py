@@ -39,6 +39,7 @@ from workers.columns import drawn_from, read_columns, require, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import facts_of, get_policy_loss
+from workers.losses.token_loss import arguments_for
 from workers.rewards.weighted import SKIPPED
 from workers.rollout.sample import CUT_BY_LENGTH
 
@@ -113,6 +114,7 @@ def choose_tokens(
     if choose is None:
         return batch
 
+    arguments = arguments_for(choose, actor.policy_loss.args)
     columns = read_columns(batch, old_log_probs, "advantages", "response_mask")
     chosen = torch.zeros(columns["response_mask"].shape, dtype=torch.bool)
     count = max(len(batch) // mini_batch_size, 1)
@@ -122,7 +124,7 @@ def choose_tokens(
         draw = random.Random(f"chosen_tokens {seed} {step} {number}").getrandbits(63)
         generator = torch.Generator().manual_seed(draw)
         chosen[rows] = choose(
-            *(column[rows] for column in columns.values()), generator, config=actor
+            *(column[rows] for column in columns.values()), generator, config=actor, **arguments
         )
     return write_columns(batch, chosen_tokens=chosen)
 

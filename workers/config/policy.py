@@ -57,10 +57,6 @@ ONE_CLIP_RATIO = When(
 )
 LOSS_CLIPS = loss_reads("clip_ratio")
 LOSS_CLIPS_TWICE = loss_reads("clip_ratio_c")
-SAPO = loss_reads("tau_pos")
-CLIP_COV = loss_reads("policy_loss.clip_cov_ratio")
-KL_COV = loss_reads("policy_loss.kl_cov_ratio")
-DRO = loss_reads("policy_loss.dro_beta")
 HAS_ENTROPY_BONUS = unless("entropy_coeff", 0)
 HAS_REFERENCE = When(
     "there is a reference",
@@ -72,22 +68,14 @@ HAS_REFERENCE = When(
 
 @dataclass(kw_only=True)
 class PolicyLossConfig(Section):
-    """The choice of a policy loss."""
+    """The choice of a policy loss, and its arguments."""
 
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
     """Policy loss."""
-    clip_cov_ratio: float = key(2e-4, above=0, at_most=1, read_when=CLIP_COV)
-    """Share of tokens that get no gradient."""
-    clip_cov_lb: float = key(1.0, allows="a number", read_when=CLIP_COV)
-    """Lower bound of the covariance of these tokens."""
-    clip_cov_ub: float = key(5.0, allows="a number", read_when=CLIP_COV)
-    """Upper bound of it."""
-    kl_cov_ratio: float = key(2e-4, above=0, at_most=1, read_when=KL_COV)
-    """Share of tokens that get a KL."""
-    ppo_kl_coef: float = key(1.0, at_least=0, read_when=KL_COV)
-    """Weight of that KL."""
-    dro_beta: float = key(0.05, above=0, read_when=DRO)
-    """Weight of dro's squared penalty."""
+    args: dict[str, Any] = key(
+        factory=dict, arguments_of="loss_mode", allows="arguments of the loss, by its signature"
+    )
+    """Arguments of the policy loss: `args.dro_beta=0.1`."""
 
 
 @dataclass(kw_only=True)
@@ -173,10 +161,6 @@ class ActorConfig(ShardedConfig):
     """Upper clip range; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
     """Dual-clip bound for negative advantages."""
-    tau_pos: float = key(1.0, above=0, read_when=SAPO)
-    """Temperature of sapo's gate for positive advantages."""
-    tau_neg: float = key(1.05, above=0, read_when=SAPO)
-    """The same for other advantages."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The policy loss."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)

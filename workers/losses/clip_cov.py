@@ -10,7 +10,7 @@ from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import CLIP_RANGE, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.registry import POLICY_LOSSES, Share
 from workers.losses.token_loss import token_loss
 
 
@@ -21,14 +21,17 @@ def _choose_tokens(
     response_mask: Tensor,
     generator: torch.Generator | None = None,
     config: ActorConfig | None = None,
+    *,
+    clip_cov_ratio: Share = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
 ) -> Tensor:
     """Where a mini-batch's tokens lose their gradient: a few of those of a high covariance."""
-    settings = (config or ActorConfig()).policy_loss
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
-    candidates = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
+    candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
 
-    count = max(int(settings.clip_cov_ratio * torch.count_nonzero(inside)), 1)
+    count = max(int(clip_cov_ratio * torch.count_nonzero(inside)), 1)
     places = candidates.flatten().nonzero().squeeze(-1)
     order = torch.randperm(len(places), generator=generator).to(places.device)
     chosen = torch.zeros_like(candidates.flatten())
@@ -38,7 +41,7 @@ def _choose_tokens(
 
 @POLICY_LOSSES.register("clip_cov")
 @token_loss(
-    keys_read=(*CLIP_RANGE, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+    keys_read=CLIP_RANGE,
     choose_tokens=_choose_tokens,
 )
 def compute_policy_loss_clip_cov(

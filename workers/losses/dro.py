@@ -7,18 +7,20 @@ from torch import Tensor
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.importance_ratio import log_ratio
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.registry import POLICY_LOSSES, Positive
 from workers.losses.token_loss import token_loss
 
 
 @POLICY_LOSSES.register("dro")
-@token_loss(keys_read=("policy_loss.dro_beta",))
+@token_loss(keys_read=())
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
     config: ActorConfig,
+    *,
+    dro_beta: Positive = 0.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p plus half of `dro_beta` (log p - log old p) squared.
 
@@ -30,6 +32,6 @@ def compute_policy_loss_dro(
     Source: DRO, arXiv 2405.19107, by tokens
     """
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    penalty = 0.5 * config.policy_loss.dro_beta * log_r.square()
+    penalty = 0.5 * dro_beta * log_r.square()
     losses = penalty - advantages * zero_outside(log_prob, inside)
     return losses, {"actor/ppo_kl": -log_r, "actor/dro_penalty": penalty}

@@ -9,7 +9,7 @@ from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import log_ratio
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.registry import POLICY_LOSSES, NotNegative, Share
 from workers.losses.token_loss import token_loss
 
 
@@ -20,24 +20,22 @@ def _choose_tokens(
     response_mask: Tensor,
     generator: torch.Generator | None = None,
     config: ActorConfig | None = None,
+    *,
+    kl_cov_ratio: Share = 2e-4,
 ) -> Tensor:
     """Where a mini-batch's tokens get a KL: those of the highest covariance; nothing is drawn."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
 
     flat = covariance.flatten()
-    count = max(
-        int((config or ActorConfig()).policy_loss.kl_cov_ratio * torch.count_nonzero(inside)), 1
-    )
+    count = max(int(kl_cov_ratio * torch.count_nonzero(inside)), 1)
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     chosen[flat.topk(min(count, len(flat))).indices] = True
     return chosen.view_as(inside) & inside
 
 
 @POLICY_LOSSES.register("kl_cov")
-@token_loss(
-    keys_read=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), choose_tokens=_choose_tokens
-)
+@token_loss(keys_read=(), choose_tokens=_choose_tokens)
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -45,6 +43,8 @@ def compute_policy_loss_kl_cov(
     inside: Tensor,
     config: ActorConfig,
     chosen: Tensor,
+    *,
+    ppo_kl_coef: NotNegative = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, with r = policy / old policy; tokens of the highest covariance get a KL, too.
 
@@ -58,7 +58,7 @@ def compute_policy_loss_kl_cov(
     """
     log_r = log_ratio(log_prob, old_log_prob, inside)
     distance = log_r.abs()
-    kl = config.policy_loss.ppo_kl_coef * zero_outside(distance, chosen)
+    kl = ppo_kl_coef * zero_outside(distance, chosen)
     losses = kl - advantages * log_r.exp()
 
     return losses, {"actor/ppo_kl": distance, "actor/kl_cov_frac": chosen}

@@ -6,7 +6,8 @@
 
 A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
 `loss_agg_mode`, the actor's settings `config`, `rollout_is_weights` and the denominators of the
-mini-batch. It returns its share of the mini-batch's loss and metrics that add up in the same way.
+mini-batch. Keyword-only parameters with a default are set by `actor.policy_loss.args`. It returns
+its share of the mini-batch's loss and metrics that add up in the same way.
 Those of this folder are written as losses of tokens (`workers.losses.token_loss`).
 """
 
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torch import Tensor
 
+from verl_like.config_key import KeyRules
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call
 from workers.losses.aggregate import Denominators
@@ -25,6 +27,9 @@ from workers.losses.aggregate import Denominators
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 TokenChooser = Callable[..., Tensor]
 """(old log-probs, advantages, mask, generator, `config=`) of a mini-batch -> its chosen tokens."""
+Positive = Annotated[float, KeyRules(above=0)]
+NotNegative = Annotated[float, KeyRules(at_least=0)]
+Share = Annotated[float, KeyRules(above=0, at_most=1)]
 GIVEN = (
     *("old_log_prob", "log_prob", "advantages", "response_mask"),
     *("loss_agg_mode", "config", "rollout_is_weights"),
@@ -43,10 +48,7 @@ class LossFacts:
     """
 
     keys_read: tuple[str, ...] | None = None
-    """Keys of the actor's section that concern a policy loss alone; None: it may read every one.
-
-    Of the section within it: `policy_loss.dro_beta`.
-    """
+    """Keys of the actor's section that concern a policy loss alone; None: it may read every one."""
     choose_tokens: TokenChooser | None = None
     """How the tokens that it treats apart are chosen from a whole mini-batch."""
     has_ratio: bool = True

@@ -8,18 +8,21 @@ from torch import Tensor
 from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
 from workers.losses.importance_ratio import log_ratio
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.registry import POLICY_LOSSES, Positive
 from workers.losses.token_loss import token_loss
 
 
 @POLICY_LOSSES.register("sapo")
-@token_loss("seq-mean-token-mean", keys_read=("tau_pos", "tau_neg"))
+@token_loss("seq-mean-token-mean", keys_read=())
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     inside: Tensor,
     config: ActorConfig,
+    *,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times sigmoid(tau (r - 1)) 4 / tau, with r = policy / old policy.
 
@@ -35,7 +38,7 @@ def compute_policy_loss_sapo(
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
     rises = advantages.sign().clamp_(min=0)  # 1 where A is positive
-    tau = config.tau_pos * rises + config.tau_neg * (1 - rises)
+    tau = tau_pos * rises + tau_neg * (1 - rises)
     gate = torch.sigmoid((ratio - 1.0).mul_(tau))
     losses = with_slope(
         (advantages * gate).mul_(-4.0).div_(tau),

@@ -7,24 +7,26 @@
         return losses, {"actor/ppo_kl": ...}
 
 The function under `token_loss` gets columns [rows, R] of some rows, advantages that are zero
-outside the mask, and the settings; one that chooses tokens gets `chosen` too. It gives the losses
-of the tokens, and what metrics are means of. What it becomes has verl's signature: weights of the
+outside the mask, and the settings; one that chooses tokens gets `chosen` too. Its keyword-only
+parameters are set by `policy_loss.args`. It gives the losses of the tokens, and what metrics are
+means of. What it becomes has verl's signature: weights of the
 rollout's correction, aggregation, and blocks of large batches are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 
+from verl_like.config_key import arguments_of
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import sum_over_blocks
-from workers.losses.registry import PolicyLoss, facts_of, says
+from workers.losses.registry import PolicyLoss, says
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -33,8 +35,12 @@ def token_loss(
     default_agg_mode: str = "token-mean", **facts: Any
 ) -> Callable[[TokenLoss], PolicyLoss]:
     """Make a policy loss of a function of tokens; `facts` are `LossFacts`."""
+    choose = facts.get("choose_tokens")
 
     def decorate(losses_of: TokenLoss) -> PolicyLoss:
+        hands_on = (losses_of,) if choose is None else (losses_of, choose)
+        known = {name for function in hands_on for name in arguments_of(function)}
+
         def policy_loss(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -44,12 +50,18 @@ def token_loss(
             config: ActorConfig | None = None,
             rollout_is_weights: Tensor | None = None,
             chosen_tokens: Tensor | None = None,
-            **denominators: Unpack[Denominators],
+            **more: Any,
         ) -> tuple[Tensor, dict[str, Tensor]]:
             settings = config or ActorConfig()
-            choose = facts_of(policy_loss).choose_tokens
+            arguments = {name: more.pop(name) for name in [*more] if name in known}
+            arguments = settings.policy_loss.args | arguments
             if choose is not None and chosen_tokens is None:
-                chosen_tokens = choose(old_log_prob, advantages, response_mask, config=settings)
+                of_choice = arguments_for(choose, arguments)
+                chosen_tokens = choose(
+                    old_log_prob, advantages, response_mask, config=settings, **of_choice
+                )
+            taken = arguments_for(losses_of, arguments)
+            denominators: Denominators = more  # type: ignore[assignment]
 
             def share(
                 log_prob: Tensor, rows: slice, counts: Denominators
@@ -58,15 +70,21 @@ def token_loss(
                 of_rows = zero_outside(advantages[rows], inside)
                 chosen = () if chosen_tokens is None else (inside & chosen_tokens[rows],)
                 losses, per_token = losses_of(
-                    old_log_prob[rows], log_prob, of_rows, inside, settings, *chosen
+                    old_log_prob[rows], log_prob, of_rows, inside, settings, *chosen, **taken
                 )
                 weights = None if rollout_is_weights is None else rollout_is_weights[rows]
                 return agg_policy_loss(losses, per_token, inside, loss_agg_mode, weights, **counts)
 
             return sum_over_blocks(share, log_prob, response_mask, denominators)
 
+        policy_loss.takes_arguments_of = hands_on  # type: ignore[attr-defined]
         update_wrapper(policy_loss, losses_of)
         del policy_loss.__wrapped__  # type: ignore[attr-defined]  # its signature is another one
         return says(**facts)(policy_loss)
 
     return decorate
+
+
+def arguments_for(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `policy_loss.args` that this function takes."""
+    return {name: arguments[name] for name in arguments_of(function) if name in arguments}

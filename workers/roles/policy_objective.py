@@ -121,6 +121,7 @@ class PolicyObjective:
             loss_agg_mode=config.loss_agg_mode,
             config=config,
             rollout_is_weights=weights,
+            **config.policy_loss.args,
             **chosen,
             **divisors,
         )

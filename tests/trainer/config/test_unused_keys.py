@@ -133,8 +133,8 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         ),
         (
             ["actor_rollout_ref.actor.policy_loss.ppo_kl_coef=2"],
-            "actor_rollout_ref.actor.policy_loss.ppo_kl_coef has no effect: the loss of "
-            "policy_loss.loss_mode does not read it",
+            "actor_rollout_ref.actor.policy_loss.args.ppo_kl_coef has no effect: the policy loss "
+            "of this run does not take ppo_kl_coef",
         ),
         (
             ["critic.value_loss=huber", "critic.cliprange_value=0.2"],

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from trainer.config.keys import named_keys
+from trainer.config.keys import known_arguments, named_keys
 from trainer.migrate.flags import Table, read_table
 from trainer.migrate.openrlhf import ON_ROWS
 from trainer.migrate.systems import RECIPES
@@ -22,7 +22,9 @@ TABLES = [("openrlhf", (), "ppo"), ("coati", ("all", "detached"), "detached"), *
 @pytest.mark.parametrize(("system", "sections", "program"), TABLES)
 def test_every_key_is_one_of_ours(system: str, sections: tuple[str, ...], program: str) -> None:
     schema = RECIPES[program].schema
-    known = {*named_keys(schema), "reward_model.overlong_buffer.len"}
+    RECIPES[program].load_registries()
+    arguments = {key.name for key in known_arguments(schema)}
+    known = {*named_keys(schema), "reward_model.overlong_buffer.len", *arguments}
     for name, row in Table(system, *sections).rows.items():
         done = Translation(program, places=PLACES if program == "ppo" and system == "trl" else {})
         done.rename(name, row.settings)

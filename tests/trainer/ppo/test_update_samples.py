@@ -27,7 +27,7 @@ NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 
 
 def actor_of(loss_mode: str, **settings: float) -> ActorConfig:
-    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode, **settings))
+    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode, args=settings))
 
 
 @pytest.fixture

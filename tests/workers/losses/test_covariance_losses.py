@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.losses.plain_python import CONFIG, Columns, Rows, aggregate, tokens_of
 from tests.workers.losses.twins import clipped_surrogate, vanilla
-from workers.config import LOSS_AGG_MODES, ActorConfig, PolicyLossConfig
+from workers.config import LOSS_AGG_MODES
 from workers.losses.clip_cov import compute_policy_loss_clip_cov
 from workers.losses.kl_cov import compute_policy_loss_kl_cov
 from workers.losses.registry import PolicyLoss, facts_of
@@ -58,8 +58,7 @@ def chosen_by(policy_loss: PolicyLoss, batch: Columns, **settings: float) -> Col
     assert choose is not None, "it treats all tokens alike"
     inputs = inputs_of(batch)
     inputs.pop("log_prob")
-    config = ActorConfig(policy_loss=PolicyLossConfig(**settings))
-    return {"chosen_tokens": choose(**inputs, config=config)}
+    return {"chosen_tokens": choose(**inputs, **settings)}
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

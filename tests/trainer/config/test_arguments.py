@@ -1,0 +1,78 @@
+"""`policy_loss.args`: the arguments of a loss, by the signature of its function."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from trainer import load_config
+from trainer.ppo.config import PPOConfig
+from verl_like.errors import ConfigError
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+OWN = """
+from typing import Annotated
+
+from verl_like.config_key import KeyRules
+
+
+def scaled(*, beta: Annotated[float, KeyRules(above=0)] = 0.1, label="x", **given):
+    return given["log_prob"].sum() * beta, {}
+"""
+
+
+def load(*settings: str) -> PPOConfig:
+    needed = (
+        "data.train_files=x",
+        "actor_rollout_ref.model.path=y",
+        "algorithm.adv_estimator=grpo",
+    )
+    return load_config([*needed, "actor_rollout_ref.rollout.n=2", *settings])
+
+
+def arguments(*settings: str) -> dict[str, object]:
+    return load(*settings).actor_rollout_ref.actor.policy_loss.args
+
+
+def test_a_loss_has_arguments_by_its_signature() -> None:
+    assert arguments(f"{LOSS}.loss_mode=dro", f"{LOSS}.args.dro_beta=0.5") == {"dro_beta": 0.5}
+
+
+@pytest.mark.parametrize("name", ["policy_loss.dro_beta", "policy_loss.args.dro_beta"])
+def test_verls_name_of_an_argument_is_ours(name: str) -> None:
+    dro = (f"{LOSS}.loss_mode=dro", f"actor_rollout_ref.actor.{name}=2")
+    assert arguments(*dro) == {"dro_beta": 2}
+
+
+def test_an_argument_of_another_loss_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    settings = (f"{LOSS}.loss_mode=sapo", f"{LOSS}.args={{tau_pos: 2, dro_beta: 1}}")
+    assert arguments(*settings) == {"tau_pos": 2}
+    assert f"notice: {LOSS}.args.dro_beta has no effect: the policy loss" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "args.dro_betta=1",
+            r"no key '.*args.dro_betta'\. .* takes dro_beta\. Did you mean 'dro",
+        ),
+        ("args.dro_beta=0", r"args\.dro_beta=0: it must be above 0"),
+        ("args.dro_beta=much", r"args\.dro_beta=much: it takes a number"),
+        ("dro_betta=1", r"Did you mean '.*policy_loss\.args\.dro_beta'"),
+    ],
+)
+def test_a_wrong_argument_is_rejected(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(f"{LOSS}.loss_mode=dro", f"{LOSS}.{setting}")
+
+
+def test_a_loss_of_your_own_may_have_arguments(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("own") / "own_losses.py"
+    path.write_text(OWN, encoding="utf-8")
+    own = f"{LOSS}.loss_mode='{path}:scaled'"
+    assert arguments(own, f"{LOSS}.args={{beta: 0.2, label: y}}") == {"beta": 0.2, "label": "y"}
+    with pytest.raises(ConfigError, match="takes beta, label"):
+        load(own, f"{LOSS}.args.gamma=1")
