@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.groups.nodes import devices_in_words
 from trainer.groups.worker_groups import worker_class
 from trainer.loop import Trainer
-from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError
 from verl_like.files import what_blocks
@@ -28,7 +28,7 @@ def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     lines = [devices_in_words(config)]
     for role in config.role_workers:
         worker_class(config, role)
-    start = Checkpoints(config).start
+    start = ResumePoint(config).start
     if start is not None:
         lines.append(f"the run goes on from {start}")
     _check_folder(config.trainer.default_local_dir)

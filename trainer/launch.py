@@ -28,10 +28,10 @@ from trainer.record import Run
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
 from trainer.roadside.active import active_observers, end_of_run
-from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from trainer.run_folder.marker import MODEL
 from trainer.run_folder.result import RunResult
+from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.placement.plan import Placement
@@ -69,7 +69,7 @@ def run(
         stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
-        nothing_left = Checkpoints(config).why_finished
+        nothing_left = ResumePoint(config).why_finished
         if nothing_left and trainer_cls.wrote_all(config):
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)

@@ -23,8 +23,8 @@ from trainer.hooks import Hooks, check_callbacks
 from trainer.record import Call, Metrics, Run
 from trainer.restarts import replace_within_step
 from trainer.roadside.alarms import AlarmRule
-from trainer.run_folder.checkpoint import IS_LAST
 from trainer.run_folder.marker import committed
+from trainer.run_folder.resume import IS_LAST
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
@@ -277,9 +277,9 @@ class Loop:
     def run(self) -> None:
         """Run every step."""
         trainer, record = self.trainer, self.record
-        record.checkpoints.cut_back()
+        record.checkpoints.resume.cut_back()
         with make_tracking(record.config, trainer.total_steps, trainer.headline) as tracking:
-            resumes = record.checkpoints.goes_on_here
+            resumes = record.checkpoints.resume.goes_on_here
             timeline = Timeline(record.folder / "timeline.json", resumes, trainer.stages)
             try:
                 self.start(tracking, timeline)
@@ -305,7 +305,7 @@ class Loop:
         trainer, record = self.trainer, self.record
         with trainer.clock("init"):
             self.init_models()
-        start = record.checkpoints.start
+        start = record.checkpoints.resume.start
         record.restarts.begin(record.step, "the beginning" if start is None else start.name)
         trainer.call_hook("on_init_end")
         trainer.call_hook("on_train_begin")
@@ -320,9 +320,9 @@ class Loop:
             record.groups.may_be_replaced(trainer.replaceable_roles())
         init_new_roles(trainer)
         trainer.before_resume()
-        state = record.checkpoints.load(trainer.saved_groups())
+        state = record.checkpoints.resume.load(trainer.saved_groups())
         if state is not None:
-            with record.checkpoints.naming_what_does_not_load():
+            with record.checkpoints.resume.naming_what_does_not_load():
                 record.step = state[STEP]
                 trainer.load_state_dict(state)
                 for observer in stateful(record.observers):

@@ -13,7 +13,7 @@ from trainer.ppo.checks import refuse
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.rollouts.preflight import check_rollout
-from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.resume import ResumePoint
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import ENGINES
@@ -144,12 +144,12 @@ def _check_buffer(config: DetachedConfig) -> None:
 
 def check_start(config: DetachedConfig) -> None:
     """Refuse to go on from the last checkpoint of a run that ended within a round."""
-    checkpoints, length = Checkpoints(config), config.steps_per_version
-    if checkpoints.start is None or checkpoints.start_step % length == 0:
+    resume, length = ResumePoint(config), config.steps_per_version
+    if resume.start is None or resume.start_step % length == 0:
         return
-    if not checkpoints.why_finished:
+    if not resume.why_finished:
         raise CheckpointError(
-            f"{checkpoints.start} is of a run that ended within a round of {length} steps "
+            f"{resume.start} is of a run that ended within a round of {length} steps "
             "(detached.update_steps x detached.train_epochs), whose batches no checkpoint holds. "
             f"Move it away to go on from one after a multiple of {length} steps, if there is one, "
             "or start in another trainer.default_local_dir."

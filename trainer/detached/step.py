@@ -208,7 +208,7 @@ class DetachedTrainer(PPOTrainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; samples that were being generated are generated again."""
         super().load_state_dict(state)
-        self.buffer.load_state_dict(state["detached"], self.run.checkpoints.start)
+        self.buffer.load_state_dict(state["detached"], self.run.checkpoints.resume.start)
 
     def write_more(self, folder: Path) -> None:
         """Write the queued samples, if `detached.on_resume=restore`."""

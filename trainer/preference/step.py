@@ -109,7 +109,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
             with self.clock("reference"):
                 return self.log_probs_of(rows[name], name, group.compute_ref_log_prob)
 
-        start = self.run.checkpoints.start
+        start = self.run.checkpoints.resume.start
         hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
         weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
         start_folder = start and start.parent

@@ -188,7 +188,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
 def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     """Refuse to overwrite the metrics of a run of another configuration.
 
-    A folder with a checkpoint is for `trainer.run_folder.checkpoint` to judge.
+    A folder with a checkpoint is for `trainer.run_folder.resume` to judge.
     """
     metrics, saved = folder / "metrics.jsonl", folder / CONFIG_FILE
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()

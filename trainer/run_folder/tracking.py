@@ -24,8 +24,8 @@ from typing import Any, Protocol, TextIO
 
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.report.read import spread
-from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.notebook import NotebookConsole, is_in_notebook
+from trainer.run_folder.resume import WANDB_ID
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, json_objects, write_whole
 from verl_like.masking import masked
@@ -177,7 +177,7 @@ class WandB:
         import wandb
 
         trainer = config.trainer
-        # `Checkpoints.cut_back` has taken it away where the run begins anew
+        # `ResumePoint.cut_back` has taken it away where the run begins anew
         name = Path(trainer.default_local_dir) / WANDB_ID
         try:
             self._run = wandb.init(

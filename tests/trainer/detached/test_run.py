@@ -394,7 +394,7 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
     rounds = ("detached.train_epochs=2", "detached.update_steps=2")
     config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *rounds), DETACHED)
     start = SimpleNamespace(start=tmp_path / "global_step_6", start_step=6, why_finished="")
-    monkeypatch.setattr(checks, "Checkpoints", lambda config: start)
+    monkeypatch.setattr(checks, "ResumePoint", lambda config: start)
     with pytest.raises(CheckpointError, match="global_step_6 is of .* within a round .* 4 steps"):
         DetachedTrainer.prepare(config, ExitStack())
     start.why_finished = "nothing is left to do"

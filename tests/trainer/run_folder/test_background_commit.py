@@ -106,7 +106,9 @@ def test_a_checkpoint_is_committed_when_every_rank_has_written(tmp_path: Path) -
     marked = read_marker(folder)["files"].keys()
     assert {"actor/number", "actor/manifest.json", "rollout/number"} <= marked
     assert sorted(read_manifest(folder / "actor")["files"]) == ["0", "1"]
-    assert checkpoints(tmp_path).load({"actor": writer, "rollout": Role(0)}) == {"global_step": 2}
+    assert checkpoints(tmp_path).resume.load({"actor": writer, "rollout": Role(0)}) == {
+        "global_step": 2
+    }
     assert writer.number == 7
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, saved
 from trainer.run_folder import checkpoint
-from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.marker import committed, validation_score
+from trainer.run_folder.resume import WANDB_ID
 from verl_like.errors import CheckpointError, ConfigError
 
 
@@ -33,16 +33,16 @@ def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> 
     (tmp_path / "global_step_12").mkdir()  # never committed
     checkpoints(tmp_path).write(14, {"actor": Role(14)}, {"global_step": 14})
     roles = {"actor": Role(0), "critic": Role(0)}
-    assert checkpoints(tmp_path).load(roles) == {"global_step": 10}
+    assert checkpoints(tmp_path).resume.load(roles) == {"global_step": 10}
     assert (roles["actor"].number, roles["critic"].number) == (10, -10)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
 
 
 def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path: Path) -> None:
     fresh = checkpoints(tmp_path / "new")
-    fresh.cut_back()
-    assert fresh.load({}) is None
-    assert not fresh.goes_on_here
+    fresh.resume.cut_back()
+    assert fresh.resume.load({}) is None
+    assert not fresh.resume.goes_on_here
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -117,7 +117,9 @@ def test_a_full_disk_is_named_and_nothing_of_the_new_checkpoint_stays(tmp_path: 
             4, {"actor": Role(4), "critic": FullDisk(0)}, {"global_step": 4}
         )
     assert not list(tmp_path.glob("global_step_4*"))
-    assert checkpoints(tmp_path).load({"actor": Role(0), "critic": Role(0)}) == {"global_step": 2}
+    assert checkpoints(tmp_path).resume.load({"actor": Role(0), "critic": Role(0)}) == {
+        "global_step": 2
+    }
 
 
 def test_another_configuration_is_refused_with_what_differs_but_not_another_placement(
@@ -130,7 +132,7 @@ def test_another_configuration_is_refused_with_what_differs_but_not_another_plac
         "critic.ppo_micro_batch_size_per_gpu=1",
         "trainer.backend=local",
     )
-    assert checkpoints(tmp_path, *free).start_step == 2
+    assert checkpoints(tmp_path, *free).resume.start_step == 2
     changed = ("actor_rollout_ref.actor.optim.lr=1e-5", "algorithm.lam=0.9")
     with pytest.raises(CheckpointError) as error:
         checkpoints(tmp_path, *changed)
@@ -142,14 +144,14 @@ def test_another_configuration_is_refused_with_what_differs_but_not_another_plac
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={tmp_path}/global_step_2",
     )
-    assert checkpoints(tmp_path, *changed, *start).start_step == 2
+    assert checkpoints(tmp_path, *changed, *start).resume.start_step == 2
 
 
 def test_a_fresh_start_among_checkpoints_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     with pytest.raises(CheckpointError, match="holds the checkpoints of steps 2, 4"):
         checkpoints(tmp_path, "trainer.resume_mode=disable")
-    assert checkpoints(tmp_path / "new", "trainer.resume_mode=disable").start is None
+    assert checkpoints(tmp_path / "new", "trainer.resume_mode=disable").resume.start is None
 
 
 def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
@@ -162,17 +164,17 @@ def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="Choose another .*, remove them, or set .*=auto"):
         checkpoints(tmp_path, disable)
-    assert checkpoints(tmp_path / "another", disable).start is None
-    assert checkpoints(tmp_path, "trainer.resume_mode=auto").start_step == 4
+    assert checkpoints(tmp_path / "another", disable).resume.start is None
+    assert checkpoints(tmp_path, "trainer.resume_mode=auto").resume.start_step == 4
 
     with pytest.raises(CheckpointError, match="move them away, or choose another trainer.default"):
         checkpoints(tmp_path, *older)
-    assert checkpoints(tmp_path / "another", *older).start_step == 2
+    assert checkpoints(tmp_path / "another", *older).resume.start_step == 2
     (tmp_path / "global_step_4").rename(tmp_path / "away")
-    assert checkpoints(tmp_path, *older).start_step == 2
+    assert checkpoints(tmp_path, *older).resume.start_step == 2
 
     shutil.rmtree(tmp_path / "global_step_2")
-    assert checkpoints(tmp_path, disable).start is None
+    assert checkpoints(tmp_path, disable).resume.start is None
 
 
 def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_pa
     other = checkpoints(
         tmp_path / "other", mode, f"trainer.resume_from_path={tmp_path}/global_step_2"
     )
-    assert (other.start_step, other.goes_on_here) == (2, False)
+    assert (other.resume.start_step, other.resume.goes_on_here) == (2, False)
 
 
 def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
         (tmp_path / "rollouts" / f"{step}.jsonl").touch()
     (tmp_path / "global_step_4.part").mkdir()
     (tmp_path / WANDB_ID).write_text("abc")
-    checkpoints(tmp_path).cut_back()
+    checkpoints(tmp_path).resume.cut_back()
     assert (tmp_path / WANDB_ID).read_text() == "abc"
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
@@ -213,7 +215,7 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
 def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     (tmp_path / WANDB_ID).write_text("abc")
-    checkpoints(tmp_path).cut_back()
+    checkpoints(tmp_path).resume.cut_back()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert not (tmp_path / WANDB_ID).exists()
 

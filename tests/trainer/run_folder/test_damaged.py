@@ -14,9 +14,9 @@ from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, re
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
 from trainer.compare.runs import read_runs
 from trainer.report.page import write_report
-from trainer.run_folder.checkpoint import LATEST
 from trainer.run_folder.marker import committed, read_marker, steps_to_drop
 from trainer.run_folder.result import RunResult
+from trainer.run_folder.resume import LATEST
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import JsonLines
 from verl_like.errors import CheckpointError, DamagedCheckpointError
@@ -53,8 +53,8 @@ def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
 
     run, found = checkpoints(tmp_path), roles()
     assert committed(tmp_path) == [2, 4, 6], "nothing moves before the run begins"
-    run.cut_back()
-    assert run.load(found) == {"global_step": 2}
+    run.resume.cut_back()
+    assert run.resume.load(found) == {"global_step": 2}
     assert (found["actor"].number, found["critic"].number) == (2, -2)
     assert committed(tmp_path) == [2]
     assert (tmp_path / LATEST).read_text() == "2"
@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
     assert "global_step_4/actor/number has 0 bytes, was written with 1: set aside as" in caplog.text
 
     saved(tmp_path, 4)  # the run goes on, and writes what was damaged anew
-    assert checkpoints(tmp_path).start_step == 4
+    assert checkpoints(tmp_path).resume.start_step == 4
 
 
 class DamagedShards(Role):
@@ -80,11 +80,11 @@ def test_damage_that_a_role_finds_takes_every_role_back(
 ) -> None:
     saved(tmp_path, 2, 4)
     run, found = checkpoints(tmp_path), {"critic": Role(0), "actor": DamagedShards(0)}
-    run.cut_back()
+    run.resume.cut_back()
     lines = JsonLines(tmp_path)
     for step in range(5):
         lines.write({}, step)
-    assert run.load(found) == {"global_step": 2}
+    assert run.resume.load(found) == {"global_step": 2}
     assert (found["actor"].number, found["critic"].number) == (2, -2)
     assert "shards/0.safetensors has other bytes: set aside" in caplog.text
 
@@ -105,10 +105,10 @@ def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path:
     assert "global_step_4/actor/number has 0 bytes" in text
     assert "another trainer.default_local_dir, or here: move global_step_2, global_step_4" in text
 
-    assert checkpoints(tmp_path / "another").start is None
+    assert checkpoints(tmp_path / "another").resume.start is None
     for step in (2, 4):
         (tmp_path / f"global_step_{step}").rename(tmp_path / f"moved_{step}")
-    assert checkpoints(tmp_path).start is None
+    assert checkpoints(tmp_path).resume.start is None
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
@@ -119,11 +119,13 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
     cut(run / "global_step_4" / "actor" / "number")
     with pytest.raises(CheckpointError, match="Leave out trainer.resume_mode.*: global_step_2"):
         checkpoints(run, *resume_from(run / "global_step_4"))
-    assert checkpoints(run).start_step == 2
+    assert checkpoints(run).resume.start_step == 2
 
     with pytest.raises(CheckpointError, match="Name another one: beside it are global_step_2"):
         checkpoints(tmp_path / "other", *resume_from(run / "global_step_4"))
-    assert checkpoints(tmp_path / "other", *resume_from(run / "global_step_2")).start_step == 2
+    assert (
+        checkpoints(tmp_path / "other", *resume_from(run / "global_step_2")).resume.start_step == 2
+    )
 
 
 def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -134,8 +136,8 @@ def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
         checkpoints(tmp_path, "algorithm.lam=0.9")
     advice = str(refused.value).split("all the same with ")[1].split()
     run = checkpoints(tmp_path, "algorithm.lam=0.9", *advice)
-    assert run.start_step == 2
-    run.cut_back()
+    assert run.resume.start_step == 2
+    run.resume.cut_back()
     assert committed(tmp_path) == [2]
 
 
@@ -146,8 +148,8 @@ def test_a_marker_or_a_manifest_in_any_state_gives_words(tmp_path: Path, state: 
     with pytest.raises(CheckpointError, match=r"commit\.json is damaged: .+"):
         read_marker(tmp_path / "global_step_4")
     run = checkpoints(tmp_path)
-    run.cut_back()
-    assert run.load(roles()) == {"global_step": 2}
+    run.resume.cut_back()
+    assert run.resume.load(roles()) == {"global_step": 2}
 
     (tmp_path / "manifest.json").write_bytes(ANY_STATE[state])
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .+"):
@@ -164,7 +166,7 @@ def test_a_state_that_is_none_gives_words_where_its_checksum_is_right(
     saved(tmp_path, 2)
     replace_whole(tmp_path / "global_step_2", name, ANY_STATE[state])
     with pytest.raises(CheckpointError, match=f"{name} (holds no random state|is damaged): .+"):
-        checkpoints(tmp_path).load(roles())
+        checkpoints(tmp_path).resume.load(roles())
 
 
 @pytest.mark.parametrize("state", ANY_STATE)
@@ -174,8 +176,8 @@ def test_a_random_state_that_is_none_makes_room_for_the_checkpoint_before(
     saved(tmp_path, 2, 4)
     replace_whole(tmp_path / "global_step_4", "random.json", ANY_STATE[state])
     run = checkpoints(tmp_path)
-    run.cut_back()
-    assert run.load(roles()) == {"global_step": 2}
+    run.resume.cut_back()
+    assert run.resume.load(roles()) == {"global_step": 2}
     assert "random.json holds no random state" in caplog.text
 
 
@@ -204,8 +206,8 @@ def test_a_state_that_lies_makes_room_for_the_one_before(
     saved(tmp_path, 2, 4)
     replace_whole(tmp_path / "global_step_4", "trainer.json", b"{%s}" % lie.encode())
     run = checkpoints(tmp_path)
-    run.cut_back()
-    assert run.load(roles()) == {"global_step": 2}
+    run.resume.cut_back()
+    assert run.resume.load(roles()) == {"global_step": 2}
     assert f"trainer.json is damaged: {words}" in caplog.text
 
 
@@ -213,14 +215,14 @@ def test_a_marker_of_another_step_is_damaged(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     path = tmp_path / "global_step_4" / "commit.json"
     path.write_text(path.read_text().replace('"step": 4', '"step": 1' + 30 * "0"))
-    assert checkpoints(tmp_path).start == tmp_path / "global_step_2"
+    assert checkpoints(tmp_path).resume.start == tmp_path / "global_step_2"
 
 
 def test_a_state_that_does_not_load_is_refused_by_name_and_stays(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     run = checkpoints(tmp_path)
     words = r"global_step_4/trainer.json does not load: TypeError: .*beside it: global_step_2, "
-    with pytest.raises(CheckpointError, match=words), run.naming_what_does_not_load():
+    with pytest.raises(CheckpointError, match=words), run.resume.naming_what_does_not_load():
         json.loads("[]")["num_taken"]
     assert committed(tmp_path) == [2, 4]
 
@@ -243,7 +245,7 @@ def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
     found = checkpoints(run)
     assert all("step" in line for line in RunResult.of(composed(run), "actor").metrics)
     assert steps_to_drop(run, [1, 2], 1) == [1]
-    found.cut_back()
+    found.resume.cut_back()
     with caplog.at_level(logging.WARNING):
         Timeline(run / "timeline.json", resume=True)
     assert "timeline.json is damaged" in caplog.text

@@ -41,13 +41,13 @@ def test_a_file_of_other_contents_is_refused_by_its_key(
 ) -> None:
     run = tmp_path / "run"
     saved(run, 2, overrides=overrides(files))
-    assert checkpoints(run, *overrides(files)).start_step == 2
+    assert checkpoints(run, *overrides(files)).resume.start_step == 2
     files[key].write_text(files[key].read_text()[::-1])
     said = f"{key}: {files[key]} has other contents now"
     with pytest.raises(CheckpointError, match=said):
         checkpoints(run, *overrides(files))
     chosen = checkpoints(run, *overrides(files), *resume_from(run / "global_step_2"))
-    assert chosen.start_step == 2
+    assert chosen.resume.start_step == 2
     assert said in caplog.text
 
 
@@ -72,7 +72,7 @@ def test_a_module_that_a_reward_imports_is_refused_as_its_own_file_is(
     reward.write_text("import sys, beside\ndef compute_score():\n    import terms\n    return 1")
     run = tmp_path / "run"
     saved(run, 2, overrides=overrides(files))
-    assert checkpoints(run, *overrides(files)).start_step == 2
+    assert checkpoints(run, *overrides(files)).resume.start_step == 2
     assert {path.relative_to(tmp_path).as_posix() for path in imported_files(reward)} == {*IMPORTED}
 
     (tmp_path / changed).write_text("changed = True")
@@ -88,7 +88,7 @@ def test_a_models_folder_is_refused_for_another_file_but_not_for_hidden_ones(
     saved(run, 2, overrides=overrides(files))
     (model / ".cache").mkdir()
     (model / ".cache" / "x").touch()
-    assert checkpoints(run, *overrides(files)).start_step == 2
+    assert checkpoints(run, *overrides(files)).resume.start_step == 2
     (model / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="critic.model.path: .*/model has other contents now"):
         checkpoints(run, *overrides(files))
@@ -99,9 +99,9 @@ def test_other_versions_are_warned_of(
 ) -> None:
     saved(tmp_path, 2)
     versions = run_folder.installed_versions() | {"torch": "9.9"}
-    monkeypatch.setattr("trainer.run_folder.checkpoint.installed_versions", lambda: versions)
+    monkeypatch.setattr("trainer.run_folder.resume.installed_versions", lambda: versions)
     with caplog.at_level(logging.WARNING):
-        assert checkpoints(tmp_path).start_step == 2
+        assert checkpoints(tmp_path).resume.start_step == 2
     assert "here is 9.9: numbers may differ" in caplog.text
 
 

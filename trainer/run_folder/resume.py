@@ -1,0 +1,293 @@
+"""Where a run goes on: the newest whole checkpoint of its folder, or the one that the user names.
+
+resume = ResumePoint(config)          # rejects a folder that this run cannot go on from
+resume.cut_back()                     # what came after the committed step is made again
+state = resume.load(groups)           # None: there is nothing to go on from
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.config.flat import NAMES_OF_A_RUN, flat_config
+from trainer.config.keys import keys_that_differ
+from trainer.config.schema import RunConfig
+from trainer.run_folder.folder import installed_versions
+from trainer.run_folder.inputs import digests_of_inputs
+from trainer.run_folder.marker import committed, named, read_marker, refuse_damaged
+from verl_like.calls.future import gather
+from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
+from verl_like.files import json_lines, json_objects, read_json_object, write_whole
+from verl_like.process.random_state import load_random_state
+
+LATEST = "latest_checkpointed_iteration.txt"
+MOST = 2**53
+"""The most that a count may be: from there on JSON does not keep whole numbers apart."""
+WANDB_ID = "wandb_run_id.txt"
+"""The file with the id of the W&B run, in which a resumed run continues."""
+IS_LAST = "is_last_step"
+"""In the driver's state of a checkpoint: no step of that run comes after it."""
+OF_STEPS = ("rollouts", "validation", "batches")
+"""Folders of a run with a file or a folder for each step."""
+logger = logging.getLogger(__name__)
+
+
+class ResumePoint:
+    """The checkpoint that a run goes on from, if there is one."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Find what `trainer.resume_mode` goes on from; reject what this configuration cannot."""
+        self.trainer = config.trainer
+        self.folder = Path(config.trainer.default_local_dir).resolve()
+        self.schema = type(config)
+        self.config = flat_config(config)
+        self.damaged: dict[Path, str] = {}
+        """Newer checkpoints of the folder that cannot be gone on from, and why."""
+        find = {"auto": self._auto, "disable": self._disable, "resume_path": self._resume_path}
+        self.start: Path | None = find[config.trainer.resume_mode]()
+        self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Digests of the files that this run computes from."""
+        return digests_of_inputs(self.schema, self.config)
+
+    @property
+    def goes_on_here(self) -> bool:
+        """Whether the run goes on from a checkpoint of its own folder: its earlier lines stay."""
+        return self.start is not None and self.start.parent == self.folder
+
+    @property
+    def why_finished(self) -> str:
+        """A message that this very run has had its last step; "" where it has not.
+
+        A run with another setting, such as a length, is started: it may have steps left.
+        """
+        if self.start is None or not self.goes_on_here:
+            return ""
+        saved = read_marker(self.start)["config"]
+        keys = self.config.keys() - set(NAMES_OF_A_RUN)
+        if any(saved.get(key) != self.config[key] for key in keys):
+            return ""
+        try:
+            state = read_json_object(self.start / "trainer.json")
+        except (OSError, ValueError):
+            return ""  # the resume says what is wrong with it
+        if not state.get(IS_LAST):
+            return ""
+        return (
+            f"{self.folder} holds this run, which ended with step {self.start_step}: nothing is "
+            "left to do. More steps come of trainer.total_training_steps, trainer.total_epochs or "
+            "trainer.stop_at, another run of another trainer.default_local_dir."
+        )
+
+    @contextmanager
+    def naming_what_does_not_load(self) -> Iterator[None]:
+        """While the driver's state is taken over, which `load` gave.
+
+        Nothing is set aside: the state may be whole, and a trainer of the user's own at fault.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, VerlLikeError) or self.start is None:
+                raise
+            raise CheckpointError(
+                f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. Go "
+                "on from another one by trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path=...; beside it: {named(committed(self.start.parent))}."
+            ) from error
+
+    def load(self, groups: Any) -> dict[str, Any] | None:
+        """Load every role's state of the chosen checkpoint; gives the driver's, if any.
+
+        One that turns out damaged when it is read makes room for the newest before it.
+        """
+        while self.start is not None:
+            try:
+                return self._load(self.start, groups)
+            except DamagedCheckpointError as error:
+                if self.trainer.resume_mode != "auto":
+                    raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
+                self.damaged[self.start] = str(error)
+                self.start = self._newest_whole()
+                assert self.start is not None, "a folder of damaged checkpoints alone is refused"
+                self.start_step = read_marker(self.start)["step"]
+                self.cut_back()
+        return None
+
+    def _load(self, start: Path, groups: Any) -> dict[str, Any]:
+        gather(*(groups[role].load_checkpoint.remote(str(start / role)) for role in groups))
+        load_random_state(start / "random.json")
+        try:
+            state = read_json_object(start / "trainer.json")
+            _refuse_lies(state, self.start_step)
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error
+        print(f"resumed from {start}", flush=True)
+        return state
+
+    def cut_back(self) -> None:
+        """Take away what an interrupted run left after the committed step.
+
+        That is unfinished folders, metrics and samples. Damaged checkpoints are set aside.
+        """
+        for folder, why in self.damaged.items():
+            self._set_aside(folder, why)
+        for pattern in ("global_step_*.part", "global_step_*.old"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+        last = self.start_step if self.goes_on_here else -1
+        if not self.goes_on_here:
+            (self.folder / WANDB_ID).unlink(missing_ok=True)  # the run starts a new one there
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.is_file():
+            lines = [line for line in json_objects(metrics)[0] if _is_of(line, last)]
+            write_whole(metrics, json_lines(lines))
+        for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
+            if path.stem.isdecimal() and int(path.stem) > last:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
+
+    def _set_aside(self, folder: Path, why: str) -> None:
+        """A damaged checkpoint keeps its files under a name that no resume takes."""
+        if not folder.is_dir():
+            return
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.replace(aside)
+        logger.warning("%s: set aside as %s; going on from %s.", why, aside.name, self.start)
+        write_whole(self.folder / LATEST, str(self.start_step))
+
+    def _auto(self) -> Path | None:
+        """The folder's newest whole checkpoint, if this configuration wrote it."""
+        newest = self._newest_whole()
+        differing = [] if newest is None else self._differing(newest)
+        if differing:
+            raise CheckpointError(
+                f"{newest} was written by another configuration: {'; '.join(differing)}. Start in "
+                "another trainer.default_local_dir, or go on all the same with "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}"
+            )
+        return newest
+
+    def _newest_whole(self) -> Path | None:
+        """The folder's newest checkpoint with every file; the newer ones become `damaged`."""
+        steps = committed(self.folder)
+        for step in reversed(steps):
+            if self._is_whole(step):
+                return self.folder / f"global_step_{step}"
+        if steps:
+            raise DamagedCheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(self.damaged.values())}. "
+                f"Start anew in another trainer.default_local_dir, or here: move "
+                f"{named(steps)} away."
+            )
+        return None
+
+    def _disable(self) -> Path | None:
+        steps = committed(self.folder)
+        if steps:
+            raise CheckpointError(
+                f"trainer.resume_mode=disable, but {self.folder} holds the checkpoints of steps "
+                f"{', '.join(map(str, steps))}: a later resume would take them for this run's. "
+                "Choose another trainer.default_local_dir, remove them, or set "
+                "trainer.resume_mode=auto."
+            )
+        return None
+
+    def _resume_path(self) -> Path:
+        assert self.trainer.resume_from_path is not None, (
+            "trainer.config.checks lets resume_path through only with a path"
+        )
+        start = Path(self.trainer.resume_from_path).resolve()
+        try:
+            refuse_damaged(start)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
+        step = read_marker(start)["step"]
+        newer = [n for n in committed(self.folder) if n > step and self._is_whole(n)]
+        if newer:
+            raise CheckpointError(
+                f"going on from step {step}, but {self.folder} holds checkpoints of later steps: "
+                f"{', '.join(map(str, newer))}. The next automatic resume would take those: move "
+                "them away, or choose another trainer.default_local_dir."
+            )
+        for line in self._differing(start):
+            logger.warning("going on with another configuration than the checkpoint's: %s", line)
+        return start
+
+    def _is_whole(self, step: int) -> bool:
+        """Whether the folder's checkpoint has every file; one that has not becomes `damaged`."""
+        folder = self.folder / f"global_step_{step}"
+        if folder not in self.damaged:
+            try:
+                refuse_damaged(folder)
+            except DamagedCheckpointError as error:
+                self.damaged[folder] = str(error)
+        return folder not in self.damaged
+
+    def _differing(self, folder: Path) -> list[str]:
+        """Keys that decide what is computed, and contents of files, that are not as they were."""
+        marker = read_marker(folder)
+        saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
+        differing = keys_that_differ(self.schema, saved, self.config)
+        for name, digest in self.inputs.items():
+            if inputs.get(name, digest) != digest:
+                differing.append(f"{name} has other contents now")
+        for name, version in installed_versions().items():
+            if versions.get(name, version) != version:
+                logger.warning(
+                    "%s was written by %s %s, here is %s: numbers may differ.",
+                    *(folder, name, versions[name], version),
+                )
+        return differing
+
+    def _instead(self) -> str:
+        """What to do about a damaged checkpoint that the user has named."""
+        start = Path(self.trainer.resume_from_path or "").resolve()
+        steps = [step for step in committed(start.parent) if start.name != f"global_step_{step}"]
+        if not steps:
+            return "There is no other beside it: start anew."
+        if start.parent == self.folder:
+            return (
+                "Leave out trainer.resume_mode and trainer.resume_from_path, and the run goes on "
+                f"from the newest whole one (beside it: {named(steps)})."
+            )
+        return f"Name another one: beside it are {named(steps)}."
+
+
+def _refuse_lies(state: dict[str, Any], step: int) -> None:
+    """A ValueError unless a run can have written it after that step: counts and finite numbers."""
+    if state.get("global_step", step) != step:
+        raise ValueError(f"global_step is {state['global_step']!r:.40} in the one of step {step}")
+    for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{name} is {number}")
+        if name.startswith("num_") and not (type(number) is int and 0 <= number < MOST):
+            raise ValueError(f"{name} is {number!r:.40}, not a count")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """Each number in it, with the key that it stands under."""
+    if isinstance(value, int | float):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+
+
+def _is_of(line: dict[str, Any], last: int) -> bool:
+    """Whether it is a line of metrics of a step up to the last one."""
+    step = line.get("step")
+    return isinstance(step, int) and 0 <= step <= last
