@@ -137,10 +137,12 @@ def translate(settings: Iterable[Override]) -> list[Override]:
 def _parts(setting: Override) -> list[Override]:
     """The settings of `section={key: value}` one by one, if a key in it is verl's alone."""
     name, value = setting.key_or_group, setting.value()
-    keys = keys_in(name, value)
-    if all(key == name or renamed(key) == key for key in keys):
+    if keys_in(name, value) == [name]:
         return [setting]
-    return [parse(f"{key}={text}") for key, text in _flat({name: value}).items()]
+    parts = _flat({name: value})
+    if all(renamed(key) == key or fate_of(key, text, parts) is None for key, text in parts.items()):
+        return [setting]
+    return [parse(f"{key}={text}") for key, text in parts.items()]
 
 
 def _warm_up_by_share(settings: list[Override]) -> list[str]:
