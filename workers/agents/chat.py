@@ -175,23 +175,9 @@ class TurnRenderer:
 
     def _after_turn(self, observations: Sequence[Message], behind_calls: bool) -> str:
         """The text that the template writes after a turn, its end included."""
-        asked, turn = self._asked()
         if behind_calls:
-            turn, *observations = _with_calls(observations)
-            silent = {**turn, "content": ""}
-            prompt = self._written([asked], begins=True)
-            before = self._written([asked, silent], begins=False)
-            whole = self._written([asked, silent, *observations], begins=True)
-            begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, whole]))
-            closings = [form.closing for form in FORMS.values() if form.closing]
-            ends = [
-                place + (len(closing) if closing not in self._stops.values() else 0)
-                for closing in closings
-                if (place := whole.rfind(closing, begin, end)) >= 0
-            ]
-            if ends:
-                return whole[max(ends) :]
-        whole = self._written([asked, turn, *observations], begins=True)
+            return self._after_calls(observations)
+        whole = self._written([*self._asked(), *observations], begins=True)
         _, said, rest = whole.partition(SAID)
         if not said:
             raise ConfigError(
@@ -200,6 +186,25 @@ class TurnRenderer:
                 "not known."
             )
         return rest
+
+    def _after_calls(self, observations: Sequence[Message]) -> str:
+        """The same after a turn of calls only: what follows the calls, or the end of the turn."""
+        asked, (turn, *answers) = self._asked()[0], _with_calls(observations)
+        prompt = self._written([asked], begins=True)
+        before = self._written([asked, turn], begins=False)
+        whole = self._written([asked, turn, *answers], begins=True)
+        begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, whole]))
+        stops = [stop for stop in self._stops.values() if stop]
+        ends = [whole.rfind(stop, begin, end) for stop in stops]
+        for form in FORMS.values():
+            if form.closing and form.closing not in stops and form.closing in whole[begin:end]:
+                ends.append(whole.rfind(form.closing, begin, end) + len(form.closing))
+        if max(ends, default=-1) < 0:
+            raise ConfigError(
+                f"environment: the chat template of {self._tokenizer.name_or_path} writes a tool's "
+                "answer only behind a call, and where a call ends is not known."
+            )
+        return whole[max(ends) :]
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
         """Messages, their names and calls too, in which none of the template's tokens stands."""
@@ -286,7 +291,7 @@ def _with_calls(
     ]
     numbers = iter(ids)
     return [
-        {"role": "assistant", "content": SAID, "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": calls},
         *(
             {**message, "tool_call_id": next(numbers)} if message["role"] == "tool" else message
             for message in observations

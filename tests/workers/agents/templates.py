@@ -158,13 +158,32 @@ BEHIND_CALLS = {
         between="<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
         '"no"<|end|><|start|>assistant',
     ),
+    "mistral": Shape(
+        "{{ '[AVAILABLE_TOOLS]' + tools|tojson + '[/AVAILABLE_TOOLS]' if tools else '' }}"
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}"
+        + RAISES
+        + "{% endif %}"
+        "{{ '[TOOL_RESULTS]{' + m.tool_call_id + m.content + '}[/TOOL_RESULTS]' }}"
+        "{% elif m.tool_calls %}{{ '[TOOL_CALLS]' }}{% for c in m.tool_calls %}"
+        "{{ c.function.name + '[CALL_ID]' + c.id + '[ARGS]' + c.function.arguments|tojson }}"
+        "{% endfor %}{{ '</s>' }}"
+        "{% elif m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% else %}"
+        "{{ m.content + '</s>' }}{% endif %}{% endfor %}",
+        ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ("</s>", "[INST]"),
+        '[TOOL_CALLS]add[CALL_ID]call00000[ARGS]{"a": 1}',
+        rewrites=False,
+        between="[TOOL_RESULTS]{call00000no}[/TOOL_RESULTS]",
+    ),
 }
 """Templates that write a tool's answer only behind a message that has `tool_calls`."""
 
 
 def tokenizer_of(shape: Shape) -> Any:
     """A tokenizer of characters with the template and its special tokens."""
-    tokenizer = make_tokenizer([*CHARACTERS, *'"{}:_[]<>/|IGMANSTK=\u200b'])
+    characters = [*CHARACTERS, *'"{}:_[]<>/|IGMANSTKCLODERUV=0\u200b']
+    tokenizer = make_tokenizer([*dict.fromkeys(characters)])
     tokenizer.add_tokens([AddedToken(text, special=True) for text in shape.special])
     tokenizer.chat_template = shape.template
     return tokenizer

@@ -246,7 +246,7 @@ def test_a_row_of_calls_has_the_ids_of_the_whole_chat(answering: Shape) -> None:
     drawn = [*tokenizer(answering.says, add_special_tokens=False)["input_ids"], stops[0]]
     messages: list[Any] = [{"role": "user", "content": "guess"}]
     row = chat.prompt(messages)
-    observed = [{"role": "tool", "name": "add", "content": "no"}]
+    observed = [{"role": "tool", "name": "add", "content": "no", "tool_call_id": "call00000"}]
     turn = chat.turn(drawn, stops[0], observed)
     assert chat.rewritten(messages, turn, stops[0]) is None
     row += drawn + chat.between(stops[0], observed)
@@ -254,6 +254,14 @@ def test_a_row_of_calls_has_the_ids_of_the_whole_chat(answering: Shape) -> None:
     calls = [{"id": "call00000", "type": "function", "function": call}]
     messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *observed]
     assert row == whole(tokenizer, messages, [TOOL])
+
+
+def test_a_template_whose_calls_have_no_end_is_rejected() -> None:
+    """What stands between the turns would not be known."""
+    template = ONLY_BEHIND_CALLS.replace("<eos>", "").replace("{{ m.content }}", "{{ m.content }};")
+    tokenizer = tokenizer_with(template)
+    with pytest.raises(ConfigError, match="only behind a call, and where a call ends is not known"):
+        TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
 
 
 def test_a_template_of_no_known_form_brings_an_answer_behind_a_call() -> None:
