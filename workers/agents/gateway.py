@@ -588,6 +588,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         if status != 200:
             self.send_header("Connection", "close")
-            self.send_header("x-should-retry", "false")  # OpenAI's clients retry a 409 otherwise
         self.end_headers()
         self.wfile.write(content)

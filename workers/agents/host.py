@@ -96,13 +96,15 @@ class EnvironmentHost:
         finally:
             self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
             self._channel = DriverEnd(pipe)
+        handles: list[int] = []
         self._end = weakref.finalize(
-            self, _end, supervisor, self._orders, self._channel, self._selector, self._idle
+            self, _end, supervisor, self._orders, self._channel, self._selector, self._idle, handles
         )
         until = time.monotonic() + START_S
         try:
-            # process and folder of the code, which the supervisor ends
-            self._channel.receive(until)
+            pid, _ = self._channel.receive(until)  # of the code, which the supervisor ends
+            with suppress(AttributeError, ProcessLookupError):  # not on Linux; it has ended
+                handles.append(os.pidfd_open(pid))
             problem, self.tools, self.columns = self._channel.receive(until)
         except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
             ended = error or "its process ended"
@@ -111,7 +113,8 @@ class EnvironmentHost:
             self._end()
             raise ConfigError(problem)
         self._orders.setblocking(True)  # the channel, a copy of it, has deadlines of its own
-        self._selector.register(self._orders, selectors.EVENT_READ, None)
+        for end in (self._orders, *handles):
+            self._selector.register(end, selectors.EVENT_READ, None)
 
     def _replace_host(self) -> None:
         """Fail all that is open by the supervisor's words, and start a host in its place."""
@@ -169,7 +172,7 @@ class EnvironmentHost:
         else:
             seconds = max(0.0, min(seconds, min(waits) - now))
         ready = [key.data for key, _ in self._selector.select(seconds)]
-        if None in ready:  # nothing but its end is said there
+        if None in ready:  # the process of the code has ended
             self._replace_host()
             ready = []
         for number in ready:
@@ -290,11 +293,14 @@ def _end(
     channel: DriverEnd,
     selector: selectors.BaseSelector,
     idle: list[_Process],
+    handles: list[int],
 ) -> None:
     """Close what the supervisor watches: it kills all of them."""
     for one in idle:
         one.socket.close()
     selector.close()
+    for handle in handles:
+        os.close(handle)
     orders.close()
     channel.close()
     try:

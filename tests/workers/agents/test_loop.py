@@ -298,21 +298,22 @@ def test_many_trajectories_take_the_handles_of_those_that_were_open_together(pla
 
 
 HOGS = """
+import os
 import time
 from pathlib import Path
 from workers.agents import End
 
 class Hog:
-    def __init__(self, count, hogs):
-        self.count, self.hogs = Path(count), hogs
+    def __init__(self, file):
+        self.file = Path(file)
 
     def reset(self, row):
-        with self.count.open("a") as file:
-            file.write("x")
+        if not self.file.exists():
+            self.file.write_text(str(os.getppid()))
         return "go"
 
     def step(self, text):
-        if len(self.count.read_text()) <= self.hogs:
+        if self.file.read_text() == str(os.getppid()):  # in the first process of the code
             self.ballast = bytearray(b"x" * int(0.15 * 2**30))
             time.sleep(60)
         return End(1.0)
@@ -329,10 +330,10 @@ class Prints(Hog):
 """
 
 
-def hogs(play: Play, tmp_path: Path, name: str, hogs: int = 0, **settings: Any) -> list[Trajectory]:
+def hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Trajectory]:
     """Four trajectories of an environment above, whose processes have 0.4 GiB together."""
     (tmp_path / "hogs.py").write_text(HOGS)
-    kwargs = {"count": str(tmp_path / "count"), "hogs": hogs}
+    kwargs = {"file": str(tmp_path / "first")}
     return play(
         "", path=f"{tmp_path}/hogs.py:{name}", kwargs=kwargs, memory_gb=0.4, step_s=50.0, **settings
     )
@@ -342,14 +343,14 @@ def test_environments_that_take_too_much_memory_together_are_played_again(
     play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their host is ended; the next one plays them, and those of later steps."""
-    found = hogs(play, tmp_path, "Hog", hogs=4, retries=1)
+    found = hogs(play, tmp_path, "Hog", retries=1)
     assert [(one.ended, one.attempts) for one in found] == [("terminated", 2)] * 4
     (said,) = [record.getMessage() for record in caplog.records if "GiB" in record.getMessage()]
     assert re.search(r"took .* GiB of memory \(memory_gb=0.4\): environment.sandbox", said)
 
 
 def test_a_failure_says_that_the_host_was_ended_for_memory(play: Play, tmp_path: Path) -> None:
-    for one in hogs(play, tmp_path, "Hog", hogs=4):
+    for one in hogs(play, tmp_path, "Hog"):
         assert (one.ended, one.attempts) == ("environment", 1)
         assert "GiB of memory (memory_gb=0.4): environment.sandbox" in one.problem
 
@@ -363,7 +364,7 @@ def test_what_environments_print_has_a_prefix_and_an_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hogs.py").write_text(HOGS)
-    spec = EnvironmentSpec(f"{tmp_path}/hogs.py:Prints", {"count": str(tmp_path / "n"), "hogs": 0})
+    spec = EnvironmentSpec(f"{tmp_path}/hogs.py:Prints", {"file": str(tmp_path / "n")})
     with closing(EnvironmentHost(spec, 20.0)) as host:
         host.open(0, (0, 1), {})
         while not list(host.answers(1.0)):
