@@ -62,6 +62,7 @@ FORMS = {
     "olmo": Form("<function_calls>", "</function_calls>"),
     "cohere": Form("<|START_ACTION|>", "<|END_ACTION|>"),
     "granite": Form("<|tool_call|>", "<|/tool_call|>"),
+    "granite_20b": Form("<function_call>"),
     "internlm": Form("<|action_start|><|plugin|>", "<|action_end|>", mark="<|action_start|>"),
 }
 """The forms by their names, as `environment.call_parser` takes them."""
@@ -77,16 +78,18 @@ IS_LIKE_A_CALL = re.compile(
     r"<[^<>\s]*(?:tool|function)[_▁]?calls?\b|<(?:function|invoke)\b|\"(?:arguments|parameters)\"\s*:",
     re.IGNORECASE,
 )
-BEFORE_BARE = re.compile(r"(?:<\|python_(?:tag|start)\|>|functools|Action:|```(?:json)?|\s)*")
+BARE = re.compile(r"(?:^|<\|python_(?:tag|start)\|>|functools|```(?:json)?)\s*(?=[\[{])")
+"""The place where calls without an opening begin."""
 AROUND_CALLS = re.compile(
     r"</?(?:minimax:tool_call|｜DSML｜function_calls|\|tool_calls_section_(?:begin|end)\|"
     r"|｜tool▁calls▁(?:begin|end)｜)>"
 )
 """The tags around all calls of a turn."""
+ARGUMENTS = {"arguments", "parameters"}
 NAME = r"[A-Za-z_][\w.-]*"
 NAME_AND_JSON = re.compile(
     rf"(?:functions\.|function<｜tool▁sep｜>(?=\w))?({NAME})(?::\d+)?"
-    r"(?:<[^<>]*>|\[[^\[\]]*\]\w*|```json|commentary\b|json\b|\s)*(\{.*)",
+    r"(?:<[^<>]*>|\[[^\[\]]*\]\w*|```json|\s)*(\{.*)",
     re.DOTALL,
 )
 """A name, separators of some kind, and arguments."""
@@ -108,14 +111,15 @@ def forms_of(template: str) -> list[str]:
 def parse(text: str, forms: Collection[str] = ()) -> tuple[list[Call], str]:
     """The calls in a text in the first of these forms that it has, and the text next to them.
 
-    A text that is nothing but calls needs no opening, in any form.
+    A text that is nothing but calls needs no opening. Where any form is allowed, it may also end
+    with such calls, or have them in a code block.
     """
     seen = _without_thoughts(text)
     for name, form in FORMS.items():
         if (not forms or name in forms) and (blocks := form.blocks(seen)):
             calls = [call for block in blocks for call in _read(block[1].strip(), name)]
             return calls, _outside(text, blocks)
-    return _bare(seen.strip())
+    return _bare(seen.strip(), is_whole=bool(forms))
 
 
 def call_like(text: str) -> str:
@@ -146,27 +150,34 @@ def _outside(text: str, blocks: Sequence[re.Match[str]]) -> str:
     return AROUND_CALLS.sub("", rest).strip()
 
 
-def _bare(text: str) -> tuple[list[Call], str]:
-    """The calls that a text is."""
-    bare = BEFORE_BARE.sub("", text, count=1).rstrip()
-    bare = bare.removesuffix("```").removesuffix("<|python_end|>").rstrip()
-    calls: list[Call] = []
+def _bare(text: str, is_whole: bool) -> tuple[list[Call], str]:
+    """The calls that a text is, or unless `is_whole` ends with, or has in a code block."""
+    found = BARE.search(text)
+    if found is None:
+        return [], text
+    before, bare = text[: found.start()], text[found.end() :].removesuffix("<|python_end|>")
+    calls, rest = [], ""
     if re.match(rf"\[\s*{NAME}\(", bare):
-        calls = _pythonic(bare)
-    elif bare.startswith(("{", "[")):
+        calls = _pythonic(bare) if not before else []
+    else:
         with suppress(ValueError, RecursionError):
             objects, rest = _objects(bare)
-            are_calls = all(
-                isinstance(one, dict) and {"arguments", "parameters"} & {*one} for one in objects
-            )
-            calls = [_of_object(one) for one in objects] if are_calls and not rest else []
-    return (calls, "") if calls and all(call.name for call in calls) else ([], text)
+            if all(isinstance(one, dict) and ARGUMENTS & {*one} for one in objects):
+                calls = [_of_object(one) for one in objects]
+    outside = f"{before}{rest.removeprefix('```')}".strip()
+    is_closed = not rest or rest.startswith("```")
+    if not is_closed or is_whole and outside or not all(call.name for call in calls):
+        calls = []
+    return (calls, outside) if calls else ([], text)
 
 
 def _read(text: str, form: str) -> list[Call]:
     """The calls in a block."""
     if "gemma" in form:
         text = GEMMA.sub(_as_json, text)
+    if form == "harmony":  # channel and type of the message are between name and arguments
+        header, _, arguments = text.partition("<|message|>")
+        text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
     if functions := _pieces(FUNCTION, text):
         return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
     name = text.partition("<arg_key>")[0].strip()

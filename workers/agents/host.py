@@ -127,8 +127,8 @@ class EnvironmentHost:
         self._end()
         self._idle.clear()
         logger.warning(
-            "environment: %s. It is started again, for time %s; unfinished trajectories are "
-            "retried (environment.retries).",
+            "environment: %s. Start %s of it follows, and unfinished trajectories are retried "
+            "(environment.retries).",
             why,
             self.num_starts + 1,
         )

@@ -220,6 +220,7 @@ WRITTEN = {
     "phi4": f'functools[{{"name": "add", "arguments": {A_AND_B}}}]',
     "phi4 mini": f'<|tool_call|>[{{"name": "add", "arguments": {A_AND_B}}}]<|/tool_call|>',
     "xlam": f'```json\n[{{"name": "add", "arguments": {A_AND_B}}}]\n```',
+    "granite_20b": f'<function_call> {{"name": "add", "arguments": {A_AND_B}}}',
     "internlm": f'<|action_start|><|plugin|>\n{{"name": "add", "parameters": {A_AND_B}}}'
     "<|action_end|>",
     "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n'
@@ -240,7 +241,7 @@ def test_a_call_is_read_in_the_form_of_every_model(model: str) -> None:
         assert forms_of(text) == [model]
         calls, rest = parse(f"before {text} after", forms_of(text))
         assert (answer_call(calls[0], TOOLS), rest.split()[0]) == (("5", False), "before")
-        assert rest.split()[-1] == "after" or model == "granite"
+        assert rest.split()[-1] == "after" or model.startswith("granite")
 
 
 def test_two_calls_of_a_form_are_two() -> None:
@@ -250,6 +251,28 @@ def test_two_calls_of_a_form_are_two() -> None:
     for text in (f"{call}; {call}", f"[{call}, {call}]", "[add(a=2), add(a=2)]"):
         assert answers(text) == [("3", False)] * 2
     assert answers("<function_calls>add(a=2)\nadd(a=2)</function_calls>") == [("3", False)] * 2
+
+
+def test_a_code_block_of_calls_may_have_text_next_to_it() -> None:
+    for mark, end in (("```json\n", "\n```"), ("functools", ""), ("<|python_tag|>", "")):
+        calls, rest = parse(f'I add. {mark}[{{"name": "add", "arguments": {A_AND_B}}}]{end}')
+        assert ([answer_call(call, TOOLS) for call in calls], rest) == ([("5", False)], "I add.")
+        assert (
+            parse(f'I add. {mark}[{{"name": "add", "arguments": {A_AND_B}}}]{end}', ["kimi"])[0]
+            == []
+        )
+    for text in ('```json\n[{"name": "Bob"}]\n```', "```python\n[f(a=1)]\n```", "I say [f(a=1)]"):
+        assert parse(text) == ([], text)
+
+
+def test_what_is_between_name_and_arguments_is_no_part_of_them() -> None:
+    for between in (
+        "<|channel|>commentary json",
+        " code",
+        "<|channel|>commentary <|constrain|>json",
+    ):
+        text = f"<|start|>assistant to=functions.add{between}<|message|>{A_AND_B}"
+        assert answers(text) == [("5", False)], between
 
 
 def test_values_of_forms_that_are_no_json_are_read() -> None:
