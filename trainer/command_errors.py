@@ -16,6 +16,7 @@ from pathlib import Path
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, RunStopped
 from verl_like.errors import CallbackError, VerlLikeError
 from verl_like.masking import mask_text
+from verl_like.terminal import printable
 
 GOES_ON = "the same command goes on from the last checkpoint, where there is one"
 
@@ -34,7 +35,7 @@ def ending_in_words(folder: str | Path = "") -> Iterator[None]:
     except VerlLikeError as err:
         if isinstance(err, CallbackError):
             _show(err.__cause__ or err)  # where in the user's own code
-        sys.exit(f"error: {mask_text(_in_words(err))}")
+        sys.exit(f"error: {printable(mask_text(_in_words(err)))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:
             sys.exit(f"error: no room for the run in {folder}: {err}. Make room; {GOES_ON}.")

@@ -35,7 +35,7 @@ from trainer.config.show import annotated_yaml
 from trainer.multirun import run_jobs
 from verl_like.errors import ConfigError
 from verl_like.process.environment import OWN_PROCESS
-from verl_like.terminal import end_with_the_reader, outlive_the_reader
+from verl_like.terminal import end_with_the_reader, outlive_the_reader, printable
 from workers.cpu.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
         for job in jobs:
             known_settings(job, recipe)  # a mistyped key is refused before the first job
     except ConfigError as err:
-        sys.exit(f"error: {err}")
+        sys.exit(f"error: {printable(str(err))}")
 
     if options.multirun:
         run_jobs(jobs, lambda job: load_in_words(recipe, job, given), run_in_words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 NARROWEST = 20
 """Columns that a terminal is taken to have at least."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that move the cursor, change colors or end lines, except tab and newline."""
 
 
 def end_with_the_reader() -> None:
@@ -87,11 +90,17 @@ def terminal_width() -> int | None:
     return max(shutil.get_terminal_size().columns, NARROWEST)
 
 
+def printable(text: str) -> str:
+    """The text with control characters written out, since a name in a file may hold any."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def fit(text: str, width: int | None, indent: str = "    ") -> str:
     """The text with its long lines wrapped to `width`; a key or a path is never cut.
 
-    None leaves it as it is.
+    None leaves the lines as they are. Control characters are written out.
     """
+    text = printable(text)
     if width is None:
         return text
     return "\n".join("\n".join(_wrap(line, width, indent)) for line in text.splitlines())
@@ -116,6 +125,7 @@ def draw_table(
     Else each row becomes a paragraph: its first `num_titles` cells, then the others, each with its
     heading. `flush_right` aligns the columns after the titles to the right.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
         return [_in_columns(row, widths, num_titles if flush_right else len(row)) for row in rows]

@@ -87,3 +87,9 @@ def test_a_program_outlives_a_console_that_cannot_print(shell: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert int((tmp_path / "file").read_text()) > 2, "what is printed goes nowhere else"
     assert set(done.stdout + done.stderr) <= set("\u2016\\u2016\n")
+
+
+def test_control_characters_are_written_out() -> None:
+    name = "a\x1b[2J\rb\x9b"
+    assert fit(f"{name}\n\tc", None) == "a\\x1b[2J\\x0db\\x9b\n\tc"
+    assert draw_table([["metric"], [name]]) == ["metric", "a\\x1b[2J\\x0db\\x9b"]

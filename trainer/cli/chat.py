@@ -48,6 +48,7 @@ class Chat:
     def __init__(self, folder: Path, *, system: str, max_tokens: int, temperature: float) -> None:
         """Load the model of a folder; at temperature 0 every token is the likeliest."""
         import torch
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         from workers.models.hf_config import read_hf_config
@@ -57,9 +58,12 @@ class Chat:
             raise ConfigError(f"{folder} is a {architectures[0]}: it scores, and says nothing.")
         self.tokenizer = load_tokenizer(str(folder), "the model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", trust_remote_code=False
-        )
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", trust_remote_code=False
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"{folder}: no model loads from its weights: {error}") from error
         self.model = model.to(device).eval()
         self.first = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.first)

@@ -32,7 +32,7 @@ import os
 import sys
 from pathlib import Path
 
-from verl_like.terminal import end_with_the_reader, fit, terminal_width
+from verl_like.terminal import end_with_the_reader, fit, printable, terminal_width
 
 RECIPES = {
     "ppo": "trainer.ppo.recipe.PPO",
@@ -128,7 +128,7 @@ def _run(command: str, arguments: list[str]) -> None:
         else:
             found(arguments)
     except VerlLikeError as err:
-        sys.exit(f"error: {err}")
+        sys.exit(f"error: {printable(str(err))}")
 
 
 def find_modules_here() -> None:

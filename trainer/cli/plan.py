@@ -25,7 +25,6 @@ a pass, engines, makers.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ from trainer.planner.ppo import PPOJob
 from trainer.planner.words import MOST_GPUS, plan_text
 from trainer.rows.preflight import longest_row
 from verl_like.errors import ConfigError, nearest
+from verl_like.files import parse_json
 from verl_like.process.garbage import no_collection
 from verl_like.registry import load_object
 from verl_like.terminal import terminal_width
@@ -165,11 +165,15 @@ def _mean(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> f
 
 def read_lengths(path: str) -> Sequence[float]:
     """Return the lengths of a JSON list, as the equally likely ones that stand for all."""
+    file = Path(path)
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"plan.lengths={path} is not a regular file.")
     try:
-        lengths = np.array(json.loads(Path(path).read_text(encoding="utf-8")), dtype=float)
+        lengths = np.array(parse_json(file.read_text(encoding="utf-8")), dtype=float)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"plan.lengths={path} is no JSON list of lengths: {error}.") from error
-    if lengths.ndim != 1 or not lengths.size or not (lengths > 0).all():
+    is_list = lengths.ndim == 1 and lengths.size
+    if not is_list or not (np.isfinite(lengths) & (lengths > 0)).all():
         raise ConfigError(f"plan.lengths={path}: give a list of lengths in tokens, above 0.")
     middles = (np.arange(POINTS) + 0.5) / POINTS
     return [*map(float, np.quantile(lengths, middles[:-1])), float(lengths.max())]

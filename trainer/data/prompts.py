@@ -41,7 +41,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
     folder = model_folder(path, weights=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"No tokenizer loads from {key}={path}: {there}.\n{err}") from err
     check_template(tokenizer)

@@ -35,11 +35,12 @@ class Call:
 
 def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
     """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
+    if not path.is_file():
+        notes.append(f"{path.name} is not there.")
+        return [], []
     try:
         trace = parse_json(path.read_bytes())
         return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there.")
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         notes.append(f"{path.name} is half written, or not a run's, and left out.")
     return [], []

@@ -156,7 +156,7 @@ def saved_tree(folder: Path) -> Any:
     try:
         refuse_many_aliases(path)
         return OmegaConf.load(path)
-    except (OSError, ValueError, YAMLError) as error:
+    except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
 
 

@@ -16,6 +16,9 @@ from verl_like.files import read_json_object
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 """Configuration, tokenizer, templates, code."""
+PARSED = ("config.json", "generation_config.json", "tokenizer_config.json")
+LARGEST = 64 * 2**20
+"""Bytes of a small file; the largest tokenizers have 30 MB."""
 
 
 @functools.cache
@@ -26,6 +29,7 @@ def model_folder(path: str, weights: bool = True) -> Path:
     """
     folder = Path(path).expanduser()
     if not HUB_NAME.fullmatch(path) or folder.parent.exists():
+        check_small_files(folder)
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -43,6 +47,22 @@ def model_folder(path: str, weights: bool = True) -> Path:
     return found
 
 
+def check_small_files(folder: Path) -> None:
+    """Refuse small files that cannot be read: pipes, devices, giants, and JSON that is damaged."""
+    for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
+        if not file.is_file():
+            raise ConfigError(f"{file} is not a regular file. Replace or remove it.")
+        if file.stat().st_size > LARGEST:
+            raise ConfigError(
+                f"{file} has {file.stat().st_size:,} bytes; at most {LARGEST:,} are read."
+            )
+        try:
+            if file.name in PARSED:
+                read_json_object(file)
+        except ValueError as error:
+            raise ConfigError(f"{file} is damaged: {error}. Mend or remove it.") from error
+
+
 def generation_eos(path: str) -> tuple[int, ...]:
     """The ids that end a response by the folder's `generation_config.json`; none without one.
 
@@ -52,8 +72,5 @@ def generation_eos(path: str) -> tuple[int, ...]:
     file = model_folder(path, weights=False) / "generation_config.json"
     if not file.is_file():
         return ()
-    try:
-        found = read_json_object(file).get("eos_token_id")
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged: {error}. Mend or remove it.") from error
+    found = read_json_object(file).get("eos_token_id")
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)

@@ -7,9 +7,20 @@ its memory and the checks before it mostly ask for the same one.
 from __future__ import annotations
 
 import copy
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from verl_like.errors import ConfigError
+from workers.models.folder import check_small_files
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+LARGEST = 10**8
+"""Of a size in a model."""
 
 
 def read_hf_config(folder: str | Path) -> Any:
@@ -26,6 +37,22 @@ def shared_hf_config(folder: str | Path) -> Any:
 @lru_cache(maxsize=16)
 def _parsed(folder: str, _text: bytes | None) -> Any:
     # the text is a parameter so that a changed file is parsed again
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    check_small_files(Path(folder))
+    if _text is not None:
+        _check_sizes(json.loads(_text), Path(folder, "config.json"))
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (StrictDataclassError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{folder}/config.json describes no model: {error}") from error
+
+
+def _check_sizes(found: dict[str, Any], file: Path) -> None:
+    """Refuse sizes that no model has, also in the configuration of a part."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            _check_sizes(value, file)
+        elif name in SIZES and isinstance(value, int | float) and not 0 < value <= LARGEST:
+            raise ConfigError(f"{file} describes no model: {name} is {value:,}.")

@@ -116,3 +116,10 @@ def test_what_says_nothing_is_refused(classifier: Path, tiny_dir: Path) -> None:
         Chat(classifier, system="", max_tokens=6, temperature=0.0)
     with pytest.raises(ConfigError, match="--max-tokens=0 is 1 or more"):
         command.main([f"{tiny_dir}/model", "--max-tokens", "0"])
+
+
+def test_weights_that_do_not_load_are_said_in_words(tiny_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"[" * 1000)
+    with pytest.raises(ConfigError, match="no model loads from its weights"):
+        Chat(folder, system="", max_tokens=1, temperature=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
         ("[]", "give a list of lengths in tokens, above 0"),
         ("[3, 0]", "above 0"),
         ("{", "is no JSON list"),
+        ("[" * 9000, "nested too deeply"),
+        ("[1e999]", "above 0"),
         ("[3, 4000]", "has a response of 4,000 tokens, above data.max_response_length=512"),
     ],
 )
@@ -43,3 +46,9 @@ def test_lengths_that_contradict_are_refused(
     asked = ["plan.gpus=1", "plan.device=H100", f"plan.lengths={file}"]
     with pytest.raises(ConfigError, match=words):
         plan.plan([*asked, f"actor_rollout_ref.model.path={tiny_dir}/model"])
+
+
+def test_lengths_in_a_pipe_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lengths")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        plan.read_lengths(str(tmp_path / "lengths"))

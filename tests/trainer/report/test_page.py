@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -262,3 +263,15 @@ def test_a_timeline_of_one_pool_says_nothing_of_several(figures: None, tmp_path:
     page = write_report(folder).read_text()
     assert "update_critic" in page
     assert "pools" not in page.partition("<h2>Timeline</h2>")[2].partition("<h2>")[0]
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_pipe_or_a_device_in_the_place_of_the_timeline_is_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    timeline = folder / "timeline.json"
+    timeline.unlink()
+    timeline.symlink_to("/dev/zero")
+    assert "timeline.json is not there" in page_of(folder)
+    timeline.unlink()
+    os.mkfifo(timeline)
+    assert "timeline.json is not there" in page_of(folder)

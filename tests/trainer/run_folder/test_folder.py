@@ -10,7 +10,13 @@ import pytest
 from trainer.command_errors import ending_in_words
 from trainer.ppo.config import PPOConfig
 from trainer.report.page import close_run
-from trainer.run_folder.folder import FolderLock, note_start, open_run_folder, saved_config
+from trainer.run_folder.folder import (
+    FolderLock,
+    note_start,
+    open_run_folder,
+    saved_config,
+    saved_tree,
+)
 from verl_like import masking
 from verl_like.errors import ConfigError
 from verl_like.masking import MASK
@@ -70,3 +76,9 @@ def test_a_secret_is_in_no_error_that_ends_a_command(
     assert f"401 for {MASK}" in shown
     assert f"\nagain: 401 for {MASK}" in shown.replace("\n  ", "\n")
     assert SECRET not in shown
+
+
+def test_a_configuration_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("[" * 9000)
+    with pytest.raises(ConfigError, match="cannot be read as a run's configuration"):
+        saved_tree(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,39 @@ def test_only_what_is_needed_is_fetched(
     assert (tmp_path / stored).exists()
     assert ["*.bin"] not in asked[:2]
     assert len(asked) == (2 if stored.endswith("safetensors") else 3)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_small_file_that_is_no_regular_file_is_refused(
+    name: str, kind: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
+        model_folder(str(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[1]", b"{"])
+def test_a_small_file_that_is_damaged_is_named(
+    name: str, content: bytes, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
+        model_folder(str(folder))
+
+
+def test_a_giant_among_the_small_files_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(ConfigError, match="has 1,073,741,824 bytes; at most"):
+        model_folder(str(tmp_path))

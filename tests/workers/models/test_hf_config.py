@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from verl_like.errors import ConfigError
 from workers.models.hf_config import read_hf_config
 
 
@@ -41,3 +42,22 @@ def test_a_file_that_was_written_anew_is_read_anew(folder: Path) -> None:
 def test_a_folder_without_the_file_is_refused_as_by_transformers(tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError), match="model_type"):
         read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ({"vocab_size": 10**12}, "vocab_size is 1,000,000,000,000"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers is -3"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"text_config": {"hidden_size": 0}}, "hidden_size is 0"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(
+    size: dict[str, object], said: str, folder: Path
+) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | size))
+    with pytest.raises(ConfigError, match=f"(?s)describes no model: .*{said}"):
+        read_hf_config(folder)
