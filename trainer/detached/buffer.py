@@ -14,23 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.detached.activity import Activity
-from trainer.detached.config import DetachedConfig, open_at_once, samples_per_batch
+from trainer.detached.config import DetachedConfig
+from trainer.detached.pieces import Loader, OpenPieces, PieceStream
 from trainer.detached.rounds import Demand
-from trainer.detached.samplers import (
-    SAMPLERS,
-    Choice,
-    Experience,
-    Stock,
-    chosen,
-    num_samples_of,
-)
-from trainer.detached.topology import ANY_RANK, by_first
+from trainer.detached.samplers import SAMPLERS, Choice, Experience, chosen, num_samples_of
 from trainer.loop import EndOfSamples
 from trainer.roadside.sample_log import (
     IN_FLIGHT,
@@ -40,7 +33,7 @@ from trainer.roadside.sample_log import (
     tokens_by_sample,
     tokens_given_up,
 )
-from trainer.rollouts.samples import concat_rows, repeat_prompts
+from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
@@ -83,104 +76,6 @@ class StallWatch:
             self._checks_at = now + max(LOOK_S, took / LOOK_SHARE)
 
 
-class Loader(Protocol):
-    """The part of `trainer.data.prompts.PromptLoader` that the buffer uses."""
-
-    def batch(self, number: int) -> DataProto:
-        """The prompts of that batch."""
-
-    def num_prompts(self, number: int) -> int:
-        """The number of prompts in that batch; 0 after the last batch."""
-
-
-class PieceStream:
-    """The loader's batches, cut into pieces in the order of the prompts.
-
-    A piece whose maker was lost is handed back, and is handed out again before any later piece. The
-    buffer calls the stream under its lock.
-    """
-
-    def __init__(self, config: DetachedConfig, loader: Loader) -> None:
-        """Trainer ranks with makers of their own get equal parts of every batch."""
-        self._loader, self._topology = loader, config.topology
-        self._prompts_per_piece = config.piece_size
-        self._samples_per_prompt = config.actor_rollout_ref.rollout.n
-        self.ranks = self._topology.routed_ranks
-        self.waiting: list[Experience] = []
-        """Pieces that no maker has, in their order."""
-        self._batches: dict[int, DataProto] = {}
-        self._next_batch = self._next_number = 0
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the loader has no further batch."""
-        return self._loader.num_prompts(self._next_batch) == 0
-
-    def offer(self, maker: int) -> Experience | None:
-        """The first waiting piece that this maker may make; it stays in the stream.
-
-        None: no prompts are left for this maker.
-        """
-        while True:
-            for piece in self.waiting:
-                if piece.rank == ANY_RANK or maker in self._topology.makers_of(piece.rank):
-                    return piece
-            if self.has_ended:
-                return None
-            self._cut()
-
-    def hand_back(self, pieces: Iterable[Experience]) -> None:
-        """Put these pieces back in their order; they are handed out next."""
-        self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
-
-    def rows(self, piece: Experience) -> DataProto:
-        """A row for each sample of a piece."""
-        if piece.batch not in self._batches:
-            # pieces come batch by batch: two are enough for those that overlap
-            self._batches = dict(list(self._batches.items())[-1:])
-            self._batches[piece.batch] = self._loader.batch(piece.batch)
-        prompts = self._batches[piece.batch][piece.start : piece.stop]
-        piece.uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        return repeat_prompts(prompts, self._samples_per_prompt)
-
-    def num_samples(self, batch: int) -> int:
-        """The number of samples in that batch."""
-        return self._loader.num_prompts(batch) * self._samples_per_prompt
-
-    def state_dict(self, being_made: Iterable[Experience] = ()) -> dict[str, Any]:
-        """The stream's place, with the pieces that a resume has to generate again."""
-        waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
-        return {
-            "next_batch": self._next_batch,
-            "next_number": self._next_number,
-            "waiting": [piece.place() for piece in waiting],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        self._next_batch, self._next_number = state["next_batch"], state["next_number"]
-        self.waiting = [Experience(**place) for place in state["waiting"]]
-
-    def _cut(self) -> None:
-        """Cut the loader's next batch into pieces."""
-        batch, self._next_batch = self._next_batch, self._next_batch + 1
-        num_prompts, num_ranks = self._loader.num_prompts(batch), len(self.ranks)
-        for place, rank in enumerate(self.ranks):
-            last = (place + 1) * num_prompts // num_ranks
-            for start in range(place * num_prompts // num_ranks, last, self._prompts_per_piece):
-                stop = min(start + self._prompts_per_piece, last)
-                piece = Experience(
-                    number=self._next_number,
-                    num_samples=(stop - start) * self._samples_per_prompt,
-                    batch=batch,
-                    start=start,
-                    stop=stop,
-                    rank=rank,
-                )
-                self.waiting.append(piece)
-                self._next_number += 1
-
-
 class Weights(NamedTuple):
     """Weights that a maker holds or may take; greater is newer."""
 
@@ -200,11 +95,10 @@ class ExperienceBuffer:
         check_trainers: Callable[[], None] = lambda: None,
     ) -> None:
         """While the trainer waits, `check_trainers` raises if one of its processes is gone."""
-        self.settings, self._seed = config.detached, config.trainer.seed
-        self._samples_per_version = config.detached.update_steps * samples_per_batch(config)
-        self._limit, self._evicts = open_at_once(config), config.detached.when_full != "wait"
+        self.settings = config.detached
         self._sampler = SAMPLERS.look_up(config.detached.sampler)()
         self.stream = PieceStream(config, loader)
+        self.open = OpenPieces(config, self.stream)
         self._activity, self._check_trainers = activity, check_trainers
         lock = threading.RLock()
         self.log = SampleLog(lock)
@@ -212,10 +106,7 @@ class ExperienceBuffer:
         """The trainer waits on it."""
         self._has_turn = threading.Condition(lock)
         """Makers wait on it: a finished piece gives no maker room, so it wakes none."""
-        self._ready: list[Experience] = []
         self._queued_at_save: list[Experience] = []
-        self._in_flight: dict[int, Experience] = {}
-        """Number -> piece that a maker is generating."""
         self._to_validate: list[Experience] = []
         self._makers: set[int] = set()
         self._idle: set[int] = set()
@@ -269,15 +160,15 @@ class ExperienceBuffer:
         tokens = tokens_by_sample(experience.samples)
         given_up = tokens_given_up(experience.samples)
         with self._changed:
-            del self._in_flight[experience.number]
+            del self.open.in_flight[experience.number]
             experience.rows = None
             self._changed.notify_all()
             if experience.is_validation:
                 return
             self.log.receive(tokens, given_up)
-            self._ready.append(experience)
-            while self._evicts and num_samples_of(self._ready) > self._limit:
-                self._drop(self._ready[0], "pushed out of the full buffer")
+            self.open.ready.append(experience)
+            while self.open.is_too_full:
+                self._drop(self.open.ready[0], "pushed out of the full buffer")
                 self._look_again()
 
     def lost(self, maker: int) -> int:
@@ -285,7 +176,7 @@ class ExperienceBuffer:
         with self._change():
             lost = self.in_flight(maker)
             for one in lost:
-                del self._in_flight[one.number]
+                del self.open.in_flight[one.number]
                 if not one.is_validation:
                     self.log.drop(one.names, LOST)
             self.stream.hand_back(one for one in lost if not one.is_validation)
@@ -304,7 +195,7 @@ class ExperienceBuffer:
             self._demand = demand
             self._look_again()
             try:
-                return self._wait_for(lambda: self._take_chosen(demand.num_samples))
+                return self._wait_for(self._take_chosen)
             finally:
                 # before the lock is free: what was taken is no longer asked for
                 rest = demand.rest_of_version, demand.rest_of_run
@@ -330,8 +221,8 @@ class ExperienceBuffer:
     def check(self) -> None:
         """Raise if the log does not add up, or has a group elsewhere than the buffer."""
         with self._changed:
-            queued = [uid for one in self._ready for uid in one.uids]
-            in_flight = [uid for one in self._in_flight.values() for uid in one.uids]
+            queued = [uid for one in self.open.ready for uid in one.uids]
+            in_flight = [uid for one in self.open.in_flight.values() for uid in one.uids]
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
@@ -345,7 +236,7 @@ class ExperienceBuffer:
         """Let makers finish their pieces; within the block they only validate."""
         with self._changed:
             self.is_paused = True
-            while self._in_flight and self._makers and self._failure is None:
+            while self.open.in_flight and self._makers and self._failure is None:
                 if not self._changed.wait(timeout_s):
                     raise StalledError(f"makers do not come to rest: {self._activity.who_waits()}")
         try:
@@ -357,12 +248,12 @@ class ExperienceBuffer:
     def state_dict(self) -> dict[str, Any]:
         """The place in the prompts, the log, and what is queued, without its samples."""
         with self._changed:
-            self._queued_at_save = list(self._ready)
+            self._queued_at_save = list(self.open.ready)
             return {
-                "stream": self.stream.state_dict(self._in_flight.values()),
+                "stream": self.stream.state_dict(self.open.in_flight.values()),
                 "ledger": self.log.state_dict(),
                 "num_taken": self._num_taken,
-                "queued": [piece.state_dict() for piece in self._ready],
+                "queued": [piece.state_dict() for piece in self.open.ready],
             }
 
     def write_samples(self, checkpoint: Path) -> None:
@@ -384,8 +275,8 @@ class ExperienceBuffer:
             self.stream.hand_back(piece for piece in queued if piece.samples is None)
             self.log.load_state_dict(state["ledger"])
             self._num_taken = state["num_taken"]
-            self._ready = [piece for piece in queued if piece.samples is not None]
-            for piece in self._ready:
+            self.open.ready = [piece for piece in queued if piece.samples is not None]
+            for piece in self.open.ready:
                 assert piece.samples is not None, "a queued piece has samples"
                 self.log.restore(piece.maker, tokens_by_sample(piece.samples))
 
@@ -403,18 +294,13 @@ class ExperienceBuffer:
     @property
     def depth(self) -> int:
         """The number of queued samples."""
-        return num_samples_of(self.ready)
-
-    @property
-    def ready(self) -> list[Experience]:
-        """The queued pieces, in the order in which they came."""
         with self._changed:
-            return list(self._ready)
+            return num_samples_of(self.open.ready)
 
     def in_flight(self, maker: int | None = None) -> list[Experience]:
         """The pieces that one maker is generating, or any maker."""
         with self._changed:
-            return [one for one in self._in_flight.values() if maker in (None, one.maker)]
+            return [one for one in self.open.in_flight.values() if maker in (None, one.maker)]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -443,9 +329,9 @@ class ExperienceBuffer:
             watch.look()
 
     def _raise_if_nobody_can_go_on(self) -> None:
-        if self._in_flight or self._idle < self._makers:
+        if self.open.in_flight or self._idle < self._makers:
             return
-        wanted, queued = self._demand.num_samples, num_samples_of(self._ready)
+        wanted, queued = self._demand.num_samples, num_samples_of(self.open.ready)
         if self.stream.has_ended and not self.is_paused:
             size = f", a batch has {wanted}" if wanted else ""
             raise EndOfSamples(f"the prompts have ended: {queued} samples are left{size}")
@@ -458,10 +344,10 @@ class ExperienceBuffer:
             "go on."
         )
 
-    def _take_chosen(self, num_samples: int) -> list[Experience]:
+    def _take_chosen(self) -> list[Experience]:
         """A batch as the sampler chooses it, with a share for each trainer rank with makers."""
         whole = Choice()
-        for stock in self._stocks(num_samples):
+        for stock in self.open.stocks(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, stock)
             whole.dropped += choice.dropped
             if not choice.taken:
@@ -472,32 +358,10 @@ class ExperienceBuffer:
             self._drop(experience, reason)
             self._look_again()
         for experience in whole.taken:
-            self._ready.remove(experience)
+            self.open.ready.remove(experience)
             self.log.move(experience.names, TAKEN)
         self._num_taken += bool(whole.taken)
         return whole.taken
-
-    def _stocks(self, num_samples: int) -> Iterator[Stock]:
-        """The pieces for each trainer rank with makers of its own, or for any rank."""
-        ranks = self.stream.ranks
-        # one past the highest piece that was ever begun and is still open
-        horizon = max([one.number for one in self._ready] + [*self._in_flight, -1]) + 1
-        ready = by_first((one.rank, one) for one in self._ready)
-        coming = by_first((one.rank, one) for one in self._in_flight.values())
-        lost = by_first((p.rank, p) for p in self.stream.waiting if p.number < horizon)
-        for rank in ranks:
-            yield Stock(
-                ready=ready.get(rank, ()),
-                coming=coming.get(rank, ()),
-                lost=lost.get(rank, ()),
-                num_samples=num_samples // len(ranks),
-                version=self.version,
-                max_staleness=self.settings.max_staleness,
-                samples_per_version=self._samples_per_version // len(ranks),
-                rest_of_version=self._demand.rest_of_version // len(ranks),
-                seed=(self._seed, self._num_taken),
-                window=self.settings.window,
-            )
 
     def _begin_next(self, maker: int, version: int) -> Experience | None:
         """Hand out the first piece that this maker may make, if there is room for it."""
@@ -509,7 +373,9 @@ class ExperienceBuffer:
             self._to_validate.remove(piece)
         else:
             offered = self.stream.offer(maker)
-            if offered is None or not self._has_room(offered, version):
+            if offered is None or not self.open.has_room(
+                offered, self.version - version, self._demand
+            ):
                 return None
             piece = offered
             self.stream.waiting.remove(piece)
@@ -517,24 +383,10 @@ class ExperienceBuffer:
             piece.rows = self.stream.rows(piece)
             self.log.begin(maker, piece.names)
         piece.maker = maker
-        self._in_flight[piece.number] = piece
+        self.open.in_flight[piece.number] = piece
         self._idle.discard(maker)
         return piece
 
-    def _has_room(self, piece: Experience, version: int) -> bool:
-        """Return whether there is room for one more piece, generated with this version."""
-        before = [other for other in self.stream.waiting if other.number < piece.number]
-        opened = [*self._ready, *self._in_flight.values(), piece, *before]
-        if not self._evicts and num_samples_of(opened) > self._limit:
-            return False
-        demand, lag = self._demand, self.version - version
-        ahead = (self.settings.max_staleness - lag) * self._samples_per_version
-        room = max(demand.num_samples + demand.rest_of_version + ahead, 0)
-        if demand.rest_of_run is not None:
-            room = min(room, demand.num_samples + demand.rest_of_run)
-        of_rank = [one for one in opened if one.rank == piece.rank]
-        return num_samples_of(of_rank) <= room // len(self.stream.ranks)
-
     def _drop(self, experience: Experience, reason: str) -> None:
-        self._ready.remove(experience)
+        self.open.ready.remove(experience)
         self.log.drop(experience.names, reason)

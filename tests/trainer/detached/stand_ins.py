@@ -81,7 +81,7 @@ def may_begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = No
     """Whether there is room for a maker's next piece at this moment."""
     held = buffer.version if version is None else version
     piece = buffer.stream.offer(maker)
-    return piece is not None and buffer._has_room(piece, held)
+    return piece is not None and buffer.open.has_room(piece, buffer.version - held, buffer._demand)
 
 
 def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:

@@ -71,7 +71,7 @@ def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
     buffer = make_buffer(max_staleness=4, limit=4, when_full="evict_oldest")
     for _ in range(3):
         finish(buffer, begin(buffer))
-    assert [one.uids for one in buffer.ready] == [["2", "3"], ["4", "5"]]
+    assert [one.uids for one in buffer.open.ready] == [["2", "3"], ["4", "5"]]
     assert buffer.log.accounts[0].dropped == {"pushed out of the full buffer": 2}
     buffer.log.check()
 
@@ -222,7 +222,8 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
                 slow.append(order)
             else:
                 finish(buffer, order)
-        while slow and not chosen(buffer._sampler, next(buffer._stocks(4))).taken:
+        facts = (buffer._demand, buffer.version, buffer._num_taken)
+        while slow and not chosen(buffer._sampler, next(buffer.open.stocks(*facts))).taken:
             finish(buffer, slow.pop())
         taken = buffer.take(Demand(4))
         assert max(version - one.version for one in taken) <= max_staleness
@@ -327,11 +328,11 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
     finish(buffer, begin(buffer))
     begin(buffer)
     buffer.check()
-    lost = buffer._ready.pop()
+    lost = buffer.open.ready.pop()
     with pytest.raises(LedgerError, match=r"other groups are queued than there are: \['0', '1'\]"):
         buffer.check()
-    buffer._ready.append(lost)
-    buffer._in_flight.clear()
+    buffer.open.ready.append(lost)
+    buffer.open.in_flight.clear()
     with pytest.raises(LedgerError, match=r"are in flight than there are: \['2', '3'\]"):
         buffer.check()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.trainer.detached.stand_ins import NumberedPrompts, config_of
-from trainer.detached.buffer import PieceStream
+from trainer.detached.pieces import PieceStream
 from trainer.detached.samplers import Experience
 
 
