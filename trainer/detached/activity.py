@@ -83,12 +83,12 @@ class Activity:
         with self.lock:
             now = self.now()
             states = [(name, role.state) for name, role in self._roles.items()]
-        states.sort(key=lambda one: (one[1].name != "waiting", one[1].since))
+        states.sort(key=lambda entry: (entry[1].name != "waiting", entry[1].since))
         lines = []
         for role, state in states:
             spent = now - state.since
-            told = f"{spent:.0f} s" if spent >= 10 else f"{spent:.1f} s"
-            lines.append(f"{role} {VERBS[state.name].format(told)} {state.what}")
+            duration = f"{spent:.0f} s" if spent >= 10 else f"{spent:.1f} s"
+            lines.append(f"{role} {VERBS[state.name].format(duration)} {state.what}")
         return "; ".join(lines)
 
 

@@ -45,7 +45,7 @@ LOST = "lost with its maker"
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds the queued samples."""
 logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class StalledError(VerlLikeError, RuntimeError):
@@ -156,7 +156,7 @@ class ExperienceBuffer:
 
     def put(self, experience: Experience) -> None:
         """Queue a finished piece; with `when_full=evict_oldest` a full buffer drops the oldest."""
-        assert experience.samples is not None, "it is finished"
+        assert experience.samples is not None, "a finished piece has samples"
         tokens = tokens_by_sample(experience.samples)
         given_up = tokens_given_up(experience.samples)
         with self._changed:
@@ -175,12 +175,12 @@ class ExperienceBuffer:
         """Hand back the pieces of a lost maker, to be generated again; return their samples."""
         with self._change():
             lost = self.in_flight(maker)
-            for one in lost:
-                del self.open.in_flight[one.number]
-                if not one.is_validation:
-                    self.log.drop(one.names, LOST)
-            self.stream.hand_back(one for one in lost if not one.is_validation)
-            self._to_validate += [one for one in lost if one.is_validation]
+            for piece in lost:
+                del self.open.in_flight[piece.number]
+                if not piece.is_validation:
+                    self.log.drop(piece.names, LOST)
+            self.stream.hand_back(piece for piece in lost if not piece.is_validation)
+            self._to_validate += [piece for piece in lost if piece.is_validation]
             return num_samples_of(lost)
 
     # ---------------------------------------------------------------------------- trainer's side
@@ -221,8 +221,8 @@ class ExperienceBuffer:
     def check(self) -> None:
         """Raise if the log does not add up, or has a group elsewhere than the buffer."""
         with self._changed:
-            queued = [uid for one in self.open.ready for uid in one.uids]
-            in_flight = [uid for one in self.open.in_flight.values() for uid in one.uids]
+            queued = [uid for piece in self.open.ready for uid in piece.uids]
+            in_flight = [uid for piece in self.open.in_flight.values() for uid in piece.uids]
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
@@ -300,7 +300,7 @@ class ExperienceBuffer:
     def in_flight(self, maker: int | None = None) -> list[Experience]:
         """The pieces that one maker is generating, or any maker."""
         with self._changed:
-            return [one for one in self.open.in_flight.values() if maker in (None, one.maker)]
+            return [piece for piece in self.open.in_flight.values() if maker in (None, piece.maker)]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -316,13 +316,13 @@ class ExperienceBuffer:
         self._changed.notify_all()
         self._has_turn.notify_all()
 
-    def _wait_for(self, found: Callable[[], Found]) -> Found:
-        """Wait until `found` returns something, and return it."""
+    def _wait_for(self, find: Callable[[], Result]) -> Result:
+        """Wait until `find` returns something, and return it."""
         watch = StallWatch(self._activity, self.settings.stall_s, self._check_trainers)
         while True:
             if self._failure is not None:
                 raise self._failure
-            if result := found():
+            if result := find():
                 return result
             self._raise_if_nobody_can_go_on()
             self._changed.wait(LOOK_S)

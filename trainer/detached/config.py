@@ -167,8 +167,8 @@ class DetachedConfig(PPOConfig):
     @property
     def piece_size(self) -> int:
         """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
-        asked = self.detached.prompts_per_piece
-        return self.topology.piece_size(self.data.train_batch_size) if asked is None else asked
+        prompts = self.detached.prompts_per_piece
+        return self.topology.piece_size(self.data.train_batch_size) if prompts is None else prompts
 
     def pieces_at_once(self, maker: int) -> int:
         """Pieces that a maker begins together: where a batch is in equal parts, all of its part."""
@@ -181,12 +181,12 @@ class DetachedConfig(PPOConfig):
         """Roles with which every maker scores, as maker 0 has them -> their classes."""
         if self.detached.score_on == "trainer":
             return {}
-        inactive, found = inactive_roles(self), {}
+        inactive, roles = inactive_roles(self), {}
         if "ref" not in inactive:
-            found["ref"] = REFERENCE_WORKER
+            roles["ref"] = REFERENCE_WORKER
         if "critic" not in inactive:
-            found[CRITIC_COPY] = CRITIC_COPY_WORKER
-        return found | dict.fromkeys(model_rewards(self), REWARD_MODEL_WORKER)
+            roles[CRITIC_COPY] = CRITIC_COPY_WORKER
+        return roles | dict.fromkeys(model_rewards(self), REWARD_MODEL_WORKER)
 
     @property
     def maker_roles(self) -> dict[str, tuple[str, int]]:
@@ -218,8 +218,8 @@ class DetachedConfig(PPOConfig):
             return self
         policy = self.actor_rollout_ref
         rollout = dataclasses.replace(policy.rollout, **settings.chosen())
-        own = dataclasses.replace(policy, rollout=rollout)
-        return dataclasses.replace(self, actor_rollout_ref=own)
+        of_maker = dataclasses.replace(policy, rollout=rollout)
+        return dataclasses.replace(self, actor_rollout_ref=of_maker)
 
     def rollout_of(self, maker: int) -> RolloutConfig:
         """The settings of a maker's rollout, its own ones included."""

@@ -68,14 +68,14 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> tuple[DetachedCon
 
 def _numbered_settings(config: DetachedConfig) -> dict[Any, MakerSettings]:
     """`{1: ...}` of a dict or of YAML, and `.1` of a command, are both of maker 1."""
-    given = config.detached.maker_settings
-    for maker in given:
-        if not str(maker).isdecimal() or (str(maker) in given and maker != str(maker)):
+    settings = config.detached.maker_settings
+    for maker in settings:
+        if not str(maker).isdecimal() or (str(maker) in settings and maker != str(maker)):
             raise ConfigError(
                 f"{MAKER_SETTINGS} has {maker!r}: give each maker's number once, 0 to "
                 f"{config.detached.makers - 1}."
             )
-    return {int(maker): own for maker, own in given.items()}
+    return {int(maker): own for maker, own in settings.items()}
 
 
 def _workers(config: DetachedConfig) -> dict[str, str]:

@@ -4,8 +4,8 @@
     class NewestFirst(Sampler):
         def choose(self, stock: Stock) -> Choice: ...
 
-One of the user's own is found by its dotted path. It is asked whenever something has changed, and
-answers with experiences that make exactly one batch, or with none: then the trainer waits.
+A sampler of your own is named by its dotted path. The buffer calls it whenever something has
+changed. It returns pieces that make exactly one batch, or none: then the trainer waits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Experience:
 
 def num_samples_of(experiences: Iterable[Experience]) -> int:
     """The number of samples in these pieces."""
-    return sum(one.num_samples for one in experiences)
+    return sum(piece.num_samples for piece in experiences)
 
 
 @dataclass(frozen=True)
@@ -99,27 +99,27 @@ class Stock:
     """The facts that a sampler may use."""
 
     ready: Sequence[Experience]
-    """In the order in which they came."""
+    """Finished pieces, in the order in which they came."""
     coming: Sequence[Experience]
     """The pieces in generation."""
     num_samples: int
-    """Of the batch."""
+    """Samples of the batch."""
     version: int
-    """Of the trainer's weights."""
+    """Version of the trainer's weights."""
     max_staleness: int
     samples_per_version: int
-    """Trained on between two versions of the weights."""
+    """Samples trained on between two versions of the weights."""
     seed: Sequence[int]
     """The seed of this batch: the run's seed and the number of the batch."""
     lost: Sequence[Experience] = ()
-    """Pieces whose maker was lost, and that wait for another maker."""
+    """Pieces of a lost maker that wait for another maker."""
     rest_of_version: int = 0
-    """Samples of the batches that come after this one, before the next version."""
+    """Samples of later batches before the next version."""
     window: int | None = None
     """`detached.window`, where it is set."""
 
     def room_after(self, made_by: int) -> int:
-        """Samples that later batches train on before samples of that version are too old."""
+        """Count the samples that later batches take before samples of that version are too old."""
         versions_left = made_by + self.max_staleness - self.version
         return max(self.rest_of_version + versions_left * self.samples_per_version, 0)
 
@@ -145,7 +145,7 @@ class SamplerError(VerlLikeError, RuntimeError):
 
 
 def chosen(sampler: Sampler, stock: Stock) -> Choice:
-    """The sampler's choice, checked: one batch or nothing, and nothing too old."""
+    """Return the sampler's choice; raise unless it is one batch or nothing, and not too old."""
     choice, name = sampler.choose(stock), type(sampler).__name__
     num_samples = num_samples_of(choice.taken)
     if choice.taken and num_samples != stock.num_samples:
@@ -153,7 +153,7 @@ def chosen(sampler: Sampler, stock: Stock) -> Choice:
             f"the sampler {name} took {num_samples} samples for a batch of {stock.num_samples}: "
             "trainer.detached.samplers.up_to takes as many, or none."
         )
-    oldest = min((one.version for one in choice.taken), default=stock.version)
+    oldest = min((piece.version for piece in choice.taken), default=stock.version)
     if stock.version - oldest > stock.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
@@ -165,7 +165,7 @@ def chosen(sampler: Sampler, stock: Stock) -> Choice:
 
 
 def _check(sampler: Any, subject: str) -> None:
-    """Refuse what is no class of samplers, or cannot be made without arguments."""
+    """Reject an object that is no class of samplers, or that needs arguments."""
     if not (isinstance(sampler, type) and issubclass(sampler, Sampler)):
         raise ConfigError(
             f"{subject} is no class of samplers: make it a subclass of "
@@ -179,7 +179,7 @@ SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
 
 
 def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experience]:
-    """The first ones that make exactly so many samples; none if they do not."""
+    """Return the first pieces that make exactly so many samples; none if they do not."""
     taken: list[Experience] = []
     for experience in experiences:
         if experience.num_samples <= num_samples:
@@ -189,49 +189,51 @@ def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experienc
 
 
 def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experience] | None:
-    """`ready` with those at the head that this batch must have, so that none grows too old.
+    """Return `ready` with the pieces at the head that this batch must have, or they grow too old.
 
-    For every version, no more samples of it and of older ones may be left over than later batches
-    take in time. None: one that this batch must have is still coming.
+    For every version, no more samples of it and of older versions may be left over than later
+    batches take in time. None: a piece that this batch must have is still being generated.
     """
     head: dict[int, Experience] = {}
-    for made_by in sorted({one.version for one in [*ready, *stock.coming]}):
-        due = [one for one in ready if one.version <= made_by and one.number not in head]
-        coming = [one for one in stock.coming if one.version <= made_by]
+    for made_by in sorted({piece.version for piece in [*ready, *stock.coming]}):
+        due = [piece for piece in ready if piece.version <= made_by and piece.number not in head]
+        coming = [piece for piece in stock.coming if piece.version <= made_by]
         num_left = num_samples_of(due) + num_samples_of(coming)
-        for one in due:
+        for piece in due:
             if num_left <= stock.room_after(made_by):
                 break
-            head[one.number] = one
-            num_left -= one.num_samples
+            head[piece.number] = piece
+            num_left -= piece.num_samples
         if num_left > stock.room_after(made_by):
             return None
-    return [*head.values(), *(one for one in ready if one.number not in head)]
+    return [*head.values(), *(piece for piece in ready if piece.number not in head)]
 
 
 def _in_time(stock: Stock, ready: Sequence[Experience]) -> Choice:
-    """The first of these, after those that would be too old for the batch after this one."""
+    """Choose the first pieces, after those that would be too old for the next batch."""
     ordered = most_urgent_first(stock, ready)
     return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
 
 
 @SAMPLERS.register("in_order")
 class InOrder(Sampler):
-    """Waits for a slow piece."""
+    """Takes prompts in their order, and waits for a slow piece."""
 
     def choose(self, stock: Stock) -> Choice:
-        """The lowest numbers, once all of them are there."""
-        taken = up_to(sorted(stock.ready, key=lambda one: one.number), stock.num_samples)
-        waits = any(one.number < taken[-1].number for one in [*stock.coming, *stock.lost] if taken)
+        """Choose the lowest numbers, once all of them are there."""
+        taken = up_to(sorted(stock.ready, key=lambda piece: piece.number), stock.num_samples)
+        waits = any(
+            piece.number < taken[-1].number for piece in [*stock.coming, *stock.lost] if taken
+        )
         return Choice() if waits else Choice(taken)
 
 
 @SAMPLERS.register("random")
 class RandomOrder(Sampler):
-    """Drawn by the run's seed and the batch's number, without replacement."""
+    """Draws by the run's seed and the batch's number, without replacement."""
 
     def choose(self, stock: Stock) -> Choice:
-        """Any that are ready, in time."""
+        """Choose any finished pieces, in time."""
         order = np.random.default_rng(list(stock.seed)).permutation(len(stock.ready))
         return _in_time(stock, [stock.ready[place] for place in order])
 
@@ -241,18 +243,18 @@ class ReadyFirst(Sampler):
     """Long responses come later than short ones: a batch's lengths are biased by its place."""
 
     def choose(self, stock: Stock) -> Choice:
-        """The first to come, in time."""
+        """Choose the first pieces that came, in time."""
         return _in_time(stock, stock.ready)
 
 
 @SAMPLERS.register("version_window")
 class VersionWindow(Sampler):
-    """A bound that discards, inside the bound that paces (`detached.max_staleness`)."""
+    """Drops old pieces, within the bound that paces the makers (`detached.max_staleness`)."""
 
     def choose(self, stock: Stock) -> Choice:
-        """The first to come within the window, the oldest versions first."""
+        """Choose the first pieces within the window, the oldest versions first."""
         window = stock.max_staleness if stock.window is None else stock.window
-        inside = sorted(stock.ready, key=lambda one: one.version)
-        dropped = [one for one in inside if one.version < stock.version - window]
+        inside = sorted(stock.ready, key=lambda piece: piece.version)
+        dropped = [piece for piece in inside if piece.version < stock.version - window]
         taken = up_to(inside[len(dropped) :], stock.num_samples)
-        return Choice(taken, [(one, f"older than {window} versions") for one in dropped])
+        return Choice(taken, [(piece, f"older than {window} versions") for piece in dropped])
