@@ -73,7 +73,10 @@ class PolicyLossConfig(Section):
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
     """Policy loss."""
     args: dict[str, Any] = key(
-        factory=dict, arguments_of="loss_mode", allows="arguments of the loss, by its signature"
+        factory=dict,
+        arguments_of="loss_mode",
+        allows="arguments of the loss, by its signature",
+        read_when=LOSS_IS_NAMED,
     )
     """Arguments of the policy loss: `args.dro_beta=0.1`."""
 

@@ -52,6 +52,13 @@ def test_an_argument_of_another_loss_has_no_effect(caplog: pytest.LogCaptureFixt
     assert f"notice: {LOSS}.args.dro_beta has no effect: the policy loss" in caplog.text
 
 
+def test_the_loss_of_a_bypass_gets_no_arguments_of_another_loss() -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    reinforce = "algorithm.rollout_correction.loss_type=reinforce"
+    dro = (f"{LOSS}.loss_mode=dro", f"{LOSS}.args.dro_beta=2")
+    assert arguments(*dro, bypass, reinforce) == {}
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
