@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,6 +225,15 @@ class DetachedConfig(PPOConfig):
     def rollout_of(self, maker: int) -> RolloutConfig:
         """The settings of a maker's rollout, its own ones included."""
         return self.of_role(maker_role(maker)).actor_rollout_ref.rollout
+
+    def validators(self, living: Sequence[int]) -> list[int]:
+        """The makers that validate: those with the settings of the first maker that lives.
+
+        With `detached.score_on=maker` that first maker also scores.
+        """
+        makers = living or [0]
+        first = self.rollout_of(makers[0])
+        return [maker for maker in makers if self.rollout_of(maker) == first]
 
 
 def samples_per_batch(config: DetachedConfig) -> int:

@@ -134,7 +134,7 @@ class DetachedTrainer(PPOTrainer):
     ) -> Any:
         """With `detached.score_on=maker` the reward models of a validating maker answer."""
         if role in self.config.score_roles:
-            role = role_on(role, self.validators[0])
+            role = role_on(role, self.config.validators(self.buffer.makers)[0])
         return super().call(role, method, batch, *more, **settings)
 
     def check_trainers(self) -> None:
@@ -145,19 +145,9 @@ class DetachedTrainer(PPOTrainer):
 
     # ------------------------------------------------------------------------- validation
 
-    @property
-    def validators(self) -> list[int]:
-        """The makers that validate: those with the settings of the first maker that lives.
-
-        With `detached.score_on=maker` that first maker also scores.
-        """
-        makers = self.buffer.makers or [0]
-        first = self.config.rollout_of(makers[0])
-        return [maker for maker in makers if self.config.rollout_of(maker) == first]
-
     def validation_samples(self, prompts: DataProto) -> DataProto:
         """The samples of these rows; each validating maker generates an equal number."""
-        return self.buffer.validate(prompts, self.validators)
+        return self.buffer.validate(prompts, self.config.validators(self.buffer.makers))
 
     def validation_metrics(self) -> Metrics:
         """Validate while makers generate nothing else."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -16,7 +14,6 @@ from tests.trainer.detached.test_run import detached
 from trainer import load_config
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.recipe import DETACHED
-from trainer.detached.step import DetachedTrainer
 from verl_like.batch.protocol import DataProto
 
 
@@ -24,15 +21,9 @@ def test_every_maker_with_the_rollout_of_the_first_one_that_lives_validates() ->
     needed = ("data.train_files=x", "actor_rollout_ref.model.path=y", "detached.makers=4")
     config = load_config([*needed, "detached.maker_settings.1={name: hf}"], DETACHED)
 
-    def validators(*living: int) -> list[int]:
-        buffer = SimpleNamespace(makers=list(living))
-        trainer: Any = SimpleNamespace(config=config, buffer=buffer)
-        found: list[int] = DetachedTrainer.validators.fget(trainer)
-        return found
-
-    assert validators(0, 1, 2, 3) == [0, 2, 3]
-    assert validators(1, 2, 3) == [1]
-    assert validators(2, 3) == [2, 3]
+    assert config.validators([0, 1, 2, 3]) == [0, 2, 3]
+    assert config.validators([1, 2, 3]) == [1]
+    assert config.validators([2, 3]) == [2, 3]
 
 
 def test_each_maker_makes_a_part_of_a_validation(tiny_dir: Path, tmp_path: Path) -> None:
