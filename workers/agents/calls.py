@@ -178,7 +178,8 @@ def _read(text: str, form: str) -> list[Call]:
     if form == "harmony":  # channel and type of the message are between name and arguments
         header, _, arguments = text.partition("<|message|>")
         text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
-    if functions := _pieces(FUNCTION, text):
+    is_json = text.startswith(("{", "["))  # its texts may have tags
+    if not is_json and (functions := _pieces(FUNCTION, text)):
         return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
     name = text.partition("<arg_key>")[0].strip()
     if re.fullmatch(NAME, name):

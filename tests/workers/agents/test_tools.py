@@ -294,6 +294,13 @@ def test_a_closing_tag_in_an_argument_does_not_end_it(closed: str) -> None:
     assert call.arguments == {"a": f"a {closed} b", "b": "c"}
 
 
+def test_tags_in_a_json_argument_are_text() -> None:
+    values = {"text": "<function=g><parameter=a>1</parameter></function> <arg_key>k</arg_key>"}
+    call = {"name": "f", "arguments": values}
+    ((found,), _) = parse(f"<tool_call>{json.dumps(call)}</tool_call>")
+    assert (found.name, found.arguments) == ("f", values)
+
+
 def test_nothing_is_called_in_reasoning() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
     assert answers(f"<think>{call}</think>") == answers(f"{call}</think>done") == []
