@@ -61,8 +61,8 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
     ends = mask.flip(1).cumsum(1).flip(1).eq(1) & mask.bool()
     return {
         "old_log_prob": old,
-        "log_prob": old + MOVES[seed] * normal(rows, width),
-        "ref_log_prob": old + 0.2 * normal(rows, width),
+        "log_prob": (old + MOVES[seed] * normal(rows, width)).clamp(max=-0.05),
+        "ref_log_prob": (old + 0.2 * normal(rows, width)).clamp(max=-0.05),
         "advantages": normal(rows, 1 if seed < 2 else width) * mask,
         "response_mask": mask,
         "vpreds": values + MOVES[seed] * normal(rows, width),

@@ -96,8 +96,9 @@ def _of_verl(target: str, name: str, kind: str | None, settings: dict[str, Any])
     if name == "value" and kind in (None, VALUE):
         return match(algorithms.compute_value_loss, target, VALUE, settings)
     if name in estimators and kind in (None, ESTIMATOR) and (kind or name not in losses):
-        settings = {"config": algorithms.AlgoConfig(), **settings}
-        subject = match(estimators[name], target, ESTIMATOR, settings)
+        known = {each.name for each in fields(algorithms.AlgoConfig)}
+        config = algorithms.AlgoConfig(**{key: settings[key] for key in known & {*settings}})
+        subject = match(estimators[name], target, ESTIMATOR, {"config": config, **settings})
         return replace(subject, exempt=["prompt_tokens"])  # they are masked in the loss
     if name not in losses or kind not in (None, POLICY):
         names = [*losses, "value", *estimators]

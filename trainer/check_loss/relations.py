@@ -309,13 +309,13 @@ def _fill_outside(batch: Batch, number: float) -> Batch:
 
 
 def _both(subject: Subject, batch: Batch, other: Batch) -> tuple[Outcome, Outcome]:
-    """Return both outcomes with the tokens inside the mask alone, row by row."""
+    return inside(subject, batch), inside(subject, other)
 
-    def inside(batch: Batch) -> Outcome:
-        mask, found = batch["response_mask"].bool(), subject.at_once(batch)
-        return {name: column[mask] if column.ndim else column for name, column in found.items()}
 
-    return inside(batch), inside(other)
+def inside(subject: Subject, batch: Batch) -> Outcome:
+    """Return the outcome with the tokens inside the mask alone, row by row."""
+    mask, found = batch["response_mask"].bool(), subject.at_once(batch)
+    return {name: column[mask] if column.ndim else column for name, column in found.items()}
 
 
 def _cuts(subject: Subject, batch: Batch) -> Iterator[tuple[Outcome, list[Batch]]]:

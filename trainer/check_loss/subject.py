@@ -205,7 +205,8 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     reads, section = {*keys.values()}, KINDS[kind].section()
     variable = next((each for each in KINDS[kind].variables if each in reads), "")
     rest = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-    rest_reads = {*(GIVEN[-3:] if variable else GIVEN)} - reads if rest else set()
+    others = {*(GIVEN[-3:] if variable else GIVEN), *({*settings} - {*GIVEN})} - reads
+    rest_reads = others if rest else set()
 
     def call(batch: Batch, facts: Mapping[str, Any]) -> Any:
         if "desirable" in reads:  # rows with a label, not pairs

@@ -1,10 +1,12 @@
 """usage: verl-like migrate verl|openrlhf|trl|colossalchat|chatgpt SCRIPT-OR-COMMAND [ARGUMENT ...]
+           [--prove]
 
 Runs a shell script in a sandbox where nothing trains, and prints every training that it would start
 as a command of verl-like. The shell takes care of variables, loops and files. Arguments behind the
 script are the script's. Below each command it prints what became of every flag: renamed, always so
 here, or not here and what to do instead. It also prints the defaults that differ from ours, which
-the command sets. A command that would be another experiment here is rejected.
+the command sets. A command that would be another experiment here is rejected. With --prove as the
+last word it also compares loss and estimator with verl's or TRL's own functions on small batches.
 
   verl-like migrate verl run_qwen2-7b.sh                   main_ppo, SFT, fully async, one step off
   NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script
@@ -31,8 +33,14 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) < 2 or arguments[0].startswith("-"):
         sys.exit(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    system, source, *more = arguments
+    asks_for_proof = arguments[-1] == "--prove"
+    system, source, *more = arguments[: -1 if asks_for_proof else None]
     is_command = more and not os.path.isfile(source)
     found = migrate(system, [source, *more]) if is_command else migrate(system, source, more)
     reports = [done.report(terminal_width()) for done in found]
+    if asks_for_proof:
+        from trainer.check_loss.prove import prove
+
+        proofs = [prove(system, done) for done in found]
+        reports = [f"{report}\n\n{proof}" for report, proof in zip(reports, proofs, strict=True)]
     print("\n\n".join(reports), flush=True)

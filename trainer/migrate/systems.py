@@ -136,7 +136,7 @@ def _finished(done: Translation) -> Translation:
             f"\n  {lines}"
         )
     try:
-        config = _composed(done)
+        config = composed(done)
     except ConfigError as error:
         raise ConfigError(
             f"the command does not start as it is: {error}\n\n{done.report(None)}"
@@ -149,8 +149,8 @@ def _finished(done: Translation) -> Translation:
     return done
 
 
-def _composed(done: Translation) -> RunConfig:
-    """The configuration, with a stand-in for a variable in a text, without other variables."""
+def composed(done: Translation) -> RunConfig:
+    """Return the configuration, with a stand-in for a variable in a text and no other ones."""
     recipe = RECIPES[done.program]
     texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
     names = "|".join(map(re.escape, done.variables)) or "(?!)"

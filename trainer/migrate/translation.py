@@ -44,6 +44,8 @@ class Translation:
     """What to know about how the script ran."""
     variables: Collection[str] = ()
     """Variables of the shell that stay variables in the command; any other `$` is a character."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """The command's own flags or keys, with their values."""
     source: Sequence[str] = ()
     """The words of the command that this translates."""
 

@@ -121,6 +121,10 @@ def _translated(program: str, given: Flags) -> Translation:
         if table.find(name.removeprefix("no_")):  # their parser's form of a switch that is off
             given = {key: value for key, value in given.items() if key != name}
             given[name.removeprefix("no_")] = ["False"]
+    done.given = {
+        name: as_text(values) if len(values) > 1 else "".join(values)
+        for name, values in given.items()
+    }
     fields = GivenFlags(table, given, f"TRL's {program} has no field", done)
     trackers = fields.value("report_to", "none").strip("[]").replace(" ", ",").split(",")
     known = [name for name in trackers if name in TRACKERS and name != "console"]

@@ -74,6 +74,7 @@ def translate(command: Command) -> Translation | None:
     if file is not None:
         done.always.append(f"--config-name {name}: its keys are those of {file}")
     given |= _settings_of(words)
+    done.given = dict(given)
     _images(given, "actor_rollout_ref.model.path", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
         done.program = "detached"

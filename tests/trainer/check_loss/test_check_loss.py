@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import verl_like
+from tests.trainer.check_loss.stand_ins import stand_in_for_verl
 from trainer.check_loss import BrokenRelation, check_loss
 from trainer.check_loss.relations import RELATIONS
 from trainer.check_loss.subject import KINDS, subject_of
@@ -195,39 +194,12 @@ def test_the_command_names_what_holds_and_what_does_not(
 def test_verls_losses_are_told_the_counts_and_averaged_over_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a stand-in with the names that the adapter takes from verl 0.9.1."""
-
-    @dataclass
-    class PolicyLossConfig:
-        dro_beta: float | None = None
-
-    @dataclass
-    class ActorConfig:
-        strategy: str
-        rollout_n: int
-        use_dynamic_bsz: bool
-        loss_agg_mode: str = "token-mean"
-        scale: float = 1.0
-        policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-
-    def token_mean(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
-        counts = dict(config.global_batch_info)
-        dp_size = counts.pop("dp_size")
-        total = agg_loss(-log_prob, response_mask, loss_agg_mode, **counts)
-        return config.scale * total * dp_size, {}
-
-    module = types.ModuleType("verl.trainer.ppo.core_algos")
-    module.ActorConfig, module.AlgoConfig = ActorConfig, dict
-    module.POLICY_LOSS_REGISTRY = {"right": token_mean}
-    module.ADV_ESTIMATOR_REGISTRY = {"rloo": KINDS["estimator"].named["rloo"]}
-    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert "data_parallel_split" in check_loss("verl:right", scale=2.0)
+    stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
+    assert "data_parallel_split" in check_loss("verl:vanilla", clip_ratio_high=0.4)
     assert "reward_shift" in check_loss("verl:rloo")
-    with pytest.raises(ConfigError, match="verl:right has no setting 'dro_bta'.*'dro_beta'"):
-        check_loss("verl:right", dro_bta=2.0)
-    with pytest.raises(ConfigError, match="verl:wrong: verl has right, value, rloo"):
+    with pytest.raises(ConfigError, match="verl:vanilla has no setting 'dro_bta'.*'dro_beta'"):
+        check_loss("verl:vanilla", dro_bta=2.0)
+    with pytest.raises(ConfigError, match="verl:wrong: verl has vanilla, value, "):
         check_loss("verl:wrong")
 
 

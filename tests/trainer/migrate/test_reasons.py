@@ -84,7 +84,6 @@ REFUTED_BY = {
     "a warm-up begins at 0": "*warmup_init*",
     "responses are drawn freely": "*structured*",
     "the divergence is the KL": "*divergence*",
-    "the KL of the loss has no importance weights": "*bias_correction*",
     "the loss is not smoothed": "*label_smoothing_factor",
     "the loss is over every token of the response": "*entropy_quantile*",
     "the loss is the log-sigmoid of the margin": "pairwise loss:sigmoid",

@@ -38,7 +38,11 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     # 4 processes x 8 completions x 2 accumulated = 64 completions, 8 of a prompt
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (8, 8, 8)
-    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.04, "low_var_kl")
+    kl = (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type)
+    assert kl == (True, 0.04, "low_var_kl+")
+    assert "use_bias_correction_kl: the slope of low_var_kl+" in "\n".join(done.absent)
+    uncorrected = migrated("trl", f"{GRPO.rstrip()} --use_bias_correction_kl False")
+    assert composed(uncorrected).actor_rollout_ref.actor.kl_loss_type == "low_var_kl"
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 1e9)
     assert actor.loss_agg_mode == "seq-mean-token-sum-norm"
     assert not config.algorithm.norm_adv_by_std_in_grpo

@@ -1,0 +1,81 @@
+"""A migrated command next to the framework's own functions, on a stand-in for verl."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+from tests.trainer.check_loss.stand_ins import stand_in_for_verl
+from trainer.check_loss.prove import prove
+from trainer.cli import main as command
+from trainer.migrate.systems import migrate
+from workers.losses.registry import POLICY_LOSSES
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y "
+    "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
+)
+TRL = "trl grpo --model_name_or_path y --dataset_name z"
+
+
+def proof(system: str, line: str) -> str:
+    (done,) = migrate(system, shlex.split(line))
+    return prove(system, done)
+
+
+def test_the_command_prints_a_proof_below_the_translation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
+    words = [*shlex.split(VERL), "actor_rollout_ref.actor.clip_ratio_high=0.28", "--prove"]
+    monkeypatch.setattr(sys, "argv", ["verl-like", "migrate", "verl", *words])
+    command.main()
+    told = capsys.readouterr().out
+    assert told.startswith("verl-like ppo")
+    assert told.splitlines()[-3:] == [
+        "Proof:",
+        "  loss verl:vanilla: equal to 1e-6 on 24 batches",
+        "  estimator verl:grpo: equal to 1e-6 on 24 batches",
+    ]
+
+
+def test_the_key_that_makes_them_differ_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wider(*columns: Any, **counts: Any) -> Any:
+        *columns, config = columns
+        config.clip_ratio_high = 1.0
+        return POLICY_LOSSES["vanilla"](*columns, config, **counts)
+
+    def over_rows(*columns: Any, **counts: Any) -> Any:
+        *columns, _, config = columns
+        return POLICY_LOSSES["vanilla"](*columns, "seq-mean-token-mean", config, **counts)
+
+    stand_in_for_verl(monkeypatch, {"vanilla": wider})
+    told = proof("verl", VERL)
+    assert "different on" in told
+    assert "With clip_ratio_high=1.0 they are equal to 1e-6 on 24 batches" in told
+    stand_in_for_verl(monkeypatch, {"vanilla": over_rows})
+    told = proof("verl", VERL)
+    assert "With loss_agg_mode=seq-mean-token-mean they are equal to 1e-6 on 24 batches" in told
+
+
+def test_what_has_no_policy_loss_is_said() -> None:
+    assert proof("trl", "trl sft --model_name_or_path y --dataset_name z").startswith(
+        "Proof: trl has no policy loss for sft"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "loss trl:dapo: equal to 1e-6 on 18 batches"),
+        ("--loss_type sapo", "loss trl:sapo: equal to 1e-6 on 18 batches"),
+        ("--loss_type cispo", "With clip_ratio_high=-0.8 they are equal to 1e-6 on 18 batches"),
+        ("--loss_type grpo --beta 0.04", "With use_bias_correction_kl=False they are equal"),
+    ],
+)
+def test_trls_losses_are_those_of_the_migrated_command(flags: str, words: str) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed next to this package")
+    assert words in proof("trl", f"{TRL} {flags}")
