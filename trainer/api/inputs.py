@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
+from trainer.data.files import DATA_SOURCE
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
 """Of file names in a list; a list of other texts is data."""
-DATA_SOURCE = "prompts"
-"""The `data_source` of prompts that have none: a word in validation metrics."""
 
 
 def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def prompt_row(item: Any, prompt_key: str) -> Row:
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:
-        row["reward_model"] = {"ground_truth": row.pop("ground_truth", None)}
+        row["reward_model"] = {"ground_truth": row.pop("ground_truth", row.get("answer"))}
     return row
 
 

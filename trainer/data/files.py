@@ -24,6 +24,8 @@ from workers.rewards.functions import GIVE_REWARD
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
+DATA_SOURCE = "prompts"
+"""The `data_source` of rows without one, a name in validation metrics."""
 RULE_COLUMNS = ("data_source", "reward_model")
 PLAIN = (str, int, float, bool, type(None))
 """Values that JSON keeps as they are."""
@@ -112,11 +114,15 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
 
 
 def with_rule_columns(row: Row) -> Row:
-    """Return the row with a data_source ("unknown") and a ground_truth (its column), if missing."""
+    """Return the row with a data_source and a ground truth, if missing.
+
+    The ground truth is the column `ground_truth`, or `answer`.
+    """
     rule = row.get("reward_model")
     if rule is None or (isinstance(rule, dict) and "ground_truth" not in rule):
-        row = row | {"reward_model": {**(rule or {}), "ground_truth": row.get("ground_truth")}}
-    return row if row.get("data_source") else row | {"data_source": "unknown"}
+        truth = row.get("ground_truth", row.get("answer"))
+        row = row | {"reward_model": {**(rule or {}), "ground_truth": truth}}
+    return row if row.get("data_source") else row | {"data_source": DATA_SOURCE}
 
 
 def rows_of_prompts(
@@ -217,6 +223,8 @@ def _check_file(path: Path, key: str) -> None:
         raise ConfigError(
             f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
         )
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{key}: {path} is empty.")
 
 
 def _custom_rows(

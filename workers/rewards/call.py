@@ -64,6 +64,10 @@ class Call:
         `columns` are those that the rows of the data have besides; `has_truth` says whether any row
         has a ground truth.
         """
+        if not callable(function):
+            raise ConfigError(
+                f"the reward is {function!r:.60}, a {type(function).__name__}: name a function."
+            )
         try:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):  # written in C: it says nothing of itself

@@ -224,7 +224,7 @@ def test_a_table_of_prompts_alone_does_where_no_rule_scores(tmp_path: Path) -> N
     assert num_skipped == 1
     (row,) = rows
     assert (row["act"], row["prompt"]) == ("Linux", 'say "a",\nor b')
-    assert (row["data_source"], row["reward_model"]) == ("unknown", {"ground_truth": None})
+    assert (row["data_source"], row["reward_model"]) == ("prompts", {"ground_truth": None})
 
     with pytest.raises(ConfigError, match="no column 'data_source'; there is act, prompt"):
         read_rows(config, "train_files")
@@ -346,3 +346,20 @@ def test_the_batch_carries_the_token_ids_that_engines_need(
         "pad_token_id": tokenizer.pad_token_id,
     }
     assert batch.batch["input_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_an_empty_file_is_called_empty(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{ending}"
+    path.touch()
+    with pytest.raises(ConfigError, match=rf"data\.train_files: .*{ending} is empty"):
+        read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
+
+
+def test_the_column_answer_is_a_ground_truth_where_there_is_no_other() -> None:
+    def truth(**columns: Any) -> Any:
+        return with_rule_columns({"prompt": "a", **columns})["reward_model"]["ground_truth"]
+
+    assert truth(answer="4") == "4"
+    assert truth(answer="4", ground_truth="5") == "5"
+    assert truth(answer="4", reward_model={"ground_truth": None}) is None

@@ -98,3 +98,8 @@ def test_a_batch_with_a_score_too_few_fails_whole() -> None:
 def test_a_parameter_that_nothing_fills_is_refused(function: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Call.of(function, {})
+
+
+def test_a_name_that_stands_for_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the reward is 3, a int: name a function"):
+        Call.of(3, {})
