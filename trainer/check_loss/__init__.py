@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +28,14 @@ from workers.losses.aggregate import AGGREGATIONS
 class BrokenRelation(AssertionError):
     """A relation that does not hold, with a small batch that shows it."""
 
-    def __init__(self, subject: Subject, relation: Relation, batch: Batch) -> None:
-        self.relation, self.batch = relation.name, batch
+    def __init__(self, subject: Subject, name: str, batch: Batch) -> None:
+        self.relation, self.batch = name, batch
+        relation = RELATIONS[name]
         shown = {name: column for name, column in batch.items() if name in subject.reads}
         columns = "".join(f"\n  {name} = {column.tolist()}" for name, column in shown.items())
         mode = f" with {subject.mode}" if subject.mode else ""
         words = f"{difference(subject, relation, batch)}. Likely cause: {relation.cause}"
-        super().__init__(f"{subject.name}{mode} breaks {relation.name}: {words}{columns}")
+        super().__init__(f"{subject.name}{mode} breaks {name}: {words}{columns}")
 
 
 def check_loss(
@@ -50,30 +52,24 @@ def check_loss(
         if name not in RELATIONS:
             names = ", ".join(RELATIONS)
             raise ConfigError(f"no relation {name!r}: {names}.{nearest(name, RELATIONS)}")
-    left_out = {*skip, *subject.exempt}
-    chosen = [r for r in RELATIONS.values() if subject.kind in r.kinds and r.name not in left_out]
-    of_kind = all_batches(subject.kind)
-    modes = AGGREGATIONS if "loss_agg_mode" in subject.reads else ()
-    others = [replace(subject, mode=mode) for mode in modes if mode != subject.mode]
+    left_out, of_kind = {*skip, *subject.exempt}, all_batches(subject.kind)
+    chosen = {name: each for name, each in RELATIONS.items() if name not in left_out}
+    chosen = {name: each for name, each in chosen.items() if subject.kind in each.kinds}
     _try(subject, chosen, of_kind)
-    for other in others:
-        if _takes(other, of_kind[0]):
-            _try(other, [each for each in chosen if each.every_mode], of_kind[1::3])
-    return [relation.name for relation in chosen]
+    in_every_mode = {name: each for name, each in chosen.items() if each.every_mode}
+    for mode in AGGREGATIONS if "loss_agg_mode" in subject.reads else ():
+        other = replace(subject, mode=mode)
+        with suppress(ConfigError):  # it does not take every aggregation
+            other.at_once(of_kind[0])
+            _try(other, in_every_mode, of_kind[1::3])
+    return [*chosen]
 
 
-def _try(subject: Subject, chosen: Sequence[Relation], of_kind: Sequence[Batch]) -> None:
-    for relation in chosen:
+def _try(subject: Subject, chosen: Mapping[str, Relation], of_kind: Sequence[Batch]) -> None:
+    for name, relation in chosen.items():
         for batch in of_kind:
             if difference(subject, relation, batch):
-                raise BrokenRelation(subject, relation, shrink(subject, relation, batch))
-
-
-def _takes(subject: Subject, batch: Batch) -> bool:
-    try:
-        return bool(subject.at_once(batch))
-    except ConfigError:
-        return False
+                raise BrokenRelation(subject, name, shrink(subject, relation, batch))
 
 
 def difference(subject: Subject, relation: Relation, batch: Batch) -> str:

@@ -120,7 +120,7 @@ def _compared(ours: Subject, theirs: Subject) -> tuple[int, str]:
         expected = inside(theirs, batch)
         yield "as theirs", expected, inside(subject, batch)
 
-    same, equal, differences = Relation("", compare, (), False, 1e-6), 0, list[str]()
+    same, equal, differences = Relation(compare), 0, list[str]()
     refused = ConfigError()
     for batch in all_batches(theirs.kind):
         mask = batch["response_mask"]

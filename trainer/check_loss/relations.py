@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from trainer.check_loss import batches
 from trainer.check_loss.batches import ESTIMATOR, POLICY, PREFERENCE, REWARDS, VALUE, Batch
 from trainer.check_loss.subject import LOSS_SCALE_FACTOR, Outcome, Subject
+from workers.losses.aggregate import agg_loss
 
 Pairs = Iterator[tuple[str, Outcome, Outcome]]
 Compare = Callable[[Subject, Batch], Pairs]
@@ -31,31 +32,27 @@ STEP = 1e-5
 class Relation(NamedTuple):
     """A relation between outcomes."""
 
-    name: str
     compare: Compare
-    kinds: Sequence[str]
-    every_mode: bool
+    kinds: Sequence[str] = ()
+    every_mode: bool = False
     """Whether it is tried with every aggregation."""
-    tolerance: float
+    tolerance: float = 1e-6
 
     @property
     def cause(self) -> str:
         """What usually breaks it."""
-        cause = (inspect.getdoc(self.compare) or "").partition("Likely cause: ")[2]
-        return cause.replace("\n", " ")
+        words = inspect.getdoc(self.compare) or ""
+        return words.partition("Likely cause: ")[2].replace("\n", " ")
 
 
 RELATIONS: dict[str, Relation] = {}
 
 
-def relation(
-    *kinds: str, every_mode: bool = False, tolerance: float = 1e-6
-) -> Callable[[Compare], Compare]:
+def relation(*kinds: str, **details: Any) -> Callable[[Compare], Compare]:
     """Enter a relation for these kinds, by its function's name."""
 
     def enter(compare: Compare) -> Compare:
-        name = compare.__name__
-        RELATIONS[name] = Relation(name, compare, kinds, every_mode, tolerance)
+        RELATIONS[compare.__name__] = Relation(compare, kinds, **details)
         return compare
 
     return enter
@@ -161,8 +158,7 @@ def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
     Likely cause: each micro-batch is divided by its own count; divide its sum by
     batch_num_tokens or global_batch_size, the counts of the whole mini-batch.
     """
-    for whole, parts in _cuts(subject, batch):
-        rows = [batches.num_rows(part) for part in parts]
+    for rows, whole, parts in _cuts(subject, batch):
         yield f"in micro-batches of {rows} rows", whole, subject.measure([parts])
 
 
@@ -172,8 +168,7 @@ def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: each rank is divided by its own count, or scaled by dp_size the wrong way.
     """
-    for whole, parts in _cuts(subject, batch):
-        rows = [batches.num_rows(part) for part in parts]
+    for rows, whole, parts in _cuts(subject, batch):
         yield f"on ranks with {rows} rows", whole, subject.measure([[part] for part in parts])
 
 
@@ -318,14 +313,15 @@ def inside(subject: Subject, batch: Batch) -> Outcome:
     return {name: column[mask] if column.ndim else column for name, column in found.items()}
 
 
-def _cuts(subject: Subject, batch: Batch) -> Iterator[tuple[Outcome, list[Batch]]]:
-    """Yield the outcome at once, with parts of one row, with halves, and with uneven parts."""
+def _cuts(subject: Subject, batch: Batch) -> Iterator[tuple[list[int], Outcome, list[Batch]]]:
+    """Yield the outcome at once, with parts of one row, of half of the rows, and uneven ones."""
     rows, batch = batches.num_rows(batch), subject.with_choice(batch)
-    uneven = [] if subject.equal_cuts else [[0, rows - 1, rows]]
-    for ends in [[*range(rows + 1)], [0, rows // 2, rows][rows % 2 :: 1 + rows % 2], *uneven]:
-        if len(ends) > 2 and ends[1] > 0:
-            ranges = [range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-            yield subject.measure([[batch]]), [batches.take(batch, each) for each in ranges]
+    for sizes in ([1] * rows, [rows // 2] * 2, [rows - 1, 1]):
+        is_equal = len({*sizes}) == 1 or not subject.equal_cuts
+        if len(sizes) > 1 and sum(sizes) == rows and min(sizes) > 0 and is_equal:
+            starts = [sum(sizes[:part]) for part in range(len(sizes))]
+            ranges = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+            yield sizes, subject.measure([[batch]]), [batches.take(batch, each) for each in ranges]
 
 
 def _on_policy(subject: Subject, batch: Batch) -> Batch:
@@ -338,12 +334,6 @@ def _on_policy(subject: Subject, batch: Batch) -> Batch:
 
 def _weights(mask: Tensor, mode: str) -> Tensor:
     """Return what an aggregation multiplies the loss of each token by."""
-    lengths, rows = mask.sum(1, keepdim=True).double(), float(mask.any(1).sum())
-    divisors: dict[str, Tensor | float] = {
-        "token-mean": lengths.sum(),
-        "token-sum": 1.0,
-        "seq-mean-token-sum": rows,
-        "seq-mean-token-mean": lengths * rows,
-        "seq-mean-token-sum-norm": rows * LOSS_SCALE_FACTOR,
-    }
-    return mask / divisors[mode]
+    losses = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
+    total = agg_loss(losses, mask, mode, loss_scale_factor=LOSS_SCALE_FACTOR)
+    return torch.autograd.grad(total, losses)[0]

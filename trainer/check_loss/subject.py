@@ -134,10 +134,7 @@ class Subject:
         found = ", ".join(type(each).__name__ for each in returned)
         for is_wrong, words in (
             (not tensors, f"{found}: no tensor. Return the loss, or (loss, metrics)"),
-            (
-                not losses,
-                f"a loss that has no gradient by {self.variable}: look for a detach or item",
-            ),
+            (not losses, f"a loss that has no gradient by {self.variable}: is it detached?"),
             (len(losses) > 1, f"{len(losses)} tensors with a gradient: return (loss, metrics)"),
             (shapes != f"{shape}", f"the shape {shapes}, and a {self.kind} loss has {shape}"),
         ):
@@ -203,7 +200,8 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
             "the parameter, give it a default, or a value by --set NAME=VALUE."
         )
     reads, section = {*keys.values()}, KINDS[kind].section()
-    variable = next((each for each in KINDS[kind].variables if each in reads), "")
+    named = [*KINDS[kind].variables, ""]
+    variable = next((each for each in named if each in reads), "")
     rest = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     others = {*(GIVEN[-3:] if variable else GIVEN), *({*settings} - {*GIVEN})} - reads
     rest_reads = others if rest else set()
@@ -223,23 +221,20 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
         columns = [batch[each] for each in ("old_log_prob", "advantages", "response_mask")]
         return choose and choose(*columns, torch.Generator().manual_seed(0), config=section)
 
-    choose, default = facts_of(function).choose_tokens, signature.parameters.get("loss_agg_mode")
+    facts, default = facts_of(function), signature.parameters.get("loss_agg_mode")
+    choose = facts.choose_tokens
     mode = settings.get("loss_agg_mode", default and default.default)
-    return Subject(
-        name,
-        kind,
-        reads | rest_reads,
-        call,
-        variable or "".join(KINDS[kind].variables[:1]),
-        "token-mean" if mode is inspect.Parameter.empty else mode,
-        chosen if choose else None,
-        exempt=["finite_differences"] if facts_of(function).holds_weights else [],
-    )
+    mode = "token-mean" if mode is inspect.Parameter.empty else mode
+    exempt = ["finite_differences"] if facts.holds_weights else []
+    pick, reads = chosen if choose else None, reads | rest_reads
+    return Subject(name, kind, reads, call, variable or named[0], mode, pick, False, exempt)
 
 
-def _fit(
-    signature: inspect.Signature, kind: str, settings: Mapping[str, Any]
-) -> tuple[dict[str, str], list[str]]:
+Fit = tuple[dict[str, str], list[str]]
+"""What fills each parameter, and the parameters that nothing fills."""
+
+
+def _fit(signature: inspect.Signature, kind: str, settings: Mapping[str, Any]) -> Fit:
     """Return what fills each parameter in a function of this kind, and what nothing fills."""
     columns, variables = make_batch(kind, "1"), KINDS[kind].variables
     known = {*columns, *GIVEN, *COUNTS, *settings, *vars(KINDS[kind].section())}

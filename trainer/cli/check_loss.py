@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -27,18 +26,13 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("verl-like check-loss", add_help=False)
     parser.add_argument("target")
     parser.add_argument("--kind")
-    parser.add_argument("--set", nargs="+", default=[], type=_setting)
+    parser.add_argument("--set", nargs="+", default=[])
     parser.add_argument("--skip", nargs="+", default=[])
     options = parser.parse_args(arguments)
+    pairs = [word.partition("=")[::2] for word in options.set]
+    settings = {key: yaml.safe_load(value) for key, value in pairs}
     try:
-        names = check_loss(options.target, options.kind, skip=options.skip, **dict(options.set))
+        names = check_loss(options.target, options.kind, skip=options.skip, **settings)
     except BrokenRelation as error:
         sys.exit(f"error: {error}")
     print(f"{options.target}: {len(names)} relations hold: {', '.join(names)}")
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, is_setting, value = text.partition("=")
-    if not is_setting:
-        raise argparse.ArgumentTypeError(f"{text} is no KEY=VALUE")
-    return key, yaml.safe_load(value)

@@ -30,7 +30,7 @@ OURS = [
 
 @pytest.mark.parametrize(("name", "kind"), OURS)
 def test_no_false_alarm_on(name: str, kind: str) -> None:
-    of_kind = [each.name for each in RELATIONS.values() if kind in each.kinds]
+    of_kind = [relation for relation, each in RELATIONS.items() if kind in each.kinds]
     left_out = {"finite_differences"} & {*subject_of(name, kind).exempt}
     assert check_loss(name, kind) == [each for each in of_kind if each not in left_out]
 
@@ -72,6 +72,11 @@ def test_a_value_loss_and_an_estimator_are_known_by_their_parameters() -> None:
     assert subject_of(value_loss).kind == "value"
     assert check_loss(value_loss)
     assert subject_of(estimate).kind == "estimator"
+
+
+def test_an_unknown_aggregation_is_said() -> None:
+    with pytest.raises(ConfigError, match="unknown loss_agg_mode 'token-men'.*'token-mean'"):
+        check_loss(good, loss_agg_mode="token-men")
 
 
 def test_positional_only_parameters_are_filled() -> None:
