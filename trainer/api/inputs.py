@@ -30,6 +30,10 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     """Role -> what is given for it; the first of `roles` is that of a model alone."""
     is_function = callable(model) and not isinstance(model, torch.nn.Module | Mapping)
     given = _called(model, roles) if is_function else model
+    if isinstance(given, tuple | list):
+        wanted = ", ".join(f'"{role}": ...' for role in roles)
+        what = f"a {type(given).__name__} of {len(given)}"
+        raise ConfigError(f"model is {what}: give a dict of roles, {{{wanted}}}.")
     if not isinstance(given, Mapping):
         return {roles[0]: given}
 

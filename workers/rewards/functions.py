@@ -18,7 +18,8 @@ RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | di
 
 GIVE_REWARD = (
     "If you meant a reward of your own, name it: custom_reward_function.path=FILE.py "
-    "custom_reward_function.name=FUNCTION, or in Python reward=FUNCTION"
+    "custom_reward_function.name=FUNCTION, or in Python reward=FUNCTION. If a reward "
+    "model scores alone, set reward_model.rule_weight=0"
 )
 GSM8K_TAIL_CHARS = 300
 """An answer comes at the end: only this many last characters of a solution are searched."""

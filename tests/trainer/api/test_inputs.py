@@ -14,6 +14,7 @@ from trainer.api.inputs import (
     file_names,
     is_file_name,
     model_path,
+    models_by_role,
     prompt_row,
     rows_in_memory,
     text_row,
@@ -103,3 +104,9 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_pat
         model_path(model, tokenizer, tmp_path)
     with pytest.raises(ConfigError, match="is the one in its folder"):
         model_path("gpt2", tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("models", [("a", "b"), lambda: ["a", "b"]])
+def test_several_models_without_roles_are_answered_with_the_roles(models: Any) -> None:
+    with pytest.raises(ConfigError, match=r'of 2: give a dict of roles, \{"actor": ...,'):
+        models_by_role(models, ["actor", "critic"])
