@@ -32,7 +32,8 @@ OF_TRL = (
 """Fields of TRL's that its loss reads."""
 OF_TRL_ALONE = [{"use_bias_correction_kl": False}]
 """Fields that have no key here, and the values that are the same as none."""
-OF_ESTIMATOR = ("gamma", "lam", "norm_adv_by_std_in_grpo")
+OF_ESTIMATOR = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
+"""Settings of estimators, and verl's defaults."""
 NUMBERS = (0.0, 0.2, 1.0, 1.05, 3.0, 1e9)
 """Defaults of both frameworks, which a key may have had."""
 
@@ -59,13 +60,12 @@ def prove(system: str, done: Translation) -> str:
         if key.startswith("policy_loss.")
     }
     loss = _loss(f"verl:{fields.pop('loss_mode', 'vanilla')}", fields, config, [])
+    name = f"verl:{given.get('algorithm.adv_estimator', 'gae')}"
+    theirs = {key: given.get(f"algorithm.{key}", OF_ESTIMATOR[key]) for key in OF_ESTIMATOR}
+    estimator = foreign.subject_of(name, ESTIMATOR, **theirs)
     keys = {key: getattr(config.algorithm, key) for key in OF_ESTIMATOR}
     ours = match(get_estimator(config.algorithm.adv_estimator), "ours", ESTIMATOR, keys)
-    name = f"verl:{given.get('algorithm.adv_estimator', 'gae')}"
-    return (
-        f"Proof:\n  loss {loss}\n  estimator {name}: "
-        f"{_compared(ours, foreign.subject_of(name, ESTIMATOR, **keys))[1]}"
-    )
+    return f"Proof:\n  loss {loss}\n  estimator {name}: {_compared(ours, estimator)[1]}"
 
 
 def _loss(

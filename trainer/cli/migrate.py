@@ -37,10 +37,9 @@ def main(arguments: Sequence[str]) -> None:
     system, source, *more = arguments[: -1 if asks_for_proof else None]
     is_command = more and not os.path.isfile(source)
     found = migrate(system, [source, *more]) if is_command else migrate(system, source, more)
-    reports = [done.report(terminal_width()) for done in found]
+    print("\n\n".join(done.report(terminal_width()) for done in found), flush=True)
     if asks_for_proof:
         from trainer.check_loss.prove import prove
 
-        proofs = [prove(system, done) for done in found]
-        reports = [f"{report}\n\n{proof}" for report, proof in zip(reports, proofs, strict=True)]
-    print("\n\n".join(reports), flush=True)
+        for done in found:
+            print(f"\n{prove(system, done)}", flush=True)

@@ -61,6 +61,26 @@ def test_the_key_that_makes_them_differ_is_named(monkeypatch: pytest.MonkeyPatch
     assert "With loss_agg_mode=seq-mean-token-mean they are equal to 1e-6 on 24 batches" in told
 
 
+def test_an_estimator_has_the_settings_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
+    gae = f"{VERL} algorithm.adv_estimator=gae critic.model.path=y algorithm.lam=0.9"
+    (done,) = migrate("verl", shlex.split(gae))
+    assert "estimator verl:gae: equal to 1e-6 on 24 batches" in prove("verl", done)
+    done.settings["algorithm.lam"] = "0.8"
+    assert "estimator verl:gae: equal to 1e-6 on 3 batches; different on 21" in prove("verl", done)
+
+
+def test_without_the_framework_the_translation_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "verl", None)
+    words = ["verl-like", "migrate", "verl", *shlex.split(VERL), "--prove"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="verl could not be imported .*pip install verl==0.9.1"):
+        command.main()
+    assert capsys.readouterr().out.startswith("verl-like ppo")
+
+
 def test_what_has_no_policy_loss_is_said() -> None:
     assert proof("trl", "trl sft --model_name_or_path y --dataset_name z").startswith(
         "Proof: trl has no policy loss for sft"
