@@ -49,10 +49,12 @@ class PPOJob(Job):
     def rows_in_words(self) -> str:
         """Prompts, samples, lengths."""
         data, rows = self.config.data, self.rows("actor")
+        each = rows.samples // rows.prompts
         return (
-            f"{data.train_batch_size:,} prompts per step, {rows.samples // rows.prompts} samples "
-            f"each, {rows.prompt:g} + {rows.mean_response:g} tokens "
-            f"(at most {data.max_prompt_length:,} + {data.max_response_length:,})"
+            f"{data.train_batch_size:,} prompts per step, {each} sample{'s' * (each > 1)} each, "
+            f"{rows.prompt:g} + {rows.mean_response:g} tokens "
+            f"(at most {data.max_prompt_length:,} + {data.max_response_length:,}), "
+            f"updates of {self.config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
         )
 
     @property

@@ -35,7 +35,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     parts = [
         f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.rows_in_words}\n"
         f"{ASSUMED}",
-        "\n".join(draw_table(_table(job, best), max_columns)),
+        "\n".join([*draw_table(_table(job, best), max_columns), _speed(job, first)]),
         _listed("Keys of the first:", job.overrides(first)),
         memory_table(roles, devices, max_columns),
         _listed(
@@ -100,6 +100,18 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
         cells = f"{placement.step:.1f}", *stages, f"{most:.0f}", placement.limit(job.stages), words
         lines.append((str(number), *cells))
     return lines
+
+
+def _speed(job: Job, placement: PlannedPlacement) -> str:
+    """The samples per second of a placement, and the hours of the whole run."""
+    trained = next(role for role, held in job.models.items() if held.trains)
+    samples = job.rows(trained).samples
+    steps = job.config.trainer.total_training_steps
+    if steps is None:
+        length = "set trainer.total_training_steps to see the hours of the run"
+    else:
+        length = f"the run of {steps:,} steps takes {steps * placement.step / 3600:,.1f} hours"
+    return f"The first: {samples / placement.step:,.1f} samples per second; {length}."
 
 
 def _other_partitions(

@@ -68,12 +68,21 @@ def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str
 def test_the_text_has_the_keys_and_the_losers(settings: list[str]) -> None:
     text = plan.plan([*GPUS, *settings])
     for part in (
-        "16 x A100, 8 per node: 1,024 prompts per step, 1 samples each, 256 + 256 tokens",
+        "16 x A100, 8 per node: 1,024 prompts per step, 1 sample each, 256 + 256 tokens",
+        "updates of 64 prompts",
+        "samples per second; set trainer.total_training_steps to see the hours",
         "Seconds are arithmetic, nothing is measured",
         "Keys of the first:",
         "Why other placements lose:",
     ):
         assert part in text
+
+
+def test_the_text_has_the_hours_of_the_run(settings: list[str]) -> None:
+    arguments = [*GPUS, *settings, "trainer.total_training_steps=7200"]
+    _, found = planned(settings)
+    text = plan.plan(arguments)
+    assert f"the run of 7,200 steps takes {2 * found[0].step:,.1f} hours." in text
 
 
 def test_what_the_user_has_set_stays(settings: list[str]) -> None:
