@@ -48,6 +48,10 @@ def check_loss(
     """
     is_foreign = isinstance(target, str) and target.startswith(foreign.SYSTEMS)
     subject = (foreign.subject_of if is_foreign else subject_of)(target, kind, **settings)
+    unknown = {*settings} - {*subject.reads, "loss_agg_mode"}
+    if unknown and not is_foreign:
+        words = f"has no parameter {min(unknown)!r}.{nearest(min(unknown), subject.reads)}"
+        raise ConfigError(f"{subject.name} {words}")
     for name in skip:
         if name not in RELATIONS:
             names = ", ".join(RELATIONS)

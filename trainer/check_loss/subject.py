@@ -128,7 +128,7 @@ class Subject:
         """Return the loss, or say why the function returns none."""
         returned = self._returned(batch, facts)
         tensors = [each for each in returned if isinstance(each, Tensor)]
-        losses = [tensor for tensor in tensors if tensor.requires_grad]
+        losses = [each for each in tensors if each.requires_grad]
         shape = [len(batch[self.variable])] if self.kind == PREFERENCE else []
         shapes = ", ".join(str(list(tensor.shape)) for tensor in losses)
         found = ", ".join(type(each).__name__ for each in returned)

@@ -79,6 +79,13 @@ def test_an_unknown_aggregation_is_said() -> None:
         check_loss(good, loss_agg_mode="token-men")
 
 
+def test_a_setting_that_is_no_parameter_is_said() -> None:
+    with pytest.raises(ConfigError, match="good has no parameter 'clip_ratoi'.*'clip_ratio'"):
+        check_loss(good, clip_ratoi=0.1)
+    with pytest.raises(ConfigError, match="rloo has no parameter 'gamma'"):
+        check_loss("rloo", gamma=0.9)
+
+
 def test_positional_only_parameters_are_filled() -> None:
     def loss(log_prob, mask, /, *, batch_num_tokens):
         return agg_loss(-log_prob, mask, "token-mean", batch_num_tokens=batch_num_tokens)
