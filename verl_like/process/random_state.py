@@ -55,7 +55,7 @@ def load_random_state(path: Path) -> None:
     before = get_random_state()
     try:
         set_random_state(_read(path))
-    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         set_random_state(before)
         raise DamagedCheckpointError(f"{path} holds no random state: {error}") from error
 

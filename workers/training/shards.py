@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from verl_like.errors import CheckpointError
+from verl_like.errors import DamagedCheckpointError
 from workers.models.state import own_part
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
 from workers.parallel.placements import Piece, is_first_replica, pieces_of
@@ -92,25 +92,28 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         there = ", ".join(sorted(path.name for path in folder.glob("*"))[:5]) or "nothing"
-        raise CheckpointError(f"{folder} holds no <rank>.safetensors to read, but {there}")
+        raise DamagedCheckpointError(f"{folder} holds no <rank>.safetensors to read, but {there}")
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
                 facts = opened.metadata() or {}
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
+            raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
         if PLACES not in facts:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} is no shard of a checkpoint: its header is {facts!r:.80}"
             )
     try:
-        return dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+        found = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+        broken = [name for name, each in found.items() if not _is_covered(each.size, each)]
     except DAMAGE as error:
         raise _damaged(folder, error) from error
+    _refuse_broken(folder, broken)
+    return found
 
 
-def _damaged(folder: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{folder} is damaged: {type(error).__name__} {error!s:.80}")
+def _damaged(folder: Path, error: BaseException) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{folder} is damaged: {type(error).__name__} {error!s:.80}")
 
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -118,11 +121,7 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     stored = stored_tensors(folder)
     missing = [name for name in wanted if not _is_covered(wanted[name].shape, stored.get(name))]
-    if missing:
-        raise CheckpointError(
-            f"{folder} does not hold every element of {len(missing)} tensors once: "
-            f"{', '.join(missing[:5])}"
-        )
+    _refuse_broken(folder, missing)
     try:
         for path in sorted(folder.glob("*.safetensors")):
             _read_file(wanted, path)
@@ -144,6 +143,14 @@ def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
                 if shared := piece.shared_with(there):
                     own, of_file = shared
                     own_part(tensor)[own].copy_(stored[of_file])
+
+
+def _refuse_broken(folder: Path, names: Sequence[str]) -> None:
+    if names:
+        raise DamagedCheckpointError(
+            f"{folder} does not hold every element of {len(names)} tensors once: "
+            f"{', '.join(names[:5])}"
+        )
 
 
 def _is_covered(shape: tuple[int, ...], stored: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.workers.kept_ranks import run_kept
-from verl_like.errors import CheckpointError
+from verl_like.errors import CheckpointError, DamagedCheckpointError
 from workers.models.tensor_files import DTYPES
 from workers.training.shards import PLACES, read_shards, write_shards
 
@@ -174,7 +174,7 @@ def test_files_that_do_not_hold_the_tensors_are_refused_in_words(
     part(tmp_path, 0)
     part(tmp_path, 1)
     change(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(DamagedCheckpointError, match=message):
         read_shards({"w": torch.zeros(4, 2)}, tmp_path)
 
 
