@@ -27,6 +27,7 @@ from trainer.rollouts.preflight import check_model, check_reward_models, check_r
 from trainer.rollouts.reward_trial import try_rewards
 from workers.config import replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
+from workers.models.quantize import check_quantizable
 from workers.models.tokenizers import check_same_tokenizer, set_template_variables
 from workers.rewards.weighted import make_rewards
 from workers.rollout.build import check_notes_routing
@@ -104,6 +105,17 @@ def preflight(config: PPOConfig) -> None:
     check_reward_models(config)
     check_rollout(config)
     _check_offload(config)
+    _check_int8(config)
+
+
+def _check_int8(config: PPOConfig) -> None:
+    """Reject models that cannot have the int8 weights that a role asks for."""
+    models = [(held.model, held.head) for held in models_of(config).values() if held.quantization]
+    policy = config.actor_rollout_ref
+    if policy.rollout.quantization == "int8":
+        models.append((policy.model, "token"))
+    for model, head in models:
+        check_quantizable(meta_model(model, head))
 
 
 def _check_router_replay(config: PPOConfig) -> None:

@@ -185,10 +185,16 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def quantize_linears(module: nn.Module, device: torch.device) -> None:
-    """Let the weights of linear layers be int8 once they are written; refuse where none can be."""
+    """Let the weights of linear layers be int8 once they are written."""
     check_device(device.type)
-    layers = [layer for _, layer in quantizable(module)]
-    if not layers:
+    check_quantizable(module)
+    for _, layer in list(quantizable(module)):
+        _make_room(layer)
+
+
+def check_quantizable(module: nn.Module) -> None:
+    """Reject a model without layers that can be int8, or one that int8 makes wrong."""
+    if not any(quantizable(module)):
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
         raise ConfigError(
             f"quantization=int8: a model of type {kind!r} has no linear layers (torch.nn.Linear) "
@@ -200,8 +206,6 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
             f"quantization=int8: a model of type {support.model_type!r} is not to be rounded so "
             f"({reason}); leave quantization out."
         )
-    for layer in layers:
-        _make_room(layer)
 
 
 def _make_room(layer: nn.Linear) -> None:

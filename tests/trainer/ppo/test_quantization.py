@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.conftest import load as load_file
 from tests.integration.runs import calls, lines, numbers, overrides
@@ -15,6 +16,7 @@ from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.explain import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
+from trainer.ppo.prepare import preflight
 from trainer.ppo.recipe import needs_correction
 from trainer.ppo.score import reference_drift
 from verl_like.batch.protocol import DataProto
@@ -201,3 +203,15 @@ def test_a_run_with_an_int8_rollout_learns_the_tiny_task(tiny_dir: Path, tmp_pat
     first, last = CURVES.first_and_last(scores)
     assert last > first + CURVES.LEAST_RISE, scores
     assert all("rollout_corr/rollout_is_mean" in line for line in lines(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [(ROLLOUT,), (REF, KL)])
+def test_a_model_that_int8_cannot_hold_is_rejected_before_a_process_starts(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(
+        tmp_path
+    )
+    config = load(*settings, f"actor_rollout_ref.model.path={tmp_path}", "algorithm=grpo")
+    with pytest.raises(ConfigError, match="int8: a model of type 'gpt2' has no linear layers"):
+        preflight(config)
