@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import html
 import logging
+import math
 import re
 import sys
 import time
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """How the names of numbers begin that do not say what a step learned."""
 MOST_NUMBERS = 3
+EVERY_S = 1.0
+"""Seconds between two lines of the console, except for those that must not be missed."""
 MOST_SAMPLES = 16
 """Rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
@@ -79,9 +82,10 @@ class JsonLines:
 
 
 class Console:
-    """A live bar on a terminal, a line a step where there is none.
+    """A live bar on a terminal; elsewhere a line for each step, at most one in a second.
 
-    It shows what the recipe's `headline` picks of a step, or its first numbers, and the time left.
+    The first step, the last one, and every validation have their lines. A line shows what the
+    recipe's `headline` picks of a step, or its first numbers, and the time left.
     """
 
     def __init__(self, total_steps: int, headline: Headline, stream: TextIO | None = None):
@@ -90,6 +94,9 @@ class Console:
         self._bar: Any = None
         self._began = time.monotonic()
         self._first_step: int | None = None
+        self._printed = -math.inf
+        self._waiting: list[str] = []
+        """The lines of the last step, if they are not printed yet."""
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
@@ -102,9 +109,15 @@ class Console:
         else:
             each = (time.monotonic() - self._began) / (step - self._first_step + 1)
             left = f"  {timedelta(seconds=round(each * (self._total - step)))} left"
-        lines = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
-        lines += [f"    {score}" for score in scores]
-        print(*lines, sep="\n", file=self._stream, flush=True)
+        self._waiting = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
+        self._waiting += [f"    {score}" for score in scores]
+        is_due = time.monotonic() - self._printed >= EVERY_S
+        if is_due or scores or step == self._total:
+            self._print()
+
+    def _print(self) -> None:
+        print(*self._waiting, sep="\n", file=self._stream, flush=True)
+        self._printed, self._waiting = time.monotonic(), []
 
     def _move_bar(self, step: int, text: str, scores: list[str]) -> None:
         from tqdm import tqdm
@@ -125,6 +138,8 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self._waiting:
+            self._print()
 
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:

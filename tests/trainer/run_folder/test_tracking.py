@@ -61,7 +61,7 @@ def test_times_are_written_to_the_microsecond(tmp_path: Path) -> None:
     assert line == '{"step": 1, "timing_s/gen": 0.123457, "perf/x": 0.123456789}\n'
 
 
-def test_without_a_terminal_there_is_a_line_a_step(
+def test_without_a_terminal_a_step_has_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with make_tracking(config(tmp_path, "console"), 2, PPOTrainer.headline) as tracking:
@@ -213,3 +213,18 @@ def test_a_missing_login_is_said_with_the_way_out(
         make_tracking(config(tmp_path, "wandb"), total_steps=1),
     ):
         pass
+
+
+def test_fast_steps_share_a_line_a_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("trainer.run_folder.tracking.time.monotonic", lambda: now)
+    with make_tracking(config(tmp_path, "console"), 50, PPOTrainer.headline) as tracking:
+        for step in range(1, 13):
+            score = {"val-core/s/reward/mean@1": 0.25} if step == 3 else {}
+            tracking.log({**STEP, **score}, step)
+            now += 0.25
+    said = capsys.readouterr().out.splitlines()
+    steps = [line.split("/")[0] for line in said if line.startswith("step")]
+    assert steps == ["step 1", "step 3", "step 7", "step 11", "step 12"], "the last one at the end"
