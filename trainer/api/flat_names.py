@@ -59,6 +59,11 @@ SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use
 """Key of a weight -> the key that turns it on: a flat name of 0 turns it off."""
 
 
+def named(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of these names that have a value; `given` is a call's `locals()`."""
+    return {name: given[name] for name in names if given[name] is not None}
+
+
 def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.api.flat_names import OF_PPO
+from trainer.api.flat_names import OF_PPO, OF_ROWS, named
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
@@ -51,6 +51,27 @@ class PPO(PythonRun):
         val_prompts: Any = None,
         tokenizer: Any = None,
         callbacks: Sequence[object] = (),
+        lr: float | None = None,
+        critic_lr: float | None = None,
+        n: int | None = None,
+        mini_batch_size: int | None = None,
+        max_prompt_length: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        kl: float | None = None,
+        clip: float | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: int | None = None,
+        engine: str | None = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        seed: int | None = None,
+        devices: int | None = None,
+        save_to: str | Path | None = None,
+        save_every: int | None = None,
+        validate_every: int | None = None,
+        logger: str | Sequence[str] | None = None,
         **keys: Any,
     ) -> None:
         """Write what is in memory into the run folder, and check the configuration.
@@ -64,8 +85,11 @@ class PPO(PythonRun):
           `**row` for all. Or a reward model of transformers. Without one, the rule of each row's
           data_source. `rewards=[...]` is the configuration's list, in which these may stand.
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
-        - `keys`: flat names, of which `save_to` is the run folder, and keys of the configuration.
+        - `n`: samples of each prompt; `save_to`: the run folder; `devices`: processes on a node.
+          All keywords from `lr` to `logger` have the configuration's default if they are None.
+        - `keys`: keys of the configuration.
         """
+        keys |= named(OF_PPO, locals())
         if reward is not None and "rewards" in keys:
             raise ConfigError("reward and rewards are both given: put all into the list `rewards`.")
         if reward is not None:
@@ -173,6 +197,18 @@ class RowsRun(PythonRun):
         *,
         tokenizer: Any = None,
         callbacks: Sequence[object] = (),
+        lr: float | None = None,
+        max_length: int | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: int | None = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        seed: int | None = None,
+        devices: int | None = None,
+        save_to: str | Path | None = None,
+        save_every: int | None = None,
+        validate_every: int | None = None,
+        logger: str | Sequence[str] | None = None,
         **keys: Any,
     ) -> None:
         """Write what is in memory into the run folder, and check the configuration.
@@ -181,10 +217,13 @@ class RowsRun(PythonRun):
         - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
           iterable of them), or file names.
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
-        - `keys`: flat names, of which `save_to` is the run folder, and keys of the configuration.
+        - `save_to`: the run folder; `devices`: processes on a node. All keywords from `lr` to
+          `logger` have the configuration's default if they are None.
+        - `keys`: keys of the configuration.
 
         `model` and `rows` may be given by name; beside a model, `model={...}` is its section.
         """
+        keys |= named(OF_ROWS, locals())
         model = keys.pop("model", None) if model is None else model
         rows = keys.pop("rows", None) if rows is None else rows
         if model is None or rows is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,11 @@ def test_trl_s_names_are_names_of_nothing_else() -> None:
 def test_validation_rows_may_come_third(tiny_dir: Path, tmp_path: Path) -> None:
     run = SFT(tiny_dir / "model", ROWS, ROWS[:2], save_to=tmp_path)
     assert run.config().data.val_files == str(tmp_path / "inputs" / "val_files.jsonl")
+
+
+@pytest.mark.parametrize("cls", [PPO, GRPO, SFT, RewardModel, DPO])
+def test_every_flat_name_is_a_parameter_with_a_type(cls: Any) -> None:
+    parameters = inspect.signature(cls).parameters
+    for name in cls.flat_names:
+        assert parameters[name].default is None
+        assert "None" in parameters[name].annotation
