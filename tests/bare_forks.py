@@ -34,7 +34,11 @@ class BareProcess:
     def __init__(self, answers: socket.socket) -> None:
         self._answers = answers
         self.returncode: int | None = None
-        self.pid: int = read_number(answers)
+        try:
+            self.pid: int = read_number(answers)
+        except BaseException:
+            answers.close()
+            raise
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -75,16 +79,22 @@ class _Server:
 
     def start(self, request: Request, descriptors: list[int]) -> BareProcess:
         ours, theirs = socket.socketpair()
-        with theirs, self._asking:
-            send(self._requests, request, [theirs.fileno(), *descriptors])
+        try:
+            with theirs, self._asking:
+                send(self._requests, request, [theirs.fileno(), *descriptors])
+        except BaseException:
+            ours.close()
+            raise
         return BareProcess(ours)
 
-    def end(self) -> None:
+    def end(self) -> int:
+        """End it, and return its exit status."""
         self._requests.close()
-        self._process.wait()
+        return self._process.wait()
 
 
 server = functools.cache(_Server)
+_replacing = threading.Lock()
 
 
 def end_server() -> None:
@@ -98,7 +108,21 @@ def start_fork(
 ) -> BareProcess:
     """A process of `verl_like.process.child`: the same program, pipe, environment and output."""
     request = [program, *arguments], dict(environment), os.getcwd()
-    return server().start(request, [pipe.fileno(), 1, 2])
+    descriptors, asked = [pipe.fileno(), 1, 2], server()
+    try:
+        return asked.start(request, descriptors)
+    except (BrokenPipeError, EOFError):  # it has ended, as something that a test kills
+        replace_server(asked)
+    return server().start(request, descriptors)
+
+
+def replace_server(lost: _Server) -> None:
+    """Let the next request start another server, unless one has been started already."""
+    with _replacing:
+        if server() is lost:
+            status = lost.end()
+            print(f"a server of forks ended with {status}", file=sys.__stderr__, flush=True)
+            server.cache_clear()
 
 
 def serve(requests: socket.socket) -> tuple[list[int], Request]:
@@ -134,7 +158,8 @@ def serve(requests: socket.socket) -> tuple[list[int], Request]:
                 other.close()
             return others, request
         running[pid] = socket.socket(fileno=answers)
-        running[pid].sendall(packed(pid))
+        with contextlib.suppress(OSError):  # a signal has interrupted who asked
+            running[pid].sendall(packed(pid))
         for descriptor in others:
             os.close(descriptor)
 
@@ -146,10 +171,8 @@ def report_ended(running: dict[int, socket.socket]) -> None:
         if pid == 0:
             return
         with running.pop(pid) as answers:
-            try:
+            with contextlib.suppress(OSError):  # nobody waits for it
                 answers.sendall(packed(os.waitstatus_to_exitcode(status)))
-            except BrokenPipeError:  # nobody waits for it
-                pass
 
 
 def run_program(descriptors: Sequence[int], request: Request) -> None:

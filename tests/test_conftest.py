@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_fork_that_has_ended_and_not_yet_been_reported_may_be_killed(
         process.kill()
         theirs.sendall(packed(-signal.SIGKILL))
         assert process.wait() == -signal.SIGKILL
+
+
+def test_a_server_of_bare_forks_that_was_killed_is_replaced() -> None:
+    def start() -> int:
+        ours, theirs = Pipe()
+        with ours, theirs:
+            environment = dict(os.environ)
+            forked = bare_forks.start_fork("workers.rewards.program", theirs, [], environment)
+        return forked.wait(10)  # it has nobody to talk to
+
+    first = start()
+    lost = bare_forks.server()
+    os.kill(lost._process.pid, signal.SIGKILL)
+    lost._process.wait()
+    assert start() == first
+    assert bare_forks.server() is not lost
 
 
 @pytest.mark.ray
