@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.files import DATA_SOURCE
+from trainer.data.files import DATA_SOURCE, ground_truth_of
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_line, write_whole
 
@@ -170,7 +170,8 @@ def prompt_row(item: Any, prompt_key: str) -> Row:
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:
-        row["reward_model"] = {"ground_truth": row.pop("ground_truth", row.get("answer"))}
+        row["reward_model"] = {"ground_truth": ground_truth_of(row)}
+        row.pop("ground_truth", None)
     return row
 
 

@@ -112,8 +112,8 @@ def every_token(subject: Subject, batch: Batch) -> Pairs:
     """
     gradient = subject.at_once(_on_policy(subject, batch))["gradient"]
     inside = batch["response_mask"].bool()
-    found = (gradient != 0).where(inside, 0)
-    yield "where 1 says that a token has one", {"gradient": inside}, {"gradient": found}
+    nonzero = (gradient != 0).where(inside, 0)
+    yield "where 1 says that a token has one", {"gradient": inside}, {"gradient": nonzero}
 
 
 @relation(*WITH_MASK, every_mode=True)

@@ -33,7 +33,7 @@ from workers.losses.registry import GIVEN, POLICY_LOSSES, facts_of
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 
 Outcome = dict[str, Tensor]
-"""What a function gives on a batch: its loss and gradient, or the columns of an estimator."""
+"""The result of a function on a batch: its loss and gradient, or an estimator's columns."""
 LOSS_SCALE_FACTOR = 16.0
 COUNTS = (*GIVEN[-3:], "dp_size", "num_micro_batches")
 """What a function may be told about the whole mini-batch."""
@@ -231,7 +231,7 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
 
 
 Fit = tuple[dict[str, str], list[str]]
-"""What fills each parameter, and the parameters that nothing fills."""
+"""Return the column or setting for each parameter, and the parameters without one."""
 
 
 def _fit(signature: inspect.Signature, kind: str, settings: Mapping[str, Any]) -> Fit:

@@ -113,15 +113,16 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     return row
 
 
-def with_rule_columns(row: Row) -> Row:
-    """Return the row with a data_source and a ground truth, if missing.
+def ground_truth_of(row: Row) -> Any:
+    """Return the ground truth of a row without verl's `reward_model`."""
+    return row.get("ground_truth", row.get("answer"))
 
-    The ground truth is the column `ground_truth`, or `answer`.
-    """
+
+def with_rule_columns(row: Row) -> Row:
+    """Return the row with a data_source and a ground truth, if missing."""
     rule = row.get("reward_model")
     if rule is None or (isinstance(rule, dict) and "ground_truth" not in rule):
-        truth = row.get("ground_truth", row.get("answer"))
-        row = row | {"reward_model": {**(rule or {}), "ground_truth": truth}}
+        row = row | {"reward_model": {**(rule or {}), "ground_truth": ground_truth_of(row)}}
     return row if row.get("data_source") else row | {"data_source": DATA_SOURCE}
 
 

@@ -81,7 +81,7 @@ def setup_of(config: DetachedConfig) -> Setup:
 
 
 def makers_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """As `Setup` has it."""
+    """Return the makers that each rank takes samples from; empty if any rank takes any sample."""
     ranks = topology.routed_ranks
     return tuple(tuple(topology.makers_for(r)) for r in ranks) if ranks != [ANY_RANK] else ()
 

@@ -103,7 +103,9 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     """The settings in our keys; a notice says what was left out or renamed."""
     kept, notices, refused = [], [], []
     settings = [part for setting in settings for part in _parts(setting)]
-    given = {
+    sizes = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    given = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults are others
+    given |= {
         each.key_or_group: each.get_value_string() for each in settings if not each.is_delete()
     }
     for setting in settings:

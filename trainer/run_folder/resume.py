@@ -225,7 +225,7 @@ class ResumePoint:
         return start
 
     def _is_whole(self, step: int) -> bool:
-        """Whether the folder's checkpoint has every file; one that has not becomes `damaged`."""
+        """Return whether the checkpoint of this step is whole, and note one that is damaged."""
         folder = self.folder / f"global_step_{step}"
         if folder not in self.damaged:
             try:

@@ -124,8 +124,8 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[Call], str]:
 
 def call_like(text: str) -> str:
     """The part of a text that looks like a call in some form; "" if there is none."""
-    found = IS_LIKE_A_CALL.search(_without_thoughts(text))
-    return found[0] if found else ""
+    match = IS_LIKE_A_CALL.search(_without_thoughts(text))
+    return match[0] if match else ""
 
 
 def of_user(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:

@@ -408,8 +408,8 @@ class Episode:
             ]
             errors = sum(failed for _, failed in answers)
             return {"messages": messages, "reward": 0.0, "calls": len(calls), "errors": errors}
-        found = call_like(text) if self._tools else ""
-        return self._answer(text) | ({"call_like": found} if found else {})
+        unread_call = call_like(text) if self._tools else ""
+        return self._answer(text) | ({"call_like": unread_call} if unread_call else {})
 
     def _answer(self, text: str) -> dict[str, Any]:
         """The answer to a text that calls no tool."""

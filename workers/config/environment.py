@@ -37,7 +37,7 @@ class EnvironmentConfig(Section):
     call_parser: str | None = key(
         None, allows="the name of a form, or FILE.py:FUNCTION", read_when=PLAYS
     )
-    """How calls of tools are parsed; null: as the chat template writes them."""
+    """Parser of tool calls; null: the form that the chat template writes."""
     overrides: str = key(
         "serve",
         choices=("serve", "override", "reject"),

@@ -18,7 +18,7 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 class PolicyLossConfig:
     dro_beta: float | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    """What our losses read."""
+    """The settings that our losses read."""
 
 
 @dataclass

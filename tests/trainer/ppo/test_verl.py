@@ -223,6 +223,8 @@ def test_a_micro_batch_of_all_ranks_becomes_the_share_of_one() -> None:
     assert translate([*ranks, whole])[-1] == f"{actor}.ppo_micro_batch_size_per_gpu=4"
     shared = translate([*ranks, sequence, whole])[-1]
     assert shared == f"{actor}.ppo_micro_batch_size_per_gpu=8"
+    alone = translate([whole])[-1]
+    assert alone == f"{actor}.ppo_micro_batch_size_per_gpu=64", "a run has one process by default"
 
 
 def test_a_shard_size_counts_no_ranks_of_one_sequence() -> None:
