@@ -1,8 +1,8 @@
-"""One driver, groups of workers on named pools, a `DataProto` split and collected per call.
+"""One driver, groups of workers on named pools, and a `DataProto` that each call splits and
+collects.
 
 The public names are listed here. Each is imported when it is first used, so `import verl_like` is
-quick and loads neither torch nor ray; `RayWorkerGroup`, `RayResourcePool`, `ResourcePoolManager`
-and their kin then load ray.
+quick and loads neither torch nor ray. The names of the Ray backend load ray on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a configuration dataclass declares a key: its default and the rules that stand at the field.
+"""Declare a key of the configuration: a dataclass field with its default and its rules.
 
     @dataclass(kw_only=True)
     class OptimConfig(Section):
@@ -6,8 +6,8 @@
         lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
         min_lr_ratio: float = key(0.0, allows="a share", read_when=NOT_CONSTANT)
 
-A rule that needs two fields is no rule of a field: it is a check of the recipe. Nothing here
-imports torch: schemas are read on the way to `--help`.
+A rule about two fields does not belong to a field: it is a check of the recipe. Nothing here
+imports torch, because `--help` reads the schemas.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ S = TypeVar("S")
 
 
 class Section:
-    """Base of a configuration's dataclasses: `freeze` makes an object read-only.
+    """Base of a configuration's dataclasses; `freeze` makes an object read-only.
 
-    A run composes and settles its configuration once, and only reads it afterwards. `changed` makes
-    another one from it.
+    A run composes and settles its configuration once, and only reads it afterwards. `changed`
+    returns a modified copy.
     """
 
     __slots__ = ("_is_frozen",)  # a slot is no field: `vars` of a section has its keys only
@@ -81,27 +81,27 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
 
 @dataclass(frozen=True)
 class When:
-    """The condition under which a key, or all of a section, is read."""
+    """The condition under which a key or a section is read."""
 
     says: str
-    """The condition in words, as the docs show it: "there is a critic"."""
+    """The condition in words for the docs: "there is a critic"."""
     holds: Callable[[Any, Any], bool]
-    """(section that the key stands in, whole configuration) -> whether the key is read."""
+    """(section of the key, whole configuration) -> whether the key is read."""
     otherwise: str
-    """What is missing where it does not hold, as an error says it: "this run has no critic".
+    """What is missing if the condition is false, for errors: "this run has no critic".
 
-    `{section}` in it is the section's name and a dot.
+    `{section}` stands for the section's name and a dot.
     """
 
     def missing(self, section: str) -> str:
-        """`otherwise` of a key in that section."""
+        """Return `otherwise` for a key in that section."""
         return self.otherwise.replace("{section}", f"{section}." if section else "")
 
 
 def when(name: str, *values: Any, otherwise: str = "") -> When:
-    """The key `name` has one of these values, or is true.
+    """Return the condition that the key `name` has one of these values, or is true.
 
-    A name with dots is that of the whole configuration, another one stands in the same section.
+    A name with dots is a key of the whole configuration, any other name a key of the same section.
     """
     values = values or (True,)
     words = " or ".join(map(str, values))
@@ -118,7 +118,10 @@ def when(name: str, *values: Any, otherwise: str = "") -> When:
 
 
 def unless(name: str, value: Any = None, otherwise: str = "") -> When:
-    """The key `name` has another value; without one, it is set. Names are those of `when`."""
+    """Return the condition that `name` has another value, or without a value, that it is set.
+
+    Names are as in `when`.
+    """
     is_unset = value in (None, "")
     return When(
         f"`{name}` is set" if is_unset else f"`{name}` is not {value}",
@@ -128,7 +131,7 @@ def unless(name: str, value: Any = None, otherwise: str = "") -> When:
 
 
 def entry_takes(parameter: str, kind: str, name: str) -> When:
-    """What the key `name` names, in the registry of that kind, has a parameter of that name."""
+    """Return the condition that the registered entry which `name` names has this parameter."""
 
     def holds(section: Any, run: Any) -> bool:
         entry = registry_of(kind).look_up(_value(section, run, name))
@@ -149,47 +152,49 @@ def _value(section: Any, run: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class KeyRules:
-    """What is known of one key beside its type, default and docstring."""
+    """The rules of one key, besides its type, default and docstring."""
 
     above: float | None = None
-    """The value is larger than this."""
+    """The value is greater than this."""
     at_least: float | None = None
-    """The value is this or larger."""
+    """The value is at least this."""
     at_most: float | None = None
-    """The value is this or smaller."""
+    """The value is at most this."""
     below: float | None = None
-    """The value is smaller than this."""
+    """The value is less than this."""
     or_exactly: float | None = None
-    """A value outside the range that has a meaning of its own, such as -1."""
+    """A value outside the range that has a special meaning, such as -1."""
     choices: tuple[str, ...] = ()
-    """The values that there are; of a list, those of each item."""
+    """The valid values, of the key or of each item of its list."""
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Words of other systems for a choice -> that choice: a refusal of the word names it."""
+    """Words of other systems for a choice -> that choice, which the error for the word suggests."""
     registry: str = ""
-    """The kind of the registry that the value, or each item of a list, is looked up in.
+    """The kind of the registry in which the value, or each item of a list, is looked up.
 
-    A dotted path is the user's own.
+    A dotted path names the user's own code.
     """
     options: type | None = None
-    """The dataclass whose fields are the names that a dict may have, with their types and rules."""
+    """The dataclass whose fields are the valid names of a dict, with their types and rules."""
     arguments_of: str = ""
-    """The key in the same section that names an entry of a registry. The dict has arguments of the
-    entry: its keyword-only parameters with a default (`arguments_of`).
+    """The key in the same section that names an entry of a registry.
+
+    The dict then has arguments of the entry: its keyword-only parameters with a default.
     """
     allows: str = ""
-    """The values in words, where their type says too little and neither range nor choices do."""
+    """The values in words, if neither type, range nor choices describe them."""
     hint: str = ""
-    """The end of a refusal, and of the values in the docs: "or null to keep all"."""
+    """The end of an error message, and of the values in the docs: "or null to keep all"."""
     required: str = ""
-    """The key must not be empty; how to fill it."""
+    """If set, the key must not be empty; explains how to fill it."""
     read_when: tuple[When, ...] = ()
-    """The key is read only where all of these hold."""
+    """The key is read only if all of these hold."""
     may_change_on_resume: bool | None = None
-    """A resumed run may have another value: it does not decide what is computed. Of a key that does
-    not say, the attribute `may_change_on_resume` of its section's class decides.
+    """Whether a resumed run may have another value, because the key does not affect the results.
+
+    If None, the attribute `may_change_on_resume` of the section's class decides.
     """
     verl: str = ""
-    """The dotted key of the same thing in verl, where it has another name there."""
+    """The dotted key in verl, if it has another name there."""
 
 
 NO_RULES = KeyRules()
@@ -205,17 +210,17 @@ class Argument(NamedTuple):
 
 @functools.cache
 def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
-    """Name -> parameter that a configuration may set, by the signature of a registry's entry.
+    """Return name -> parameter of a registry's entry, for parameters that a configuration may set.
 
         def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
 
-    A function may have the attribute `takes_arguments_of`: the functions that it hands them to.
+    A function may pass its arguments on to others, which its attribute `takes_arguments_of` lists.
     """
     found = {}
     for function in getattr(entry, "takes_arguments_of", (entry,)):
         try:
             hints = typing.get_type_hints(function, include_extras=True)
-        except NameError:  # a type that only a checker imports: any value will do
+        except NameError:  # a type that only a checker imports: accept any value
             hints = {}
         for name, parameter in inspect.signature(function).parameters.items():
             default = parameter.default
@@ -233,7 +238,7 @@ def key(
     read_when: When | Sequence[When] = (),
     **rules: Any,
 ) -> Any:
-    """A dataclass field with its default (or `factory`) and `KeyRules`."""
+    """Return a dataclass field with its default (or `factory`) and `KeyRules`."""
     conditions = (read_when,) if isinstance(read_when, When) else tuple(read_when)
     metadata = {"rules": KeyRules(read_when=conditions, **rules)}
 
@@ -243,6 +248,6 @@ def key(
 
 
 def rules_of(field: dataclasses.Field[Any]) -> KeyRules:
-    """The rules that `key` put at a field; a plain field has none."""
+    """Return the rules that `key` attached to a field; a plain field has none."""
     rules: KeyRules = field.metadata.get("rules", NO_RULES)
     return rules

@@ -1,23 +1,20 @@
-"""The exception tree. Every message says what, where, the numbers, and the way out.
+"""The exception tree. Every message says what happened, where, with which numbers, and what to do.
 
-VerlLikeError
-├── BatchError (ValueError)            columns, lengths, rows of a DataProto
-│   └── MissingColumnError (KeyError)  a column that is not there, with the nearest names
-├── DispatchError (TypeError)          a call that a group cannot split or collect
-├── ConfigError (ValueError)           a setting that cannot work
-├── PlacementError (ValueError)        pools, roles and devices that do not fit together
-│   └── NoRoomError                    the nodes that live have too little for a pool
-├── WorkerError (RuntimeError)         something went wrong in or around a worker process
-│   ├── WorkerDiedError                the process is gone
-│   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
-├── RewardError (RuntimeError)         a reward that may not fail has failed
-├── CallbackError (RuntimeError)       a callback of the user's has raised
-├── RolloutError (RuntimeError)        generation refused or broke
-│   └── LostSamplesError               also a WorkerDiedError: the process had samples in the making
-├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
-├── LedgerError (RuntimeError)         a sample that was lost or counted twice
-└── CheckpointError (RuntimeError)     a checkpoint that cannot be written, found or trusted
-    └── DamagedCheckpointError         its files are not those that were written
+VerlLikeError ├── BatchError (ValueError)            columns, lengths, rows of a DataProto │   └──
+MissingColumnError (KeyError)  a column that does not exist, with the nearest names ├──
+DispatchError (TypeError)          a call that a group cannot split or collect ├── ConfigError
+(ValueError)           a setting that cannot work ├── PlacementError (ValueError)        pools,
+roles and devices that do not fit together │   └── NoRoomError                    the living nodes
+have too little for a pool ├── WorkerError (RuntimeError)         something went wrong in or around
+a worker process │   ├── WorkerDiedError                the process is gone │   └── WaitTimeoutError
+(TimeoutError) a wait with a name passed its deadline ├── RewardError (RuntimeError)         a
+reward that may not fail has failed ├── CallbackError (RuntimeError)       a user's callback has
+raised ├── RolloutError (RuntimeError)        generation was rejected or failed │   └──
+LostSamplesError               also a WorkerDiedError: the process had unfinished samples ├──
+WeightSyncError (RuntimeError)     weights that are not provably the trainer's ├── LedgerError
+(RuntimeError)         a sample that was lost or counted twice └── CheckpointError (RuntimeError)
+a checkpoint that cannot be written, read or trusted
+    └── DamagedCheckpointError         its files differ from those that were written
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 
 class VerlLikeError(Exception):
-    """Root of everything this project raises on purpose."""
+    """Root of all errors that this project raises on purpose."""
 
 
 class BatchError(VerlLikeError, ValueError):
@@ -35,10 +32,10 @@ class BatchError(VerlLikeError, ValueError):
 
 
 class MissingColumnError(BatchError, KeyError):
-    """A column was asked for that the batch does not have."""
+    """The batch does not have the requested column."""
 
     def __str__(self) -> str:
-        """The plain message: `KeyError` would quote it."""
+        """Return the plain message, which `KeyError` would quote."""
         return str(self.args[0]) if self.args else ""
 
 
@@ -55,7 +52,7 @@ class PlacementError(VerlLikeError, ValueError):
 
 
 class NoRoomError(PlacementError):
-    """The nodes that live have too little for a pool: another node would do."""
+    """The living nodes have too little for a pool; another node would help."""
 
 
 class WorkerError(VerlLikeError, RuntimeError):
@@ -71,19 +68,19 @@ class WaitTimeoutError(WorkerError, TimeoutError):
 
 
 class RewardError(VerlLikeError, RuntimeError):
-    """A reward that may not fail, by its `on_failure`, has failed."""
+    """A reward failed whose `on_failure` does not allow it."""
 
 
 class CallbackError(VerlLikeError, RuntimeError):
-    """A callback of the user's has raised; the cause is its own error."""
+    """A user's callback has raised; the cause is the callback's error."""
 
 
 class RolloutError(VerlLikeError, RuntimeError):
-    """Generation was refused or broke."""
+    """Generation was rejected or failed."""
 
 
 class LostSamplesError(RolloutError, WorkerDiedError):
-    """A worker process is gone with samples that it was making."""
+    """A worker process is gone with unfinished samples."""
 
 
 class WeightSyncError(VerlLikeError, RuntimeError):
@@ -95,28 +92,28 @@ class LedgerError(VerlLikeError, RuntimeError):
 
 
 class CheckpointError(VerlLikeError, RuntimeError):
-    """A checkpoint cannot be written, found or trusted."""
+    """A checkpoint cannot be written, read or trusted."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint's files are not those that were written."""
+    """A checkpoint's files differ from those that were written."""
 
 
 def cannot_travel(why: object) -> str:
-    """The message for a call whose arguments or result cannot be pickled or unpickled."""
+    """Return the message for a call whose arguments or result cannot be pickled or unpickled."""
     return f"arguments or result cannot travel between processes: {why}"
 
 
 def few(words: Sequence[str], most: int = 8) -> str:
-    """The first of them, and how many more there are: a message about a thousand stays readable."""
+    """Return the first `most` words and the number of the others, to keep messages short."""
     more = len(words) - most
     return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint such as " Did you mean 'critic_pool'?", or the empty string when nothing is close.
+    """Return a hint such as " Did you mean 'critic_pool'?", or "" if no name is close.
 
-    Capitals do not count.
+    Upper and lower case are equal.
     """
     by_lower_case = {str(v).lower(): str(v) for v in valid}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.5)

@@ -1,7 +1,7 @@
 """Atomic writes: files and folders that appear whole or not at all, and their checksums.
 
-Checkpoints are written and checked with these. JSON is read and written so that whatever a file
-holds ends in a value or in words, and every string survives.
+Checkpoints are written and checked with these. Reading JSON yields a value or an error in words,
+whatever the file contains, and every string survives a round trip.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-"""What some readers take for a line's end, and lone surrogates, which UTF-8 cannot hold."""
+"""Characters that some readers take for a line's end, and lone surrogates, which UTF-8 cannot
+hold."""
 
 
 def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
-    """Write beside `path`, force it to the disk, then rename over what was there.
+    """Write next to `path`, force it to the disk, then rename it over the old file.
 
-    Without `to_disk` nobody waits for the disk: the file outlives this process, but maybe not a
-    failure of the machine.
+    With `to_disk=False` the file is not forced to the disk: it survives this process, but maybe not
+    a failure of the machine.
     """
     draft = path.with_name(path.name + ".part")
     with draft.open("wb") as file:
@@ -37,13 +38,14 @@ def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only its user can enter; one that is there keeps its mode."""
+    """Make a folder that only its user can enter; an existing folder keeps its mode."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def what_blocks(folder: Path) -> Path | None:
-    """Why files could not be written in a folder, which may be one to be made: the nearest part of
-    its path that exists, where that is no folder or this user may not write there.
+    """Return the path that prevents writing into a folder, or None; the folder may not exist yet.
+
+    It is the nearest existing part of the folder's path, if that is not a folder or not writable.
     """
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if each.exists())
@@ -51,7 +53,7 @@ def what_blocks(folder: Path) -> Path | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
+    """Force the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,7 +62,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(part: Path, folder: Path) -> None:
-    """Rename a finished folder to its name; an older folder of that name goes only then."""
+    """Rename a finished folder to its final name, and only then remove an older folder there."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -71,7 +73,7 @@ def put_in_place(part: Path, folder: Path) -> None:
 
 
 def fingerprint(path: Path) -> dict[str, int]:
-    """Size and crc32 of a file's bytes."""
+    """Return the size and crc32 of a file's bytes."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -80,9 +82,9 @@ def fingerprint(path: Path) -> dict[str, int]:
 
 
 def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
-    """What is wrong with a file, by the fingerprint that was noted when it was written.
+    """Describe how a file differs from the fingerprint of when it was written; "" if it is intact.
 
-    Empty where nothing is. Without `reads` only its size is looked at.
+    With `reads=False` only its size is compared.
     """
     if not path.is_file():
         return "is missing"
@@ -95,8 +97,9 @@ def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
 
 
 def refuse_other_form(found: Mapping[str, Any], form: Mapping[str, type]) -> None:
-    """A ValueError unless every name of `form` has a value of its type, and `files` is one of
-    fingerprints.
+    """Raise ValueError unless `found` has a value of its type for every name of `form`.
+
+    A value `files` must also consist of fingerprints.
     """
     for name, kind in form.items():
         if type(found.get(name)) is not kind:
@@ -105,7 +108,7 @@ def refuse_other_form(found: Mapping[str, Any], form: Mapping[str, type]) -> Non
 
 
 def refuse_other_facts(files: Any) -> None:
-    """A ValueError unless `files` has a fingerprint for every name of a file below the folder."""
+    """Raise ValueError unless `files` maps names of files below the folder to fingerprints."""
     if not isinstance(files, dict):
         raise ValueError(f"files is {files!r:.40}, not an object of fingerprints by name")
     for name, facts in files.items():
@@ -117,14 +120,14 @@ def refuse_other_facts(files: Any) -> None:
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """A line of a JSONL file, its newline included; `json_lines` says how."""
+    """Return a line of a JSONL file with its newline, as `json_lines` does."""
     return json_lines([value], default)
 
 
 def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = None) -> str:
-    """Lines of a JSONL file, newlines included: readable text, and every string survives.
+    """Return lines of a JSONL file with their newlines, as readable text that keeps every string.
 
-    `default` makes something plain of what JSON has no form for.
+    `default` converts objects that JSON cannot represent.
     """
     encode = json.JSONEncoder(ensure_ascii=False, default=default).encode
     text = "".join(f"{encode(value)}\n" for value in values)
@@ -132,9 +135,9 @@ def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = Non
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text file, which end with newlines alone, one at a time.
+    """Yield the lines of a text file, which end only with newlines.
 
-    Bytes that are no UTF-8 are shown as such.
+    Bytes that are not UTF-8 are escaped.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
@@ -142,7 +145,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a text stands for; whatever is wrong with the text is a ValueError."""
+    """Return the value of a JSON text; raise ValueError for any fault in it."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -150,9 +153,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file, one a line that has the text, and how many of these lines are none.
+    """Return the objects of a JSONL file whose line contains `text`, and the number of bad lines.
 
-    A process that is killed leaves half a line; a file that is not there has no lines.
+    A killed process leaves half a line. A file that does not exist has no lines.
     """
     found, num_broken = [], 0
     for line in lines_of(path) if path.is_file() else ():
@@ -170,7 +173,7 @@ def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; a ValueError says why there is none."""
+    """Return the object in a JSON file, or raise a ValueError that says why there is none."""
     found = parse_json(path.read_bytes())
     if not isinstance(found, dict):
         raise ValueError(f"it holds {found!r:.40}, not a JSON object")

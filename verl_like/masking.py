@@ -1,11 +1,11 @@
-"""Secrets kept out of what a run writes: its configuration, its logs, its errors.
+"""Mask secrets in everything that a run writes: its configuration, its logs, its errors.
 
     masked({"env_vars": {"HF_TOKEN": "hf_abc..."}})     # {"env_vars": {"HF_TOKEN": "***"}}
     mask_text("refused: hf_abc...")                      # "refused: ***"
 
-A value is a secret by the name that it stands under, in the configuration or in the environment.
-`mask_text` knows those of this process's environment, and those that `masked` has seen: a run's
-configuration in the driver, the arguments of its roles in a worker.
+The name of a value in the configuration or the environment decides whether it is a secret.
+`mask_text` knows the secrets of this process's environment and those that `masked` has seen: in the
+driver a run's configuration, in a worker the arguments of its roles.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 8
-"""Characters of a secret that is looked for in text: shorter ones may be any word."""
+"""The fewest characters of a secret that is masked in text: shorter ones may be any word."""
 SHORTEST_NAMED = 4
-"""Characters of a variable's value whose name is shown in messages."""
+"""The fewest characters of a variable's value that messages replace by the variable's name."""
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$"
     r"|(^|_)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!mask_)token$",
     re.IGNORECASE,
 )
 _IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)(?=@)")
-"""User and password ahead of a host."""
+"""User and password before a host."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what has this name is not to be shown: HF_TOKEN, api-key, db.password."""
+    """Return whether a name marks a secret: HF_TOKEN, api-key, db.password."""
     return bool(_SECRET_NAME.search(name.replace("-", "_")))
 
 
 def masked(tree: Any) -> Any:
-    """A copy of the tree with secrets masked; dataclasses become dicts, tuples become lists."""
+    """Return a copy of the tree with secrets masked, dataclasses as dicts and tuples as lists."""
     if isinstance(tree, str):
         return _without_passwords(tree)
     if isinstance(tree, Mapping):
@@ -50,7 +50,7 @@ def masked(tree: Any) -> Any:
 
 
 def learn_secrets(tree: Any) -> None:
-    """Know those that stand in it: `mask_text` masks them from now on."""
+    """Add the secrets in a tree to those that `mask_text` masks."""
     masked(tree)
 
 
@@ -63,7 +63,7 @@ def _masked_value(name: str, value: Any) -> Any:
 
 
 def show_by_name(value: str, name: str) -> None:
-    """Have `mask_text` write the name in the place of this value: a configuration read it."""
+    """Have `mask_text` replace this value by the name, because a configuration read it."""
     if len(value) >= SHORTEST_NAMED:
         _by_name()[value] = name
 
@@ -74,7 +74,7 @@ def _by_name() -> dict[str, str]:
 
 
 def mask_text(text: str) -> str:
-    """The text without the secrets that are known in this process."""
+    """Return the text with all known secrets of this process masked."""
     for value, name in _by_name().items():
         text = text.replace(value, name)
     for secret in sorted(_known(), key=len, reverse=True):
@@ -89,5 +89,5 @@ def _without_passwords(text: str) -> str:
 
 @cache
 def _known() -> MutableSet[str]:
-    """The secrets of this process."""
+    """Return the secrets of this process."""
     return {value for name, value in os.environ.items() if value and is_secret_name(name)}

@@ -1,4 +1,4 @@
-"""Objects that a configuration names: entries of a registry, or code of the user's own.
+"""Objects that a configuration names: entries of a registry, or the user's code.
 
     POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
@@ -9,11 +9,11 @@
     POLICY_LOSSES.look_up("my_package.losses.my_loss")  # your own, imported
     POLICY_LOSSES.look_up("losses/mine.py:my_loss")     # your own, in a file
 
-With `Registry(kind, check)` an entry that cannot be called as it will be is refused at once.
+With `Registry(kind, check)`, an entry that does not fit its call is rejected at once.
 
 `load_object` reads the three forms of a path: `package.module.name`, `package.module:name` and
-`folder/file.py:name`. `load_from` finds a name in a file or a module. Nothing here imports torch:
-the processes that run reward functions start with it.
+`folder/file.py:name`. `load_from` loads a name from a file or a module. Nothing here imports torch,
+because the processes that run reward functions start with this module.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _by_kind: dict[str, Registry[Any]] = {}
 
 
 def registry_of(kind: str) -> Registry[Any]:
-    """The registry of that kind; the module that makes it has been imported before.
+    """Return the registry of that kind; its module must have been imported.
 
-    A configuration's schema names a kind, and so needs nothing of what is registered.
+    A configuration's schema names a kind, and therefore does not import the entries.
     """
     assert kind in _by_kind, f"no imported module makes a registry of {kind!r}; import it first"
     return _by_kind[kind]
 
 
 class Registry(Mapping[str, T]):
-    """Names and what they stand for, in the order in which they were registered."""
+    """Objects by name, in the order in which they were registered."""
 
     def __init__(self, kind: str, check: Check | None = None) -> None:
-        """`kind` says in messages what the entries are, such as "policy loss".
+        """`kind` names the entries in messages, such as "policy loss".
 
-        `check` refuses what is none (`verl_like.signatures`).
+        `check` rejects objects that do not fit (`verl_like.signatures`).
         """
         self.kind = kind
         self._check = check
@@ -58,7 +58,7 @@ class Registry(Mapping[str, T]):
         _by_kind[kind] = self
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """A decorator that enters an object under its name and aliases, and hands it back."""
+        """Return a decorator that registers an object under its name and aliases."""
 
         def enter(entry: T) -> T:
             self._refuse_unfit(entry, name)
@@ -74,7 +74,7 @@ class Registry(Mapping[str, T]):
         return enter
 
     def look_up(self, name: str) -> T:
-        """The entry of that name, or the user's object at that path."""
+        """Return the entry of that name, or the user's object at that path."""
         if name in self._entries:
             return self._entries[name]
         if "." not in name and ":" not in name:
@@ -105,20 +105,20 @@ class Registry(Mapping[str, T]):
 
 
 def load_object(path: str, what: str) -> Any:
-    """The object at a path, as this module's first lines have it; `what` is the setting's name."""
+    """Return the object at a path of the module docstring's forms; `what` is the setting's name."""
     return _imported(path, f"{what}={path}")
 
 
 def load_from(path: str, name: str, path_key: str, name_key: str) -> Any:
-    """The object called `name` in a Python file (`folder/file.py`) or module (`package.module`).
+    """Return the object `name` of a Python file (`folder/file.py`) or module (`package.module`).
 
-    `path_key` and `name_key` are the settings that hold the two, for refusals.
+    `path_key` and `name_key` are the settings of the two, for errors.
     """
     return _named(path, name, f"{path_key}={path}", f"{name_key}={name!r}")
 
 
 def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
-    """The object of that name in a file or module; messages begin with one of the subjects."""
+    """Return the object of that name in a file or module; errors begin with one of the subjects."""
     if path.endswith(".py"):
         module = _module_of_file(Path(path), path_subject)
     else:
@@ -130,7 +130,7 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
 
 
 def _imported(path: str, subject: str) -> Any:
-    """The object at a path; an error's message begins with `subject`."""
+    """Return the object at a path; errors begin with `subject`."""
     if ":" in path:
         place, _, name = path.rpartition(":")
         return _named(place, name, subject, subject)
@@ -160,7 +160,7 @@ def _module(name: str, subject: str, way_out: str) -> ModuleType:
 
 
 def check_file(path: Path, subject: str) -> None:
-    """Refuse a file that is not there; the message begins with `subject`."""
+    """Raise if a file does not exist; the message begins with `subject`."""
     if not path.is_file():
         raise ConfigError(f"{subject}: there is no such file (looked for {path.resolve()}).")
 
@@ -176,7 +176,7 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
     assert spec is not None, "a path that ends in .py always has a loader"
     assert spec.loader is not None, "a path that ends in .py always has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: its dataclasses look themselves up there
+    sys.modules[name] = module  # before it runs, because its dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -191,12 +191,12 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
 
 
 def module_of_file(value: Any) -> ModuleType | None:
-    """The module of a class that was loaded by the path of its file; None for other classes."""
+    """Return the module of a class that was loaded by its file's path, or None."""
     module = sys.modules.get(getattr(value, "__module__", ""))
     return module if module is not None and "_loaded_from" in vars(module) else None
 
 
 def _syntax_error(subject: str, error: SyntaxError) -> str:
-    """One line about an error in a file of the user's."""
+    """Describe a syntax error in a user's file in one line."""
     text = (error.text or "").strip()
     return f"{subject}: {error.filename}, line {error.lineno}: {error.msg}: {text}"

@@ -1,11 +1,11 @@
-"""Whether code of the user's can be called as it will be, asked before anything runs.
+"""Check, before anything runs, that the user's code accepts the calls that it will get.
 
     LOSS = Call("old_log_prob", "log_prob", by_name=("advantages", "response_mask"))
     check_call(my_loss, "policy loss 'my_module.my_loss'", LOSS)
     check_methods(MyEngine, RolloutEngine, "rollout.name=my_module.MyEngine")
 
-A registry checks what it finds by such a rule (`verl_like.registry`). Of what is written in C
-nothing is known, and nothing refused.
+Registries use such checks (`verl_like.registry`). Functions that are written in C have no known
+signature, and are accepted.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 from verl_like.errors import ConfigError
 
 Check = Callable[[Any, str], None]
-"""(object, how messages begin) -> None, or a `ConfigError`."""
+"""(object, beginning of messages) -> None, or raise a `ConfigError`."""
 BOUND_OTHERWISE = (staticmethod, classmethod)
 
 
 class Call:
-    """What a call gives: values by position, which have these names here, and others by name."""
+    """The arguments of a call: values by position, with names for messages, and others by name."""
 
     def __init__(self, *by_position: str, by_name: Sequence[str] = ()) -> None:
         self.by_position, self.by_name = by_position, tuple(by_name)
 
     def __str__(self) -> str:
-        """As in code: `(batch, *, seed)`."""
+        """Return the arguments as in code: `(batch, *, seed)`."""
         named = ("*", *self.by_name) if self.by_position and self.by_name else self.by_name
         return f"({', '.join([*self.by_position, *named])})"
 
 
 def check_call(function: Any, subject: str, call: Call) -> None:
-    """Refuse what is no function, and one that this call would not fit."""
+    """Reject an object that is not a function or does not accept this call."""
     if not callable(function):
         raise ConfigError(
             f"{subject} is a {type(function).__name__}, which cannot be called: name a function, "
@@ -54,7 +54,7 @@ def check_call(function: Any, subject: str, call: Call) -> None:
 
 
 def check_by_name(function: Any, subject: str) -> None:
-    """Refuse what is no function, and one with a parameter that cannot be filled by its name."""
+    """Reject an object that is not a function or has a parameter that cannot be passed by name."""
     signature = signature_of(function) if callable(function) else None
     names = signature.parameters.values() if signature else ()
     check_call(function, subject, Call(by_name=[each.name for each in names if is_asked(each)]))
@@ -63,9 +63,10 @@ def check_by_name(function: Any, subject: str) -> None:
 def check_methods(
     cls: type, base: type, subject: str, names: Collection[str] | None = None
 ) -> None:
-    """Refuse a subclass without a method that it must have, or with one that does not fit.
+    """Reject a subclass that lacks a required method or has a method that does not fit.
 
-    A method of the user's takes what that of `base` takes; only these `names`, if they are given.
+    A user's method must accept the arguments of the method of `base`. If `names` is set, only these
+    methods are checked.
     """
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise ConfigError(f"{subject} has no {', '.join(missing)}: a class of its kind needs it.")
@@ -76,7 +77,7 @@ def check_methods(
 
 
 def check_method(owner: Any, name: str, subject: str, call: Call) -> None:
-    """Refuse a method of a class, or of an object, that this call would not fit."""
+    """Reject a method of a class or object that does not accept this call."""
     is_unbound = isinstance(owner, type) and not isinstance(
         inspect.getattr_static(owner, name), BOUND_OTHERWISE
     )
@@ -85,7 +86,7 @@ def check_method(owner: Any, name: str, subject: str, call: Call) -> None:
 
 
 def call_of(method: Any) -> Call:
-    """The shortest call that a method of ours takes, less `self` and the like."""
+    """Return the shortest call that a method of ours accepts, without `self` and the like."""
     function = method.__func__ if isinstance(method, BOUND_OTHERWISE) else method
     signature = signature_of(function)
     if signature is None:
@@ -98,7 +99,7 @@ def call_of(method: Any) -> Call:
 
 
 def signature_of(function: Any) -> inspect.Signature | None:
-    """The signature, where there is one to be had."""
+    """Return the signature of a function, or None if it has none."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -106,7 +107,7 @@ def signature_of(function: Any) -> inspect.Signature | None:
 
 
 def in_words(signature: inspect.Signature) -> str:
-    """The parameters without their types, as in code."""
+    """Return the parameters without their types, as in code."""
     bare = [
         each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()
     ]
@@ -114,7 +115,7 @@ def in_words(signature: inspect.Signature) -> str:
 
 
 def _methods_beyond(cls: type, base: type) -> list[str]:
-    """What the classes between `base` and `cls` define, but for Python's own methods."""
+    """Return the names that classes between `base` and `cls` define, except Python's own."""
     names = []
     for each in cls.__mro__:
         for name, value in vars(each).items():
@@ -125,6 +126,6 @@ def _methods_beyond(cls: type, base: type) -> list[str]:
 
 
 def is_asked(parameter: inspect.Parameter) -> bool:
-    """Whether a call must give it."""
+    """Return whether a call must pass this parameter."""
     takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and not takes_many

@@ -1,7 +1,6 @@
-"""Text for the terminal: its width, lines wrapped to it, and tables that fit.
+"""Text for the terminal: its width, wrapped lines, and tables that fit.
 
-Tables (placement, batch sizes, dataflow) come from `draw_table`; what a command prints goes through
-`fit`.
+Tables (placement, batch sizes, dataflow) come from `draw_table`. `fit` wraps what a command prints.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 NARROWEST = 20
-"""Columns that a terminal is taken to have at least."""
+"""The smallest width that is assumed for a terminal."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that move the cursor, change colors or end lines, except tab and newline."""
 
 
 def end_with_the_reader() -> None:
-    """Let this process end silently once nobody reads its output (`| head`)."""
+    """End this process silently once nobody reads its output (`| head`)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def outlive_the_reader() -> None:
-    """Let no print of this process fail: what its console cannot take, or show, is dropped.
+    """Make prints of this process safe: output that its console cannot take or show is dropped.
 
-    What others have put in the place of a standard stream stays.
+    A standard stream that others have replaced stays.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
@@ -42,7 +41,7 @@ def outlive_the_reader() -> None:
             continue
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-        if stream is None:  # closed: the next file that is opened would get what is printed
+        if stream is None:  # closed: the next opened file would receive the prints
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if name != "stdin":
@@ -54,7 +53,7 @@ def outlive_the_reader() -> None:
 
 @contextmanager
 def outliving_the_reader() -> Iterator[None]:
-    """`outlive_the_reader` within; the streams of a program of the user's come back after it."""
+    """Apply `outlive_the_reader` inside the block, and restore the streams after it."""
     before = sys.stdin, sys.stdout, sys.stderr
     outlive_the_reader()
     try:
@@ -64,7 +63,7 @@ def outliving_the_reader() -> Iterator[None]:
 
 
 class _Console(io.FileIO):
-    """A standard stream, whose reader may be gone, whose disk full, whose terminal closed."""
+    """A standard stream whose reader may be gone, disk full, or terminal closed."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         size = memoryview(data).nbytes
@@ -75,30 +74,33 @@ class _Console(io.FileIO):
 
 
 def print_or_end(text: str) -> None:
-    """Print it at once; the same for a process that has pipes to others, which may break, too."""
+    """Print the text at once, and end silently if nobody reads it.
+
+    Unlike `end_with_the_reader`, this suits a process with other pipes that may also break.
+    """
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no later flush fails
         sys.exit(128 + signal.SIGPIPE)
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal, or what COLUMNS says; None if the output is a file or a pipe."""
+    """Return the columns of the terminal, or COLUMNS; None if the output is a file or a pipe."""
     if not (os.environ.get("COLUMNS") or sys.stdout.isatty()):
         return None
     return max(shutil.get_terminal_size().columns, NARROWEST)
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out, since a name in a file may hold any."""
+    """Return the text with control characters escaped, since a file's name may contain any."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def fit(text: str, width: int | None, indent: str = "    ") -> str:
-    """The text with its long lines wrapped to `width`; a key or a path is never cut.
+    """Wrap long lines to `width` without ever cutting a key or a path.
 
-    None leaves the lines as they are. Control characters are written out.
+    None leaves the lines as they are. Control characters are escaped.
     """
     text = printable(text)
     if width is None:
@@ -108,7 +110,7 @@ def fit(text: str, width: int | None, indent: str = "    ") -> str:
 
 def _wrap(line: str, width: int, indent: str) -> list[str]:
     if len(line) <= width:
-        return [line]  # as it is: textwrap would change its spaces
+        return [line]  # unchanged, because textwrap would change its spaces
     return textwrap.wrap(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -120,10 +122,10 @@ def draw_table(
     num_titles: int = 1,
     flush_right: bool = False,
 ) -> list[str]:
-    """Lines of a table whose first row is its heading, in columns if `width` has room for them.
+    """Return the lines of a table whose first row is its heading, in columns if they fit `width`.
 
-    Else each row becomes a paragraph: its first `num_titles` cells, then the others, each with its
-    heading. `flush_right` aligns the columns after the titles to the right.
+    If they do not fit, each row becomes a paragraph: its first `num_titles` cells, then the others,
+    each with its heading. `flush_right` aligns the columns after the titles to the right.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -140,7 +142,7 @@ def draw_table(
 
 
 def _in_columns(row: Sequence[str], widths: Sequence[int], num_left: int) -> str:
-    """The cells of a row under each other's: the first `num_left` on the left of their column."""
+    """Align the first `num_left` cells of a row left in their columns, the others right."""
     cells = []
     for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
         cells.append(cell.ljust(width) if place < num_left else cell.rjust(width))

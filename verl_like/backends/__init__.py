@@ -1,1 +1,1 @@
-"""Where worker processes come from: `local` starts them here, `ray` on a cluster."""
+"""The backends that start worker processes: `local` on this machine, `ray` on a cluster."""

@@ -129,9 +129,9 @@ state and environment. A call within a call runs in the same thread."""
 
 
 class InlineTransport(_LocalTransport):
-    """One process: the caller's, in the caller's thread.
+    """A transport for one process: the caller's, in the caller's thread.
 
-    A call runs when it is made, and its future keeps the result or the error. Values are copied on
+    A call runs when it is made, and its future stores the result or the error. Values are copied on
     the way in and out. Calls of several threads take turns, whichever inline group they are for. A
     call past the queue runs in its own thread, next to the others.
     """
@@ -160,7 +160,7 @@ class InlineTransport(_LocalTransport):
         self._construct(self.host.construct_again)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Run the call now, in a thread if it goes past the queue: it may take long."""
+        """Run the call now, or in a thread if it goes past the queue, because it may take long."""
         isolated, answer = copy.deepcopy(call), Future[Any]()
         if call.past_queue:
             work = isolated, (), answer
@@ -182,11 +182,11 @@ class InlineTransport(_LocalTransport):
                 raise
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Return the caller's own stack, which is where it waits."""
+        """Return the caller's own stack, which shows where it waits."""
         return {0: self.host.stacks()}
 
     def place(self, rank: int) -> str:
-        """The caller's thread, in words."""
+        """Return "the caller's thread", for messages."""
         return "in the caller's thread"
 
     def shutdown(self) -> None:
@@ -284,7 +284,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         return f"pid {self.children[rank].process.pid}"
 
     def shutdown(self) -> None:
-        """Kill the children: they have nothing to finish, and a stopped one hears nothing."""
+        """Kill the children: they have nothing to finish, and a stopped one receives no request."""
         for child in self.children:
             child.process.kill()
         deadline = time.monotonic() + 5.0

@@ -5,10 +5,10 @@
 
     Answering(connection, host).run(in_turn)               # in the process, in its own thread
 
-Each request of `AT_ONCE` is answered in its own thread while the process computes. When one end
-dies the connection breaks, and the other end knows. A process that the driver has not started
-itself waits in `listen` for a driver that comes with its key by `connect`. `main` is the program of
-the local backend's child processes.
+Each request of `AT_ONCE` is answered in its own thread while the process computes. If one end dies,
+the connection breaks, and the other end notices. A process that the driver did not start itself
+waits in `listen` for a driver that connects with its key (`connect`). `main` is the program of the
+local backend's child processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from verl_like.process.machine import process_state
 logger = logging.getLogger(__name__)
 AT_ONCE = ("stacks", "past_queue", "kill")
 KEY_S = 5.0
-"""Time that a new connection has to send the key."""
+"""The time that a new connection has to send the key."""
 KEY_BYTES = 16
 STOPPED_S = 15.0
 """A process that is stopped for this time counts as lost."""
@@ -251,7 +251,7 @@ def listen(address: str, host: WorkerHost) -> Endpoint:
 
 
 def connect(endpoint: Endpoint, how_it_ended: Callable[[], str]) -> Requests:
-    """Connect to such a process and return the driver's end, or raise `WorkerDiedError`."""
+    """Connect to an endpoint and return the driver's end, or raise `WorkerDiedError`."""
     try:
         connected = socket.create_connection((endpoint.address, endpoint.port), KEY_S)
         connected.sendall(endpoint.key)
@@ -302,7 +302,7 @@ def _connection_over(connected: socket.socket) -> Connection:
 
 @dataclass(frozen=True)
 class Part:
-    """A reference to the payload (0) or the header (1) of an answer that a future gives."""
+    """A reference to the payload (0) or the header (1) of a future's answer."""
 
     answer: Future[Any]
     position: int

@@ -1,1 +1,1 @@
-"""`DataProto`, the batch that every role method takes and returns, as rows, pickle and file."""
+"""`DataProto`, the batch that role methods take and return: its columns, pickle format and file."""

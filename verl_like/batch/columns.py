@@ -1,7 +1,7 @@
-"""The columns of a batch: what may be one, their names and lengths, and how rows are numbered.
+"""The columns of a batch: valid types, names, lengths and row numbers.
 
 A column is a dense `torch.Tensor`, a `Ragged` or a numpy array; dim 0 counts rows. Nothing here
-changes its arguments, and every message names the column that it is about.
+changes its arguments, and every error names its column.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Array = NDArray[Any]
 
 
 def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
-    """The tensor columns by name, in a dict of their own; none if there is no TensorDict."""
+    """Return the tensor columns by name in a new dict, which is empty without a TensorDict."""
     return {} if batch is None else cast(dict[str, torch.Tensor], dict(batch.items()))
 
 
 def object_rows(rows: Iterable[Any]) -> Array:
-    """A 1-D object array of these elements; lists of equal length stay lists."""
+    """Return a 1-D object array of these elements; lists of equal length stay lists."""
     listed = list(rows)
     return np.fromiter(listed, dtype=object, count=len(listed))
 
 
 def as_array(name: str, value: Any) -> Array:
-    """A numpy column: an array as it is, a list or tuple as rows of objects."""
+    """Return a numpy column: an array unchanged, a list or tuple as rows of objects."""
     if isinstance(value, np.ndarray) and value.ndim:
         return value
     if isinstance(value, (list, tuple)):
@@ -46,7 +46,7 @@ def as_array(name: str, value: Any) -> Array:
 
 
 def check_tensor(name: str, column: Any) -> None:
-    """Raise unless it is a dense tensor with rows."""
+    """Raise unless the column is a dense tensor with rows."""
     if not isinstance(column, torch.Tensor):
         hint = "give a tensor"
         if isinstance(column, (list, tuple, np.ndarray)):
@@ -60,7 +60,7 @@ def check_tensor(name: str, column: Any) -> None:
 
 
 def check_tensordict(batch: Any) -> None:
-    """Raise unless it is a TensorDict of dense tensors with one batch dim."""
+    """Raise unless the batch is a TensorDict of dense tensors with one batch dim."""
     if not isinstance(batch, TensorDict):
         raise BatchError(f"batch is a {type(batch).__name__}, not a TensorDict: use from_dict().")
     if len(batch.batch_size) != 1:
@@ -70,14 +70,14 @@ def check_tensordict(batch: Any) -> None:
 
 
 def check_lengths(lengths: dict[str, int]) -> None:
-    """Raise when the columns, given by name and length, are not all equally long."""
+    """Raise unless all columns have the same length; `lengths` maps names to lengths."""
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
         raise BatchError(f"Columns of one batch need the same number of rows: {shown}.")
 
 
 def known_keys(keys: str | Iterable[str], valid: Iterable[str], kind: str) -> list[str]:
-    """The wanted keys without duplicates; raise for the first that is not among the valid ones."""
+    """Return the wanted keys without duplicates; raise at the first key that is not valid."""
     wanted = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
     have = list(valid)
     for key in wanted:
@@ -90,7 +90,7 @@ def known_keys(keys: str | Iterable[str], valid: Iterable[str], kind: str) -> li
 
 
 def row_index(index: Any, rows: int) -> NDArray[np.int64]:
-    """Row numbers 0..rows-1 out of a list, array or tensor of integers or of booleans.
+    """Return row numbers 0..rows-1 for a list, array or tensor of integers or booleans.
 
     Negative integers count back from the end; booleans are a mask over all rows.
     """
@@ -125,7 +125,7 @@ def row_index(index: Any, rows: int) -> NDArray[np.int64]:
 
 
 def _cut_list(what: str, value: Any, num_chunks: int) -> list[Any]:
-    """A list, tuple or array in chunks of its kind."""
+    """Cut a list, tuple or array into chunks of the same type."""
     if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
         shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
         raise BatchError(
@@ -137,7 +137,7 @@ def _cut_list(what: str, value: Any, num_chunks: int) -> list[Any]:
 
 
 def cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
-    """Dim 1 in chunks that are rows, in memory of its own."""
+    """Cut dim 1 into chunks that become rows, in new memory."""
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
         return object_rows(
             chunk

@@ -1,10 +1,10 @@
-"""A batch as one safetensors file that can be loaded from anybody: nothing in it is ever run.
+"""Save a batch as one safetensors file, which is safe to load from anyone: nothing in it is
+executed.
 
 Tensors are stored as they are, ragged columns as values, lengths and starts, numeric and text
-arrays as bytes. One JSON document, itself a tensor of bytes, holds object columns, `meta_info` and
-the order of everything. In it objects have exact types: JSON's own stand for themselves; tuples,
-numpy scalars and dicts that hold the tag itself are tagged: `{"!": "tuple", "value": [...]}`.
-Anything else is refused.
+arrays as bytes. One JSON document, stored as a tensor of bytes, holds object columns, `meta_info`
+and the order of all entries. JSON's own types are stored as they are. Tuples, numpy scalars and
+dicts that contain the tag get a tag: `{"!": "tuple", "value": [...]}`. Any other type is rejected.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ T = TypeVar("T")
 _FORMAT = {"format": "verl_like.DataProto", "version": "1"}
 _DOCUMENT = "document"
 _BYTES_KINDS = "biufcSUmM"
-"""Kinds of numpy dtypes that are nothing but bytes."""
+"""Kinds of numpy dtypes that consist of plain bytes."""
 
 _TAG = "!"
 _MAX_DEPTH = 100  # of containers in containers: JSON and its reader recurse
-_MAX_INT_BITS = 4096  # Python refuses to read longer integers from text
+_MAX_INT_BITS = 4096  # Python does not parse longer integers from text
 _SCALARS: dict[str, type[np.generic]] = {
     kind.__name__: kind
     for kind in (
@@ -54,7 +54,7 @@ _DAMAGE = (
     ArithmeticError,
     RuntimeError,
 )
-"""What reading a file that is not ours, or is cut or changed, may raise."""
+"""Errors that a foreign, truncated or modified file may raise when it is read."""
 
 
 def save(
@@ -64,9 +64,9 @@ def save(
     arrays: dict[str, Array],
     meta: dict[str, Any],
 ) -> None:
-    """Write the parts of a batch to one file; the file appears complete or not at all.
+    """Write the parts of a batch to one file, atomically.
 
-    `rows` is None of a batch without a TensorDict.
+    `rows` is None for a batch without a TensorDict.
     """
     stored: dict[str, torch.Tensor] = {}
     ragged: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def save(
                 for place, value in enumerate(array.reshape(-1))
             ]
         elif array.dtype.kind in _BYTES_KINDS:
-            # safetensors has no empty tensor of bytes to read from: one byte stands in for none
+            # safetensors cannot read an empty tensor of bytes, so one byte is written instead
             stored[f"array:{name}"] = _bytes_tensor(array.tobytes() or bytes(1))
         else:
             raise BatchError(
@@ -119,11 +119,11 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 
 
 def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
-    """Write beside the target, then rename over it."""
+    """Write to a temporary file next to the target, then rename it over the target."""
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         content = safetensors.torch.save(stored, metadata=_FORMAT)
-        # not with safetensors' own writer: its files are readable by their owner alone
+        # not with safetensors' own writer: its files are readable only by their owner
         with open(draft, "xb") as file:
             file.write(content)
             file.flush()
@@ -145,7 +145,7 @@ def load(
     path: str | os.PathLike[str],
     build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
 ) -> T:
-    """Read what `save` wrote and build a batch of its parts; anything else is a `BatchError`."""
+    """Read what `save` wrote and build a batch of its parts; raise `BatchError` for other files."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"No batch file at {os.fspath(path)!r}.")
     try:
@@ -164,7 +164,7 @@ def load(
 
 
 def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
-    """The tensor columns of an open file."""
+    """Return the tensor columns of an open file."""
     ragged = document.get("ragged", {})
     columns: dict[str, Column] = {}
     for name in document["tensors"]:
@@ -178,7 +178,7 @@ def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
 
 
 def _read_array(spec: dict[str, Any], stored: Any) -> Array:
-    """A numpy column of an open file."""
+    """Return a numpy column of an open file."""
     shape = [int(size) for size in spec["shape"]]
     dtype = np.dtype(str(spec["dtype"]))
     if min(shape) < 0:
@@ -192,7 +192,10 @@ def _read_array(spec: dict[str, Any], stored: Any) -> Array:
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """A value in JSON's types. Exact types only: a subclass would come back as its base."""
+    """Return the value in JSON's types.
+
+    A subclass of a known type is rejected, because it would come back as its base class.
+    """
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value

@@ -1,10 +1,10 @@
-"""Memory for large columns: private copies and joined rows lie in blocks of their own.
+"""Memory for large columns: private copies and joined rows have memory blocks of their own.
 
 Fresh memory costs more than the copy into it, because the kernel has to find and clear every page.
-So the block under a rectangle that nobody refers to any more is kept, up to `KEPT_BYTES` in all,
-for the next one of about its size: rectangles come in the same sizes step after step. The values of
-ragged columns never do, and are a tenth as large: their blocks go back to the system at once, which
-those of malloc do not.
+The block of a column that has died is therefore reused by the next column of about its size.
+Rectangles have the same sizes in every step, so up to `KEPT_BYTES` of unused blocks are cached. The
+values of ragged columns vary in size and are a tenth as large: their blocks go back to the system
+at once, which memory from malloc does not.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import torch
 from numpy.typing import NDArray
 
 LARGE_BYTES = 1 << 22
-"""From this size on a column lies in a block; numpy asks for large pages from there on too."""
+"""Columns of at least this size get a block; numpy also asks for large pages from this size on."""
 UNKEPT_BYTES = 1 << 18
-"""From this size on the values of a ragged column lie in pages of their own."""
+"""Values of a ragged column of at least this size get their own pages."""
 KEPT_BYTES = 1 << 28
-"""Unused blocks are kept up to this size in all."""
+"""Total size of the unused blocks that are cached."""
 STEP_BYTES = 1 << 21
-"""Blocks are whole multiples of this, so that columns of nearly one size fit the same ones."""
+"""Block sizes are multiples of this, so that columns of nearly the same size fit the same
+blocks."""
 MOST_SLACK = 1.25
-"""A block is used for a column that needs at least its size divided by this."""
+"""A block is reused for a column of at least its size divided by this."""
 Block = NDArray[np.uint8]
 
 
 class BlockCache:
-    """Blocks that no column lies in any more.
+    """A cache of blocks that no column uses any more.
 
-    A column may die in any thread and at any time, in the middle of `lend` too. So there is no
-    lock: every step on `_unused` is a single operation on a dict.
+    A column may die in any thread and at any time, even during `lend`. Therefore there is no lock:
+    every access to `_unused` is a single operation on a dict.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
@@ -41,34 +42,36 @@ class BlockCache:
         self._unused: dict[int, Block] = {}
 
     def lend(self, num_bytes: int) -> Block:
-        """Memory of that size, a used block if one fits; it comes back when the array dies."""
+        """Return memory of that size, from the cache if a block fits; it comes back when the array
+        dies.
+        """
         block = self._take(num_bytes)
         if block is None:
             block = np.empty(-(-num_bytes // STEP_BYTES) * STEP_BYTES, np.uint8)
         lent = block[:num_bytes]
-        # views of a view refer to the block itself, so only whoever holds `lent` may make any:
-        # that is the tensor over it, whose own views and arrays keep the tensor alive
+        # views of a view refer to the block itself, so only the holder of `lent` may make any:
+        # the tensor over it does, and views and arrays of that tensor keep the tensor alive
         weakref.finalize(lent, self._give_back, block).atexit = False
         return lent
 
     def unused_bytes(self) -> int:
-        """The size of the unused blocks."""
+        """Return the total size of the unused blocks."""
         return sum(block.nbytes for block in list(self._unused.values()))
 
     def _take(self, num_bytes: int) -> Block | None:
-        """The smallest unused block that fits."""
+        """Remove and return the smallest unused block that fits, or None."""
         fitting = []
         for key, block in list(self._unused.items()):
             if num_bytes <= block.nbytes <= max(num_bytes * MOST_SLACK, num_bytes + STEP_BYTES):
                 fitting.append((block.nbytes, key))
         for _, key in sorted(fitting):
             taken = self._unused.pop(key, None)
-            if taken is not None:  # else another thread was quicker
+            if taken is not None:  # otherwise another thread took it first
                 return taken
         return None
 
     def _give_back(self, block: Block) -> None:
-        """Keep the block; the ones that have waited longest make room for it."""
+        """Cache the block; the blocks that have waited longest are dropped to make room."""
         self._unused[id(block)] = block
         while self.unused_bytes() > self.kept_bytes:
             oldest = next(iter(list(self._unused)), None)
@@ -80,14 +83,14 @@ _blocks = BlockCache()
 
 
 def copy_of(column: torch.Tensor) -> torch.Tensor:
-    """A copy of a column in memory of its own."""
+    """Return a copy of a column in new memory."""
     if column.nbytes < LARGE_BYTES or not _is_plain(column):
         return column.clone()
     return _room(column.shape, column.dtype).copy_(column)
 
 
 def join_rows(parts: list[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
-    """The rows of all parts, in order; unless it `keeps` blocks, in one that is never kept."""
+    """Return the rows of all parts, in order; with `keeps`, their block is cached after use."""
     size = sum([part.nbytes for part in parts])
     if size < (LARGE_BYTES if keeps else UNKEPT_BYTES) or not all(map(_is_plain, parts)):
         return torch.cat(parts)
@@ -103,11 +106,11 @@ def _unkept_room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_plain(column: torch.Tensor) -> bool:
-    """On the CPU, and no gradient flows through it."""
+    """Return whether the column is on the CPU and carries no gradient."""
     return column.device.type == "cpu" and not column.requires_grad
 
 
 def _room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose values are whatever the memory held before."""
+    """Return an uninitialized tensor."""
     lent = _blocks.lend(shape.numel() * dtype.itemsize)
     return torch.from_numpy(lent).view(dtype).view(shape)

@@ -1,7 +1,7 @@
-"""Columns of several batches: whether they are equal, their union, and their rows end to end.
+"""Columns of several batches: their comparison, union and concatenation.
 
-NaN equals NaN throughout. Nothing here changes its arguments, and every message names the column
-or the key of `meta_info` that it is about.
+NaN equals NaN throughout. Nothing here changes its arguments, and every error names its column or
+key of `meta_info`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from verl_like.errors import BatchError
 
 AnyColumn = torch.Tensor | Ragged | Array
 Inside = frozenset[tuple[int, int]]
-"""Pairs of containers that are being compared further out."""
+"""Pairs of enclosing containers whose comparison is in progress."""
 
 
 def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
-    """Whether two objects are equal, looking into containers, tensors and arrays.
+    """Return whether two objects are equal, also inside containers, tensors and arrays.
 
-    A ragged column is equal to its rectangle. Containers that hold themselves are equal if they do
-    so in the same places.
+    A ragged column is equal to its rectangle. Containers that contain themselves are equal if they
+    do so in the same places.
     """
     pair = (id(left), id(right))
     if left is right or pair in inside:
@@ -56,7 +56,9 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
 
 
 def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
-    """The values of two ragged columns with the same spans; else both with their padding."""
+    """Return the values of two ragged columns with the same spans; otherwise both with their
+    padding.
+    """
     both = isinstance(left, Ragged) and isinstance(right, Ragged)
     if both and left.has_spans_of(right):
         return left.values, right.values
@@ -64,12 +66,12 @@ def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def _same_layout(left: AnyColumn, right: AnyColumn) -> bool:
-    """Equal shape and dtype."""
+    """Return whether shape and dtype are equal."""
     return left.shape == right.shape and left.dtype == right.dtype
 
 
 def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where two tensors of one layout differ."""
+    """Return a mask of the places where two tensors of one layout differ."""
     right = right.to(left.device)
     if left.is_floating_point() and left.element_size() == 1:
         left, right = left.float(), right.float()  # one-byte floats have no comparison
@@ -80,7 +82,7 @@ def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _unequal_array(left: Array, right: Array, same: Callable[[Any, Any], bool]) -> Array:
-    """Where two arrays of one layout differ; `same` compares objects."""
+    """Return a mask of places where two arrays of one layout differ; `same` compares objects."""
     if left.dtype == object:
         pairs = zip(left, right, strict=True)
         return np.array([not same(*pair) for pair in pairs], dtype=bool)
@@ -91,7 +93,7 @@ def _unequal_array(left: Array, right: Array, same: Callable[[Any, Any], bool]) 
 
 
 def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
-    """Raise when a column that both sides of a union have is not the same one."""
+    """Raise if the two sides of a union have different columns of this name."""
     if left is right:
         return
     shapes = f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
@@ -111,7 +113,7 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """A new TensorDict with the columns of both; a column in both must be equal."""
+    """Return a new TensorDict with the columns of both; a column in both must be equal."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
         raise BatchError(f"Union: the batches have different batch sizes, {sizes}.")
@@ -122,12 +124,12 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 def union_numpy_dict(
     tensor_dict1: dict[str, Array], tensor_dict2: dict[str, Array]
 ) -> dict[str, Array]:
-    """A new dict with the columns of both; a column in both must be equal."""
+    """Return a new dict with the columns of both; a column in both must be equal."""
     return union_columns(tensor_dict1, tensor_dict2)
 
 
 def union_columns(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """A new dict with the columns of both; a column in both must be equal."""
+    """Return a new dict with the columns of both; a column in both must be equal."""
     merged = dict(first)
     for name, column in second.items():
         if name in merged:
@@ -138,7 +140,7 @@ def union_columns(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 
 
 def union_meta(first: dict[str, Any], second: dict[str, Any], where: str) -> dict[str, Any]:
-    """A new dict with the entries of both; an entry in both must be equal."""
+    """Return a new dict with the entries of both; an entry in both must be equal."""
     merged = dict(first)
     for key, value in second.items():
         if key in merged and not same_value(merged[key], value):
@@ -151,10 +153,10 @@ def union_meta(first: dict[str, Any], second: dict[str, Any], where: str) -> dic
 
 
 def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The union of all, except that `metrics` become one dict of lists.
+    """Return the union of all dicts, except that `metrics` become one dict of lists.
 
-    A part's metrics are a dict or a list of dicts. The list under a metric has one entry for each
-    dict that has this metric, in the order of the parts.
+    A part's metrics are a dict or a list of dicts. The list of a metric has one entry for each dict
+    that has this metric, in the order of the parts.
     """
     merged: dict[str, Any] = {}
     metrics: list[dict[str, Any]] = []
@@ -173,7 +175,7 @@ def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _metrics_of(meta: dict[str, Any], part: int) -> list[dict[str, Any]]:
-    """The dicts of metrics in the meta of one part."""
+    """Return the dicts of metrics in the meta of one part."""
     found = meta.get("metrics")
     if found is None:
         return []
@@ -188,14 +190,14 @@ def _metrics_of(meta: dict[str, Any], part: int) -> list[dict[str, Any]]:
 
 
 def concat_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The columns of part 0, each with the rows of all parts in order."""
+    """Return the columns of part 0, each with the rows of all parts in order."""
     return {name: _concat_column(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def _concat_column(name: str, parts: Sequence[Any]) -> Any:
-    """The rows of all parts of one column, in order; dtypes and the other dims must agree.
+    """Concatenate one column of all parts; dtypes and the other dims must agree.
 
-    They are ragged where all parts are, with one fill.
+    The result is ragged if all parts are ragged and have one fill.
     """
     first = parts[0]
     # arrays of text may differ in width: nothing is lost
@@ -217,7 +219,7 @@ def _concat_column(name: str, parts: Sequence[Any]) -> Any:
 
 
 def check_same_keys(parts: Sequence[Sequence[str]], kind: str) -> None:
-    """Raise when the parts of a concat do not have the same columns of a kind."""
+    """Raise unless all parts of a concatenation have the same columns of a kind."""
     for place, keys in enumerate(parts[1:], start=1):
         missing = [key for key in parts[0] if key not in keys]
         extra = [key for key in keys if key not in parts[0]]

@@ -1,7 +1,7 @@
-"""`DataProto`, the batch that every role method takes and returns (verl's names).
+"""`DataProto`, the batch that every role method takes and returns (with verl's names).
 
-Three parts aligned on rows: tensor columns, `non_tensor_batch` (numpy arrays, mostly of objects)
-and `meta_info` (a dict about all rows):
+Its three parts are aligned by rows: tensor columns, `non_tensor_batch` (numpy arrays, mostly of
+objects) and `meta_info` (a dict about all rows):
 
     data = DataProto.from_dict({"input_ids": ids}, {"uid": ["0-0", "1-0"]}, {"temperature": 1.0})
     data.union(rollout.generate_sequences(data.select(["input_ids"])))
@@ -9,15 +9,15 @@ and `meta_info` (a dict about all rows):
 
 A tensor column is dense, or `Ragged`: rows of different lengths without their padding.
 
-    data.column("responses"), data.columns      # as they are: a Tensor or a Ragged
-    data.padded("responses")                    # the rectangle, made for the asker
+    data.column("responses"), data.columns      # as stored: a Tensor or a Ragged
+    data.padded("responses")                    # the rectangle; a copy if the column is ragged
     data.set_columns({"advantages": column})
     data.batch["responses"]                     # verl's layout: see `batch`
 
-Methods leave the batch and the caller's containers alone, except `union`, `rename`, `reorder`,
-`padding`, `set_columns` and `to`, which change the batch and return it, and `pop`. Picking rows
-copies them: a slice that shared memory with its parent would let a write into a mini-batch change
-the batch, and would keep a whole batch alive for one row of it. Picking columns shares them.
+Only `union`, `rename`, `reorder`, `padding`, `set_columns` and `to` change the batch, which they
+return, and `pop`. Other methods change neither the batch nor the caller's containers. Selecting
+rows copies them: if a slice shared memory with its parent, a write into a mini-batch would change
+the batch, and one row would keep a whole batch alive. Selecting columns shares them.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _Slice = slice  # the class below has a method of this name
 
 @dataclass(frozen=True)
 class Shard:
-    """Which rows of a split batch a worker's chunk holds."""
+    """The rows of a split batch that a worker's chunk has."""
 
     index: int
     """Number of this chunk, 0..count-1."""
     count: int
-    """How many chunks the batch was split into."""
+    """Number of chunks that the batch was split into."""
     start: int
     """Global row number of this chunk's row 0."""
     rows: int
-    """Rows of this chunk that are real; the rows after them are padding."""
+    """Real rows of this chunk; the rows after them are padding."""
     total: int
     """Real rows of the whole batch."""
 
@@ -82,7 +82,7 @@ class DataProto:
         ragged: Mapping[str, Ragged] | None = None,
         shard: Shard | None = None,
     ) -> None:
-        """`batch` has the dense columns; the dicts are copied, and the columns checked."""
+        """`batch` has the dense columns; the dicts are copied, and the columns are checked."""
         self._dense = batch
         self._ragged = dict(ragged or {})
         self.non_tensor_batch = {
@@ -101,9 +101,10 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict | None:
-        """The tensor columns in verl's layout: dense, ragged ones with their padding.
+        """The tensor columns in verl's layout: all dense, ragged ones with their padding.
 
-        Asking for it pads them for good, so that what is written into it is written into the batch.
+        The first access pads the ragged columns permanently, so a write into this TensorDict is a
+        write into the batch.
         """
         if self._ragged:
             self._dense = self._tensordict(self.columns, len(self))
@@ -116,16 +117,18 @@ class DataProto:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """The tensor columns as they are, by name, in a dict of their own."""
+        """The tensor columns as stored, by name, in a new dict."""
         return {**columns.tensors_of(self._dense), **self._ragged}
 
     def column(self, name: str) -> Column:
-        """A tensor column as it is."""
+        """Return a tensor column as stored."""
         columns.known_keys(name, self.columns, "tensor column")
         return self.columns[name]
 
     def padded(self, name: str) -> torch.Tensor:
-        """A tensor column as a rectangle; of a ragged one a copy, and the batch keeps it ragged."""
+        """Return a tensor column as a rectangle; for a ragged one, a copy that the batch does not
+        store.
+        """
         return rectangle_of(self.column(name))
 
     def set_columns(self, given: Mapping[str, Column]) -> Self:
@@ -149,14 +152,14 @@ class DataProto:
         arrays: dict[str, Array],
         meta: dict[str, Any],
     ) -> Self:
-        """A batch of this one's class and device."""
+        """Return a batch of this batch's class and device."""
         dense, ragged = self._parts(tensors, rows)
         return type(self)(dense, arrays, meta, ragged=ragged)
 
     def _parts(
         self, tensors: Mapping[str, Column], rows: int
     ) -> tuple[TensorDict | None, dict[str, Ragged]]:
-        """The columns as a batch holds them; without any, it goes on knowing its rows."""
+        """Return the dense columns as a TensorDict, which knows the rows, and the ragged ones."""
         ragged = {name: c for name, c in tensors.items() if isinstance(c, Ragged)}
         dense = _without(tensors, ragged)
         had_tensors = self._dense is not None or bool(self._ragged)
@@ -178,9 +181,9 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch of these columns; a list among the non-tensors becomes one object per row.
+        """Return a batch of these columns; a list among the non-tensors becomes one object per row.
 
-        `auto_padding` changes nothing: dispatch pads any batch that does not divide.
+        `auto_padding` has no effect: dispatch always pads a batch that does not divide.
         """
         if num_batch_dims != 1:
             raise BatchError(
@@ -206,7 +209,7 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch of one dict's tensors and numpy arrays, sorted by type."""
+        """Return a batch of one dict's tensors and numpy arrays, sorted by type."""
         tensors: dict[str, Column] = {}
         arrays: dict[str, Array] = {}
         for name, column in data.items():
@@ -228,14 +231,15 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
     ) -> Self:
-        """The inverse of `to_tensordict`."""
+        """Return a batch of the entries of a TensorDict; the inverse of `to_tensordict`."""
         if num_batch_dims != 1:
             raise BatchError(f"A batch has one batch dim, not {num_batch_dims}.")
         batch, arrays, meta = tensordicts.split_parts(tensor_dict)
         return cls(batch, arrays, merge.union_meta(meta, meta_info or {}, "from_tensordict"))
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts, with padding; rows of numpy columns become objects.
+        """Return one TensorDict of all three parts, with padding; rows of numpy columns become
+        objects.
 
         Names must not clash.
         """
@@ -243,7 +247,7 @@ class DataProto:
         return tensordicts.merge_parts(len(self), tensors, self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
-        """Raise unless all columns are named by strings and equally long, and tensors dense."""
+        """Raise unless all columns have string names and equal lengths, and tensors are dense."""
         lengths = {}
         if self._dense is not None:
             columns.check_tensordict(self._dense)
@@ -267,7 +271,7 @@ class DataProto:
         return len(columns[0]) if columns else 0
 
     def _has_rows(self) -> bool:
-        """Whether anything here fixes a number of rows, zero included."""
+        """Return whether any part fixes a number of rows, zero included."""
         return self._dense is not None or bool(self._ragged or self.non_tensor_batch)
 
     def __repr__(self) -> str:
@@ -281,25 +285,27 @@ class DataProto:
 
     @property
     def num_real_rows(self) -> int:
-        """Rows that are not padding put in by dispatch."""
+        """Return the number of rows that are not padding from dispatch."""
         return len(self) if self.shard is None else self.shard.rows
 
     @property
     def pad_mask(self) -> torch.Tensor:
-        """[rows] bool, True for the rows that dispatch put in to fill the batch up."""
+        """Return a mask [rows] bool, True for rows that dispatch added as padding."""
         return torch.arange(len(self)) >= self.num_real_rows
 
     def is_padding_enabled(self) -> bool:
-        """Whether dispatch pads a batch that does not divide: here always (verl has a switch)."""
+        """Return True: dispatch always pads a batch that does not divide (verl has a switch)."""
         return True
 
     def num_bytes(self) -> tuple[int, int]:
-        """What the tensor columns hold, and the arrays (of objects, only the references)."""
+        """Return the bytes of the tensor columns and of the arrays (for objects, only the
+        references).
+        """
         tensors = sum(column.nbytes for column in self.columns.values())
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
 
     def get_data_info(self) -> str:
-        """A line per column and meta entry: name, shape, dtype, device."""
+        """Return one line per column and meta entry: name, shape, dtype, device."""
         lines = ["batch"]
         for name, column in self.columns.items():
             ragged = f", {len(column.values)} values" if isinstance(column, Ragged) else ""
@@ -314,7 +320,7 @@ class DataProto:
         return "\n".join(lines)
 
     def print_size(self, prefix: str = "") -> None:
-        """Print how many GiB the columns hold (of objects, only the references)."""
+        """Print the size of the columns in GiB (for objects, only the references)."""
         tensors, arrays = self.num_bytes()
         start = f"{prefix}, " if prefix else ""
         print(f"{start}tensors {tensors / 2**30:.4f} GiB, arrays {arrays / 2**30:.4f} GiB")
@@ -325,16 +331,16 @@ class DataProto:
         on_tensor: Callable[[Any], Any],
         on_array: Callable[[Array], Array],
     ) -> Self:
-        """A new batch of this many rows.
+        """Return a new batch of this many rows, made by one function per kind of column.
 
-        It is made by one function of tensor columns, dense or ragged, and one of arrays.
+        `on_tensor` takes tensor columns, dense or ragged; `on_array` takes arrays.
         """
         tensors = {name: on_tensor(column) for name, column in self.columns.items()}
         arrays = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
         return self._made(tensors, rows, arrays, self.meta_info)
 
     def views(self, size: int) -> list[Self]:
-        """Parts of this many rows, the last maybe shorter, that share the batch's storage."""
+        """Return parts of `size` rows that share the batch's storage; the last may be shorter."""
         tensors = {name: column.split(size) for name, column in self.columns.items()}
         parts = []
         for number, start in enumerate(range(0, len(self), size)):
@@ -360,9 +366,9 @@ class DataProto:
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> Self:
-        """A batch with these columns and meta entries, shared unless `deepcopy`.
+        """Return a batch with these columns and meta entries, shared unless `deepcopy`.
 
-        None takes all of a kind.
+        None selects all of a kind.
         """
         picked = self._made(
             _picked(self.columns, batch_keys, "tensor column"),
@@ -378,9 +384,9 @@ class DataProto:
         non_tensor_batch_keys: Keys = None,
         meta_info_keys: Keys = None,
     ) -> Self:
-        """Take these columns and meta entries out of this batch, into the one returned.
+        """Move these columns and meta entries out of this batch, into the batch that is returned.
 
-        None takes none of a kind.
+        None selects none of a kind.
         """
         taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         if taken._dense is not None and not taken._dense.keys():
@@ -392,7 +398,7 @@ class DataProto:
         return taken
 
     def rename(self, old_keys: Names, new_keys: Names) -> Self:
-        """Rename tensor columns, in place; one name each, or two lists."""
+        """Rename tensor columns, in place; pass one name for each argument, or two lists."""
         for keys in (old_keys, new_keys):
             if not isinstance(keys, (str, list, tuple)):
                 raise BatchError(
@@ -418,9 +424,9 @@ class DataProto:
         return self._set_tensors(renamed, len(self))
 
     def union(self, other: DataProto) -> Self:
-        """Add the other's columns and meta entries, in place.
+        """Add the other batch's columns and meta entries, in place.
 
-        What both have must be equal (NaN equals NaN).
+        Entries in both must be equal (NaN equals NaN).
         """
         both_have_rows = self._has_rows() and other._has_rows()
         if both_have_rows and len(self) != len(other):
@@ -438,7 +444,7 @@ class DataProto:
 
     @staticmethod
     def concat(data: Iterable[DataProto]) -> DataProto:
-        """The rows of all parts in order.
+        """Return the rows of all parts in order.
 
         Columns and meta entries must agree; `metrics` become a dict of lists.
         """
@@ -468,7 +474,7 @@ class DataProto:
     @overload
     def __getitem__(self, item: _Slice | list[Any] | Array | torch.Tensor) -> Self: ...
     def __getitem__(self, item: Any) -> Any:
-        """A row by number; rows by slice, list, array or tensor of numbers, or boolean mask."""
+        """Return a row by number, or rows by slice, list, array or tensor of numbers, or mask."""
         if isinstance(item, _Slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, (list, np.ndarray, torch.Tensor)):
@@ -499,7 +505,7 @@ class DataProto:
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
-        """Rows as `data[start:end:step]` picks them."""
+        """Return the rows of `data[start:end:step]`."""
         picked = range(*_Slice(start, end, step).indices(len(self)))
         if picked.step != 1:
             return self.select_idxs(list(picked))
@@ -509,7 +515,7 @@ class DataProto:
         )
 
     def select_idxs(self, idxs: Sequence[Any] | Array | torch.Tensor) -> Self:
-        """Rows by numbers (repeats allowed, negative ones count back) or by a boolean mask."""
+        """Return rows by numbers (repeats allowed, negative ones count back) or by a mask."""
         rows = columns.row_index(idxs, len(self))
         index = torch.from_numpy(rows)
         return self.map_columns(
@@ -529,15 +535,15 @@ class DataProto:
         return self._take_columns(self.select_idxs(rows))
 
     def _take_columns(self, other: DataProto) -> Self:
-        """Replace the columns by those of another batch; the shard's facts no longer hold."""
+        """Replace the columns by the other batch's, and drop the shard, which no longer applies."""
         self._dense, self._ragged = other._dense, other._ragged
         self.non_tensor_batch, self.shard = other.non_tensor_batch, None
         return self
 
     def chunk(self, chunks: int) -> list[Self]:
-        """The batch in `chunks` parts; sizes differ by one at most, and longer ones come first.
+        """Split the batch into `chunks` parts, longer ones first; sizes differ by one at most.
 
-        Parts are empty when rows run out.
+        Parts are empty when there are fewer rows than parts.
         """
         if chunks < 1:
             raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
@@ -546,15 +552,15 @@ class DataProto:
         return [self.slice(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of this many rows, the last maybe shorter; none of a batch without rows."""
+        """Return parts of `split_size` rows, the last may be shorter; no part without rows."""
         if split_size < 1:
             raise BatchError(f"split needs parts of at least 1 row, not {split_size}.")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Each row this often: aabb, or with `interleave=False` abab.
+        """Return each row `repeat_times` times: aabb, or abab with `interleave=False`.
 
-        Objects are shared by the copies of a row.
+        The copies of a row share its objects.
         """
         if repeat_times < 0:
             raise BatchError(f"repeat needs a count of at least 0, not {repeat_times}.")
@@ -567,7 +573,7 @@ class DataProto:
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
-        """Row i `repeat_times[i]` times, one after the other; 0 drops the row."""
+        """Return row i `repeat_times[i]` times in a row; 0 drops it."""
         if isinstance(repeat_times, torch.Tensor):
             repeat_times = repeat_times.cpu().numpy()
         counts = np.asarray(repeat_times)
@@ -583,7 +589,7 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Cut dim 1 of these columns, with padding, into `n_split` chunks that become rows.
 
-        Of a column of lists each list is cut. Rows of the other columns are repeated.
+        In a column of lists, each list is cut. The other columns repeat their rows.
         """
         if n_split < 1:
             raise BatchError(f"unfold_column_chunks needs at least 1 chunk, not {n_split}.")
@@ -619,7 +625,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Mini-batches of this many rows, `epochs` times over.
+        """Yield mini-batches of `mini_batch_size` rows, `epochs` times over the batch.
 
         `dataloader_kwargs={"shuffle": True}` shuffles them by `seed`.
         """
@@ -644,27 +650,27 @@ class DataProto:
     # copies, pickles and files
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Tensors and numeric arrays go as out-of-band buffers; they arrive on the CPU."""
+        """Pickle tensors and numeric arrays as out-of-band buffers; they arrive on the CPU."""
         arrays = {name: wire.pack_array(array) for name, array in self.non_tensor_batch.items()}
         rows = None if self._dense is None else len(self)
         tensors = wire.pack_columns(self.columns, int(protocol))
         return _unpickled, (type(self), rows, tensors, arrays, self.meta_info, self.shard)
 
     def __copy__(self) -> Self:
-        """Another batch that shares every column."""
+        """Return a batch that shares every column."""
         copied = self.select()
         copied.shard = self.shard
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another batch that shares nothing; tensors stay on their device."""
+        """Return a batch that shares nothing; tensors stay on their device."""
         copied = self.writable_copy()
         copied.non_tensor_batch = copy.deepcopy(self.non_tensor_batch, memo)
         copied.meta_info = copy.deepcopy(self.meta_info, memo)
         return copied
 
     def writable_copy(self) -> Self:
-        """A copy of the batch, shard facts included, with private memory under every column.
+        """Return a copy of the batch with private memory under every column, and with its shard.
 
         Objects stay shared.
         """
@@ -677,9 +683,9 @@ class DataProto:
         return copied
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, all or nothing.
+        """Write one safetensors file, atomically.
 
-        An object that JSON cannot hold is refused by column and row.
+        An object that JSON cannot represent is rejected, with its column and row.
         """
         self.check_consistency()
         rows = None if self._dense is None else len(self)
@@ -687,7 +693,9 @@ class DataProto:
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
-        """Read a file of `save_to_disk`; nothing in it is run, whoever wrote it."""
+        """Read a file of `save_to_disk`; nothing in it is executed, so its author need not be
+        trusted.
+        """
         return disk.load(filepath, cls._of_parts)
 
     @classmethod
@@ -699,7 +707,7 @@ class DataProto:
         meta: dict[str, Any] | None,
         shard: Shard | None = None,
     ) -> Self:
-        """A batch of columns; `rows` is None if it had no TensorDict."""
+        """Return a batch of these columns; `rows` is None if it had no TensorDict."""
         ragged = {name: column for name, column in tensors.items() if isinstance(column, Ragged)}
         batch = None
         if rows is not None:
@@ -710,12 +718,12 @@ class DataProto:
 def _unpickled(
     cls: type[DataProto], rows: int | None, tensors: wire.Columns, *others: Any
 ) -> DataProto:
-    """What a pickled batch calls to be one again."""
+    """Rebuild a pickled batch."""
     return cls._of_parts(rows, wire.unpack_columns(tensors), *others)
 
 
 def _picked(entries: Mapping[str, T], keys: Keys, kind: str) -> dict[str, T]:
-    """The entries of these keys; all of them if there are none."""
+    """Return the entries of these keys; all of them if `keys` is None."""
     if keys is None:
         return dict(entries)
     return {key: entries[key] for key in columns.known_keys(keys, entries, kind)}

@@ -1,13 +1,14 @@
-"""`Ragged`, a column whose rows differ in length: their values end to end, and where they lie.
+"""`Ragged`, a column of rows of different lengths: their concatenated values and their positions.
 
     column = Ragged.of_rows([torch.tensor([5, 6]), torch.tensor([7])], width=4, fill=0)
     column.values, column.lengths       # [5, 6, 7], [2, 1]
     column.padded()                     # [[5, 6, 0, 0], [7, 0, 0, 0]]
 
-Not torch's jagged nested tensors, which a TensorDict can hold: of torch 2.13 these have no picking
-of rows, no slice, `cat`, `repeat` or comparison along the rows, and no padding on the left or to a
-given width; each of their operations costs 0.1 to 0.4 ms of dispatch beside 0.02 ms for the pick of
-8 rows here. Users' nested columns become `Ragged` on the way (`verl_like.batch.tensordicts`).
+Torch's jagged nested tensors, which a TensorDict can contain, are not enough. In torch 2.13 they
+have no row selection, no slice, `cat`, `repeat` or comparison along the rows, and no padding on the
+left or to a chosen width. Each of their operations costs 0.1 to 0.4 ms of dispatch; selecting 8
+rows here takes 0.02 ms. Dispatch converts users' nested columns to `Ragged`
+(`verl_like.batch.tensordicts`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from verl_like.tensor_ops.masked import INTEGERS
 
 
 class Ragged:
-    """A column of rows that are `fill` outside one span each: a rectangle without its padding.
+    """A column whose rows equal `fill` outside their spans: a rectangle without its padding.
 
-    values: [tokens, ...], the spans of all rows end to end.
-    lengths: [rows], the entries of each span; int64 on the CPU, wherever the values lie. With more
-        dims, as [rows, 2] of pairs, a row has several spans, and the rectangle is [rows, 2, width].
-    width: entries of a row of the rectangle.
-    starts: where in the row each span begins, like `lengths`; by default at 0.
-    fill: what stands outside.
+    values: [tokens, ...], the spans of all rows end to end. lengths: [rows], the length of each
+    span; int64 on the CPU, wherever the values are. With more
+        dims, such as [rows, 2] for pairs, a row has several spans, and the rectangle is
+        [rows, 2, width].
+    width: length of a row of the rectangle. starts: the first position of each span in its row,
+    shaped like `lengths`; by default 0. fill: the value outside the spans.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Ragged:
     def of_checked(
         cls, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
     ) -> Ragged:
-        """A column of spans that have been checked: rows of others, or what one was pickled as."""
+        """Return a column without checking its spans again, such as one that was pickled."""
         made = cls.__new__(cls)
         made._set(values, lengths, width, starts, fill)
         return made
@@ -74,7 +75,9 @@ class Ragged:
     def of_rows(
         cls, rows: Sequence[Tensor], width: int, *, at_end: bool = False, fill: float = 0
     ) -> Ragged:
-        """One tensor a row, which begins at the first column, or ends at the last one."""
+        """Return a column with one tensor per row, aligned to the first position or, `at_end`, the
+        last.
+        """
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         starts = width - lengths if at_end else None
         return cls(torch.cat(list(rows)), lengths, width, starts, fill)
@@ -83,7 +86,7 @@ class Ragged:
     def of_rectangle(
         cls, rectangle: Tensor, lengths: Tensor, starts: Tensor | None = None, fill: float = 0
     ) -> Ragged:
-        """The spans of a rectangle [rows, width, ...]; what stands outside them is dropped."""
+        """Return the spans of a rectangle [rows, width, ...]; values outside them are dropped."""
         lengths = lengths.cpu().long()
         starts = torch.zeros_like(lengths) if starts is None else starts.cpu().long()
         width = rectangle.shape[lengths.dim()]
@@ -93,17 +96,17 @@ class Ragged:
         return cls(values, lengths, width, starts, fill)
 
     def like(self, rectangle: Tensor, fill: float = 0) -> Ragged:
-        """The entries of a rectangle of this one's shape that stand at this one's spans."""
+        """Return the entries of a rectangle of this column's shape at this column's spans."""
         return Ragged.of_rectangle(rectangle, self.lengths, self.starts, fill)
 
     def with_values(self, values: Tensor, fill: float = 0) -> Ragged:
-        """Other values at the same spans."""
+        """Return a column with other values at the same spans."""
         spans = self.lengths, self.width, self.starts, fill
         as_many = values.shape[0] == self.values.shape[0]
         return Ragged.of_checked(values, *spans) if as_many else Ragged(values, *spans)
 
     def padded(self) -> Tensor:
-        """The rectangle, in memory of its own; gradients flow through it."""
+        """Return the rectangle, in new memory; gradients flow through it."""
         values = self.values
         rows = self.lengths.numel()
         size = (rows * self.width, *values.shape[1:])
@@ -113,29 +116,32 @@ class Ragged:
         return rectangle.view(self.shape)
 
     def rows(self) -> tuple[Tensor, ...]:
-        """The values of every row, in the column's memory."""
+        """Return the values of every row, as views."""
         rows: tuple[Tensor, ...] = self.values.split(self._row_sizes().tolist())
         return rows
 
     def row_of_values(self) -> Tensor:
-        """[values]: the number of each one's span."""
+        """Return the span number of every value: [values]."""
         return torch.arange(self.lengths.numel()).repeat_interleave(self.lengths.flatten())
 
     def sums(self) -> Tensor:
-        """The sum over each span, like `lengths`; of booleans their number."""
+        """Return the sum over each span, shaped like `lengths`; booleans are counted."""
         values = self.values.long() if self.dtype == torch.bool else self.values
         zeros = values.new_zeros(self.lengths.numel(), *values.shape[1:])
         rows = self.row_of_values().to(values.device)
         return zeros.index_add(0, rows, values).view(*self.lengths.shape, *values.shape[1:])
 
     def flatten(self) -> Ragged:
-        """Every span a row of its own."""
+        """Return a column in which every span is a row."""
         return Ragged(
             self.values, self.lengths.flatten(), self.width, self.starts.flatten(), self.fill
         )
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Ragged:
-        """Several rows as one, with the same spans; `dim` is 0, as a tensor's would be."""
+        """Return a column that groups several rows into one, with the same spans.
+
+        `dim` must be 0, as for a tensor's first dim.
+        """
         assert dim == 0, "only rows are put together"
         lengths, starts = self.lengths.unflatten(0, sizes), self.starts.unflatten(0, sizes)
         return Ragged(self.values, lengths, self.width, starts, self.fill)
@@ -161,34 +167,34 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """What it holds and sends."""
+        """The bytes that it stores and sends."""
         return self.values.nbytes + self.lengths.nbytes + self.starts.nbytes
 
     def __repr__(self) -> str:
-        """Shape of the rectangle, and how many values there are."""
+        """The shape of the rectangle and the number of values."""
         return f"Ragged({len(self.values)} values of {tuple(self.shape)}, {self.dtype})"
 
     def to(self, device: torch.device | str, **options: Any) -> Ragged:
-        """The column with its values on `device`; `options` are those of `Tensor.to`."""
+        """Return the column with its values on `device`; `options` are arguments of `Tensor.to`."""
         return self.with_values(self.values.to(device, **options), self.fill)
 
     def cpu(self) -> Ragged:
-        """The column with its values on the CPU."""
+        """Return the column with its values on the CPU."""
         return self.to("cpu")
 
     def clone(self) -> Ragged:
-        """The column with a copy of its values; lengths and starts stay shared."""
+        """Return the column with a copy of its values; lengths and starts stay shared."""
         return self.with_values(join_rows([self.values], keeps=False), self.fill)
 
     def __getitem__(self, rows: slice) -> Ragged:
-        """Rows that follow each other, in the column's memory."""
+        """Return consecutive rows, as views."""
         start, stop, _ = rows.indices(len(self))
         sizes = self._row_sizes()
         first, length = int(sizes[:start].sum()), int(sizes[start:stop].sum())
         return self._with_spans(self.values[first : first + length], slice(start, stop))
 
     def split(self, size: int) -> list[Ragged]:
-        """Parts of this many rows, the last maybe shorter, in the column's memory."""
+        """Return parts of `size` rows, as views; the last may be shorter."""
         spans = self.lengths.split(size), self.starts.split(size)
         counts = torch.stack([part.sum() for part in spans[0]]).tolist()
         parts = []
@@ -197,7 +203,7 @@ class Ragged:
         return parts
 
     def index_select(self, dim: int, index: Tensor) -> Ragged:
-        """These rows, copied; `dim` is 0, as a tensor's would be."""
+        """Return a copy of these rows; `dim` must be 0."""
         assert dim == 0, "only rows are picked"
         index = index.cpu()
         sizes = self._row_sizes()
@@ -207,7 +213,7 @@ class Ragged:
         return self._with_spans(values, index)
 
     def repeat_interleave(self, repeats: int, dim: int) -> Ragged:
-        """Each row this often, one after the other; `dim` is 0, as a tensor's would be."""
+        """Return each row `repeats` times in a row; `dim` must be 0."""
         return self.index_select(dim, torch.arange(len(self)).repeat_interleave(repeats))
 
     def _row_sizes(self) -> Tensor:
@@ -218,7 +224,7 @@ class Ragged:
         return Ragged.of_checked(values, *spans, self.fill)
 
     def has_spans_of(self, other: Ragged) -> bool:
-        """Whether both are the same rectangle wherever they have the same values."""
+        """Return whether both columns have the same spans, width and fill."""
         return (
             self.shape == other.shape
             and self.fill == other.fill
@@ -232,12 +238,12 @@ Column = Tensor | Ragged
 
 
 def rectangle_of(column: Column) -> Tensor:
-    """A column with its padding: a ragged one's rectangle, a tensor as it is."""
+    """Return a column with its padding: the rectangle of a ragged one, a tensor unchanged."""
     return column.padded() if isinstance(column, Ragged) else column
 
 
 def join_ragged(parts: Sequence[Ragged]) -> Ragged:
-    """The rows of all parts in order, in memory of their own; their fill and width agree."""
+    """Return the rows of all parts in order, in new memory; their fill and width must agree."""
     return Ragged.of_checked(
         join_rows([part.values for part in parts], keeps=False),
         torch.cat([part.lengths for part in parts]),
@@ -248,7 +254,7 @@ def join_ragged(parts: Sequence[Ragged]) -> Ragged:
 
 
 def _places(lengths: Tensor, starts: Tensor, width: int) -> Tensor:
-    """[values]: where each stands in the rectangle, flattened."""
+    """Return the index of every value in the flattened rectangle: [values]."""
     sizes = lengths.flatten()
     before = sizes.cumsum(0) - sizes
     shifts = torch.arange(len(sizes)) * width + starts.flatten() - before
@@ -256,7 +262,10 @@ def _places(lengths: Tensor, starts: Tensor, width: int) -> Tensor:
 
 
 def _bits(tensor: Tensor, of: Tensor | None = None) -> Tensor:
-    """As integers, of which any may be copied; a tensor with a gradient (or `of` one) as it is."""
+    """View the tensor as integers, which copies bit for bit whatever the values are.
+
+    Return it unchanged if it (or `of`) has a gradient.
+    """
     decides = tensor if of is None else of
     if decides.requires_grad or tensor.element_size() not in INTEGERS:
         return tensor

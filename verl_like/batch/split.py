@@ -1,8 +1,8 @@
-"""Cutting the rows of a `DataProto` into one chunk per worker, and joining chunks again.
+"""Split the rows of a `DataProto` into one chunk per worker, and join chunks again.
 
-A batch of N rows over n workers becomes n contiguous chunks of ceil(N / n) rows. Where that does
-not come out even, the last chunks are filled with copies of the first rows; `Shard` marks them (the
-last rows of a chunk) and the engines give them no weight. The caller's batch is never touched.
+A batch of N rows over n workers becomes n contiguous chunks of ceil(N / n) rows. If N does not
+divide, the last chunks are filled with copies of the first rows. `Shard` marks these copies, the
+last rows of a chunk, and the engines give them no weight. The caller's batch is never changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from verl_like.errors import BatchError, DispatchError
 
 
 def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
-    """Contiguous chunks of equal length, the last ones padded and marked.
+    """Return contiguous chunks of equal length, the last ones padded and marked.
 
-    Chunks without pad rows share storage.
+    Chunks without pad rows share storage with the batch.
     """
     total = len(data)
     size = -(-total // num_chunks)
@@ -38,7 +38,7 @@ def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
 
 
 def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
-    """Rows [start, stop) that share the batch's storage: for sending and reading only."""
+    """Return rows [start, stop) that share the batch's storage, only for sending and reading."""
     if start == 0 and stop == len(data):
         return data.select()
     rows = slice(start, stop)
@@ -48,7 +48,7 @@ def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
 def place_chunk(chunk: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
     """Give a chunk that came straight from another group its `Shard`.
 
-    It gets the longest chunk's length too.
+    The chunk is padded to the length of the longest chunk.
     """
     rows, longest = rows_of_all[index], max(rows_of_all)
     if len(chunk) >= longest:
@@ -72,10 +72,10 @@ def place_chunk(chunk: DataProto, index: int, rows_of_all: Sequence[int]) -> Dat
 
 
 def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
-    """Rows of a method's result that do not come from pad rows.
+    """Return the number of rows of a method's result that do not come from pad rows.
 
-    Of k rows per row given that is k per real one. `result.shard` is that of the chunk that the
-    method got, which had `given_rows` rows.
+    If the method returned k rows per row, that is k per real row. The method's chunk had
+    `given_rows` rows, and `result.shard` is the chunk's.
     """
     shard = result.shard
     if shard is None or shard.rows == given_rows or len(result) == 0:
@@ -90,9 +90,9 @@ def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
 
 
 def join_chunks(chunks: Sequence[DataProto]) -> DataProto:
-    """The rows of all chunks in memory of their own.
+    """Return the rows of all chunks in new memory.
 
-    Chunks that are padding only are left out, unless all are.
+    Chunks that have only padding are left out, unless all have.
     """
     with_rows = [chunk for chunk in chunks if chunk.shard is None or chunk.shard.rows > 0]
     joined = with_rows or list(chunks)

@@ -1,8 +1,8 @@
-"""A TensorDict that a group splits, pads, sends and collects as it does a `DataProto`.
+"""A TensorDict that a group splits, pads, sends and collects like a `DataProto`.
 
-Methods take and return TensorDicts where the driver gives them. On the way a TensorDict is a
-`TensorDictRows`, a batch that knows what it was; no method of a worker ever sees it. Its nested
-tensors are ragged columns meanwhile.
+Methods take and return TensorDicts if the driver passes them. In transit a TensorDict is a
+`TensorDictRows`, a batch that can be turned back; no method of a worker ever sees it. Its nested
+tensors are ragged columns in transit.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from verl_like.errors import BatchError
 
 
 class TensorDictRows(DataProto):
-    """A TensorDict on its way."""
+    """A TensorDict in transit."""
 
     @classmethod
     def of(cls, whole: TensorDict) -> Self:
-        """A TensorDict with one batch dim, or one of `NonTensorData` alone without any."""
+        """Return rows for a TensorDict with one batch dim, or without any if it has only
+        `NonTensorData`.
+        """
         if not whole.batch_dims:
             return cls(None, {}, _entries(whole))
         nested = {n: c for n, c in tensors_of(whole).items() if tensordicts.is_nested(c)}
         rest = whole.exclude(*nested) if nested else whole
         batch, arrays, meta = tensordicts.split_parts(rest)
-        if batch is None:  # the number of rows is known all the same
+        if batch is None:  # the number of rows is known anyway
             batch = TensorDict({}, batch_size=whole.batch_size)
         ragged = {n: tensordicts.ragged_of_nested(n, column) for n, column in nested.items()}
         return cls(batch, arrays, meta, ragged=ragged)
 
     def whole(self) -> TensorDict:
-        """The TensorDict again; of a chunk, with its `shard`."""
+        """Return the TensorDict again; the TensorDict of a chunk has its `shard`."""
         columns = self.columns
         if not self._has_rows():
             return TensorDict(
@@ -52,10 +54,10 @@ class TensorDictRows(DataProto):
 
 
 def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
-    """The chunks of one TensorDict, to be concatenated.
+    """Prepare the chunks of one TensorDict for concatenation.
 
-    Nested columns get one width, that of the longest row of all. Of the chunks' `NonTensorData` the
-    first one's are kept, as `torch.cat` does.
+    Nested columns get one width, the longest row's. The first chunk's `NonTensorData` are used, as
+    in `torch.cat`.
     """
     widths: dict[str, int] = {}
     for chunk in chunks:
@@ -75,17 +77,17 @@ def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
 
 
 def rows_of(value: Any) -> Any:
-    """A TensorDict as rows; any other value as it is."""
+    """Return a TensorDict as rows, and any other value unchanged."""
     return TensorDictRows.of(value) if isinstance(value, TensorDict) else value
 
 
 def value_of(value: Any) -> Any:
-    """What a method or the driver is given for rows: the TensorDict. Any other value as it is."""
+    """Return the TensorDict of rows, for a method or the driver, and any other value unchanged."""
     return value.whole() if isinstance(value, TensorDictRows) else value
 
 
 def _entries(whole: TensorDict) -> dict[str, Any]:
-    """The entries of a TensorDict that has no rows."""
+    """Return the entries of a TensorDict that has no rows."""
     entries = {}
     for name in map(str, whole.keys()):
         column = whole.get(name)

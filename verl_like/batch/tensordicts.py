@@ -1,4 +1,4 @@
-"""TensorDicts as batches and back, for code that speaks tensordict.
+"""Convert batches to TensorDicts and back, for code that uses tensordict.
 
 Tensors stay columns, rows of numpy columns become a `NonTensorStack`, and an entry of `meta_info`
 becomes `NonTensorData`. Nested tensors of the jagged layout are ragged columns.
@@ -23,14 +23,14 @@ Parts = tuple[TensorDict | None, dict[str, Array], dict[str, Any]]
 def merge_parts(
     rows: int, tensors: Mapping[str, torch.Tensor], arrays: dict[str, Array], meta: dict[str, Any]
 ) -> TensorDict:
-    """One TensorDict of all three parts; a name that two of them have is an error."""
+    """Return one TensorDict of all three parts; a name in two parts is an error."""
     merged: dict[str, Any] = {**tensors}
     for name, array in arrays.items():
         if name in merged:
             raise BatchError(
                 f"to_tensordict: {name!r} is a tensor and a non-tensor column; rename() one."
             )
-        # tensordict has no stack of no rows, so one is put in and cut off again
+        # tensordict cannot stack zero rows, so one row is added and cut off again
         merged[name] = NonTensorStack(*map(NonTensorData, array), NonTensorData(None))[:rows]
 
     for key, value in meta.items():
@@ -43,7 +43,7 @@ def merge_parts(
 
 
 def split_parts(whole: TensorDict) -> Parts:
-    """The three parts in a TensorDict, which may be one of `merge_parts`."""
+    """Return the three parts of a TensorDict, from `merge_parts` or any other source."""
     if whole.batch_dims != 1:
         raise BatchError(
             f"A batch has one batch dim; this TensorDict has {tuple(whole.batch_size)}."
@@ -66,12 +66,12 @@ def split_parts(whole: TensorDict) -> Parts:
 
 
 def is_nested(column: Any) -> bool:
-    """Whether it is a nested tensor."""
+    """Return whether the column is a nested tensor."""
     return bool(getattr(column, "is_nested", False))
 
 
 def ragged_of_nested(name: str, column: Any) -> Ragged:
-    """A nested tensor as a ragged column, as wide as its longest row."""
+    """Return a nested tensor as a ragged column, as wide as its longest row."""
     if column.layout != torch.jagged:
         raise BatchError(
             f"Column {name!r} is a nested tensor of the strided layout, which torch itself takes "
@@ -79,7 +79,7 @@ def ragged_of_nested(name: str, column: Any) -> Ragged:
         )
     rows = column.unbind()
     dim = column._ragged_idx - 1
-    between = rows[0].shape[:dim]  # dims between the rows and the one whose length is a row's own
+    between = rows[0].shape[:dim]  # dims between the rows and the ragged dim
     lengths = torch.tensor([row.shape[dim] for row in rows])
     lengths = lengths.view(-1, *[1] * dim).expand(-1, *between).contiguous()
     values = torch.cat([row.flatten(0, dim) for row in rows])
@@ -87,7 +87,7 @@ def ragged_of_nested(name: str, column: Any) -> Ragged:
 
 
 def nested_of_ragged(column: Ragged) -> torch.Tensor:
-    """The inverse of `ragged_of_nested`."""
+    """Return a ragged column as a nested tensor; the inverse of `ragged_of_nested`."""
     between = column.lengths.shape[1:]
     spans = column.flatten().rows()
     each = between.numel()

@@ -1,13 +1,12 @@
 """verl's functions on whole batches, for drivers and workers that were written for verl.
 
-Collating rows, padding to a divisor, folding a batch dimension; and a batch cut by a budget of
-tokens and put together again:
+They collate rows, pad to a divisor, fold a batch dimension, and split a batch by a token budget:
 
     micro_batches, rows = prepare_dynamic_batch(data, max_token_len=8192)
     outputs = [model(micro_batch) for micro_batch in micro_batches]
     log_probs = restore_dynamic_batch(torch.cat(outputs), rows)
 
-The workers of this project cut their batches in `workers.training.microbatch`.
+The workers of this project split their batches in `workers.training.microbatch`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from verl_like.tensor_ops.balance import get_reverse_idx, get_seqlen_balanced_pa
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """A batch of single rows.
+    """Return a batch of single rows.
 
-    What is not a tensor becomes an object column; entries of `meta_info` must agree.
+    Values that are not tensors become an object column; entries of `meta_info` must agree.
     """
     if not x:
         raise BatchError("collate_fn got no rows.")
@@ -59,9 +58,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """The batch filled up to a multiple of `size_divisor`, and how many rows were added.
+    """Return the batch padded to a multiple of `size_divisor`, and the number of added rows.
 
-    They are copies of its own rows, from the front.
+    The added rows are copies of its first rows.
     """
     if size_divisor < 1:
         raise BatchError(
@@ -74,14 +73,14 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """The batch without its last `pad_size` rows."""
+    """Return the batch without its last `pad_size` rows."""
     if not 0 <= pad_size <= len(data):
         raise BatchError(f"unpad_dataproto cannot take {pad_size} rows off a batch of {len(data)}.")
     return data[: len(data) - pad_size] if pad_size else data
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns of [rows, ...] as [new_batch_size, rows / new_batch_size, ...], copied."""
+    """Return columns of [rows, ...] as [new_batch_size, rows / new_batch_size, ...], copied."""
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
         raise BatchError(f"fold_batch_dim: {rows} rows do not divide into {new_batch_size}.")
@@ -94,7 +93,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """The first `batch_dims` dims of every column become one, rows, copied."""
+    """Merge the first `batch_dims` dims of every column into one, rows; copies."""
     all_columns: dict[str, Any] = {**data.non_tensor_batch, **data.columns}
     leading = {name: tuple(column.shape[:batch_dims]) for name, column in all_columns.items()}
     disagree = len(set(leading.values())) > 1
@@ -114,7 +113,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 # ------------------------------------------------------------- a batch cut by a budget of tokens
 
 Partitions = list[list[int]]
-"""By micro-batch: the numbers of its rows."""
+"""The row numbers of each micro-batch."""
 
 
 def rearrange_micro_batches(
@@ -127,22 +126,22 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[TensorDict], Partitions]:
-    """A batch in micro-batches of at most `max_token_len` tokens, and the rows of each.
+    """Return micro-batches of at most `max_token_len` tokens, and the row numbers of each.
 
     Tokens are counted by `attention_mask`, or by nested `input_ids`. No micro-batch is empty, and
-    their token counts are as even as may be.
+    their token counts are as even as possible.
 
     Args:
-        batch: one batch dim.
-        max_token_len: tokens that a micro-batch may have.
+        batch: a TensorDict with one batch dim.
+        max_token_len: the most tokens of a micro-batch.
         dp_group: its ranks get the same number of micro-batches, unless `same_micro_num_in_dp` is
             False.
         num_batches_divided_by: the number of micro-batches is a multiple of this.
         same_micro_num_in_dp: see `dp_group`.
         min_num_micro_batch: the number of micro-batches is at least this.
-        use_dynamic_bsz_balance: the lightest micro-batches come first and last, the heaviest in
-            the middle.
-        force_group_size: so many rows that follow each other stay together.
+        use_dynamic_bsz_balance: put the lightest micro-batches first and last, the heaviest in the
+            middle.
+        force_group_size: this many consecutive rows stay together.
     """
     whole = TensorDictRows.of(batch)
     lengths = _token_counts(whole.columns)
@@ -179,10 +178,11 @@ def prepare_dynamic_batch(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], Partitions]:
-    """A `DataProto` in micro-batches of at most `max_token_len` tokens, and the rows of each.
+    """Split a `DataProto` into micro-batches of at most `max_token_len` tokens; return their rows,
+    too.
 
     Tokens are counted by `attention_mask`. Micro-batches have all columns and meta entries of the
-    batch. The arguments mean what they mean in `rearrange_micro_batches`.
+    batch. For the arguments see `rearrange_micro_batches`.
     """
     if "attention_mask" not in data.columns:
         raise MissingColumnError("prepare_dynamic_batch needs the tensor column 'attention_mask'.")
@@ -201,7 +201,7 @@ def prepare_dynamic_batch(
 def restore_dynamic_batch(
     data: torch.Tensor, batch_idx_list: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Results of the micro-batches, one after the other, in the order of the batch's rows."""
+    """Reorder the concatenated results of the micro-batches to the order of the batch's rows."""
     order = list(chain.from_iterable(batch_idx_list))
     if sorted(order) != list(range(data.shape[0])):
         raise BatchError(
@@ -232,7 +232,7 @@ def _token_counts(columns: dict[str, Column]) -> list[int]:
 def _partition(
     tokens: list[int], limit: int, least: int, multiple: int, group: dist.ProcessGroup | None
 ) -> Partitions:
-    """The fewest sets within the limit, in a number that suits every rank of the group."""
+    """Return the fewest sets within the limit, in a number that suits every rank of the group."""
     wanted = least
     while True:
         count = -(-_maximum(wanted, group) // multiple) * multiple
@@ -250,7 +250,7 @@ def _partition(
 
 
 def _maximum(number: int, group: dist.ProcessGroup | None) -> int:
-    """The largest of the ranks' numbers."""
+    """Return the largest number among the ranks."""
     if group is None or not dist.is_initialized():
         return number
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -260,7 +260,7 @@ def _maximum(number: int, group: dist.ProcessGroup | None) -> int:
 
 
 def _lightest_outside(parts: Partitions, tokens: list[int]) -> Partitions:
-    """The heaviest in the middle, the others around it in turn."""
+    """Order the parts with the heaviest in the middle and lighter ones alternating around it."""
     ordered: deque[list[int]] = deque()
     heaviest_first = sorted(parts, key=lambda part: -sum(tokens[place] for place in part))
     for position, part in enumerate(heaviest_first):

@@ -1,8 +1,8 @@
 """How the columns of a batch are pickled: as out-of-band buffers of pickle protocol 5.
 
-A large contiguous CPU tensor is copied on neither side. So what arrives may be memory that other
-processes see too: `DataProto.writable_copy` makes it private. Of a ragged column its values travel,
-and where they lie.
+Neither side copies a large contiguous CPU tensor. The receiver's memory may therefore be shared
+with other processes; `DataProto.writable_copy` makes it private. A ragged column travels as its
+values and spans.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from verl_like.batch.ragged import Column, Ragged
 from verl_like.tensor_ops.masked import INTEGERS
 
 SMALL_BYTES = 4096
-"""Up to this size a column lies in the pickle and is copied: a view of a buffer takes longer."""
+"""Columns up to this size are copied into the pickle, because a view of a buffer takes longer."""
 
 Packed = tuple[torch.dtype, tuple[int, ...], Any]
 """A tensor in a pickle: dtype, shape, and bytes."""
 
 Columns = dict[str, Packed | tuple[Packed, Packed, Packed, int, float]]
-"""Columns in a pickle; of a ragged one values, lengths, starts, width and fill."""
+"""Columns in a pickle; a ragged column is its values, lengths, starts, width and fill."""
 
 
 def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
-    """What stands for columns in a pickle; large bytes are buffers from protocol 5 on."""
+    """Return the columns in picklable form; large bytes are buffers from protocol 5 on."""
     packed: Columns = {}
-    spans: dict[int, Packed] = {}  # several columns have the same lengths: they travel once
+    spans: dict[int, Packed] = {}  # lengths that several columns share travel once
     for name, column in columns.items():
         if isinstance(column, Ragged):
             for tensor in (column.lengths, column.starts):
@@ -46,7 +46,7 @@ def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
 
 
 def unpack_columns(packed: Columns) -> dict[str, Column]:
-    """The columns again, lying in the buffers that they came in."""
+    """Return the columns, as views of the buffers that they arrived in."""
     columns: dict[str, Column] = {}
     for name, parts in packed.items():
         if len(parts) == 3:
@@ -59,7 +59,7 @@ def unpack_columns(packed: Columns) -> dict[str, Column]:
 
 
 def pack_array(column: Array) -> Array:
-    """An array that numpy itself hands over out of band: contiguous, unless it holds objects."""
+    """Return an array that numpy pickles out of band: contiguous, unless it has objects."""
     return column if column.dtype.hasobject else np.ascontiguousarray(column)
 
 
@@ -81,7 +81,7 @@ def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """A tensor over a buffer: without a copy, unless the copy is quicker."""
+    """Return a tensor over a buffer, without a copy unless the copy is faster."""
     num_bytes = len(buffer if isinstance(buffer, bytes) else memoryview(buffer))
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -94,9 +94,9 @@ def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> tor
 
 
 class _DeclaredWritable:
-    """The memory of a read-only array without its flag.
+    """The memory of a read-only array, declared writable.
 
-    Torch has no read-only tensors and would warn at each one.
+    Torch has no read-only tensors and would warn for each array.
     """
 
     def __init__(self, array: NDArray[np.uint8]) -> None:

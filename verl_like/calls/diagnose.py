@@ -99,7 +99,7 @@ class Deadlines:
 
 
 class WaitClock:
-    """The clock of one named wait, which warns each time the age of the wait has doubled."""
+    """The clock of one named wait. It warns each time the age of the wait has doubled."""
 
     def __init__(self, what: str, limit_s: float, warn_s: float, since: float | None = None):
         """Start now, or at `since`, a reading of `time.monotonic`."""
@@ -377,10 +377,10 @@ def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: P
 class HangWatch:
     """Explains why the calls on one pool do not end, while the driver waits for them.
 
-    Ranks that show the same stacks in two looks, 5 s apart, stand still. If one of them is in a
-    collective, at a lock, or does not answer, a warning explains who waits for whom, with the
-    stacks. There is no warning about ranks that only compute. Each look has its own thread, so that
-    the driver does not wait for a process that does not answer.
+    Ranks are stuck if they show the same stacks in two looks, 5 s apart. If one of them is in a
+    collective, waits for a lock, or does not answer, a warning explains who waits for whom, with
+    the stacks. Ranks that only compute cause no warning. Each look has its own thread, so the
+    driver does not wait for a process that does not answer.
     """
 
     def __init__(self, transport: Pool, since: float) -> None:

@@ -62,13 +62,13 @@ class WorkerFuture:
         keeps: Sequence[Any] = (),
         limit: tuple[float, str] | None = None,
     ):
-        """`collect` turns headers and payloads, by rank, into the result.
+        """Initialize the future; `collect` turns headers and payloads, by rank, into the result.
 
-        `form` says what `chunks`, the answers that count, make together: a `batch`, `metrics`, a
-        `list`, the `first` of them, or a value that only `collect` knows (`own`). `rows` is the
-        length of the call's batches, or 0. `keeps` holds the arguments until the call has ended,
-        because other calls may share them. `limit` replaces the deadline of calls: seconds, and
-        how to raise it.
+        `chunks` are the answers that count. `form` says what they make together: a `batch`,
+        `metrics`, a `list`, the `first` of them, or a value that only `collect` knows (`own`).
+        `rows` is the length of the call's batches, or 0. `keeps` references the arguments until the
+        call has ended, because other calls may share them. `limit` replaces the deadline of calls.
+        It is a pair of the seconds and advice on how to raise them.
         """
         self.name, self.transport, self.form, self.rows = name, transport, form, rows
         self.pending, self.chunks = list(pending), list(chunks)
@@ -146,7 +146,7 @@ class WorkerFuture:
             self._payloads[call.rank] = payload_of(answer)
 
     def settle(self, failure: BaseException | None = None) -> None:
-        """Make the result from all answers, or keep the failure, for every later `get`."""
+        """Build the result from all answers, or store the failure, for every later `get`."""
         if failure is None and not self._failures:
             headers = [self._headers[call.rank] for call in self.pending]
             computed = max(header.end - header.start for header in headers)
@@ -178,9 +178,9 @@ class WorkerFuture:
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`, or of a `Result` if the method returns metrics, too.
+    """The future of a `DataProto`, or of a `Result` if the method also returns metrics.
 
-    If it is passed to a group with as many data-parallel ranks, its chunks go from worker to worker
+    If you pass it to a group with as many data-parallel ranks, its chunks go from worker to worker
     and not through the driver.
     """
 
@@ -370,7 +370,7 @@ def _bring_payloads(futures: Sequence[WorkerFuture]) -> None:
 def _look(
     transport: Transport, waits: dict[int, _Wait], watch: HangWatch
 ) -> Iterator[tuple[int, WaitTimeoutError | None]]:
-    """Look for ranks of a pool that are lost or stand still; yield the calls that this ends."""
+    """Look for ranks of a pool that are lost or stuck; yield the calls that this ends."""
     lost = transport.lost(sorted({rank for wait in waits.values() for rank in wait.late}))
     for wait in waits.values():
         for reference, call in list(wait.future._open.items()):

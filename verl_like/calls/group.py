@@ -1,12 +1,12 @@
-"""`WorkerGroup`: what the driver holds, with a method for every registered one of its workers.
+"""`WorkerGroup`, the driver's handle on workers, has each of their registered methods.
 
     with RayWorkerGroup(pool, RayClassWithInitArgs(Critic, config)) as group:
         group.init_model()                            # obeys the method's `blocking`
         future = group.update_critic.remote(batch)    # always a future
         future.get()
 
-Several roles share the processes of one pool when they are fused first: methods are then
-`<role>_<method>` on the fused group, and plain `<method>` on the groups that `spawn` gives:
+Fuse several roles to share the processes of one pool. Methods are then `<role>_<method>` on the
+fused group, and plain `<method>` on the groups that `spawn` returns:
 
     fused = RayWorkerGroup(pool, create_colocated_worker_cls({"actor": a, "ref": b}))
     groups = fused.spawn(["actor", "ref"])
@@ -82,12 +82,12 @@ class ColocatedClasses(ClassWithInitArgs):
     """Several roles for one process; made by `create_colocated_worker_cls`."""
 
     def __init__(self, class_dict: Mapping[str, ClassWithInitArgs]) -> None:
-        """Roles are constructed in the order given."""
+        """Roles are constructed in the order of `class_dict`."""
         super().__init__(object)
         self.class_dict = dict(class_dict)
 
     def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
-        """Every role by its name."""
+        """Return every role by its name."""
         return self.class_dict
 
     @property
@@ -301,7 +301,7 @@ class GroupState:
 
 
 class WorkerGroup(VerlGroup):
-    """The workers of one role (or of several, fused) on one pool.
+    """The workers of one role, or of several fused roles, on one pool.
 
     Backends subclass it to start the processes.
     """

@@ -68,9 +68,9 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(self, reference: Any) -> Any:
-        """The value behind a reference that is there.
+        """Return the value behind a reference that is ready.
 
-        Raises `WorkerDiedError` if its process died.
+        Raise `WorkerDiedError` if its process died.
         """
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:

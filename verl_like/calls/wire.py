@@ -66,10 +66,10 @@ class FutureChunk:
 class Call:
     """One method call on one worker.
 
-    `returns_batch`: the result may be passed on to other workers, so the payload travels apart
+    With `returns_batch`, the result may be passed on to other workers, so the payload travels apart
     from its header. `counts` is False for a rank that shares its model with a rank whose result is
-    collected: only its header comes back. A call `past_queue` runs at once in its own thread, and
-    has no slots.
+    collected: only its header comes back. A call with `past_queue` runs at once in its own thread,
+    and has no slots.
     """
 
     role: str

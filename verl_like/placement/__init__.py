@@ -1,1 +1,1 @@
-"""Where roles run: roles and their aliases, pools of devices, and the plan that joins them."""
+"""Roles and their aliases, pools of devices, and the plan that assigns roles to pools and nodes."""

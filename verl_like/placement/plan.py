@@ -1,4 +1,4 @@
-"""The plan of a run: which pool lies on which nodes and holds which roles, checked and printed.
+"""The plan of a run, checked and printed: the nodes and the roles of each pool.
 
     spec = {"actor_rollout_ref_pool": [2], "critic_pool": [1]}    # pool -> processes per node
     mapping = {
@@ -9,8 +9,8 @@
     placement = Placement.plan(spec, mapping, nodes=[Node("here", devices=4, cpus=4.0)])
     print(placement)
 
-Nothing is started for it: what does not fit is refused before a device is taken. Devices are GPUs
-where they exist and CPU slots otherwise.
+Making a plan starts nothing: a placement that does not fit is rejected before any device is
+allocated. Devices are GPUs where they exist and CPU slots otherwise.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
 
 NODES_ALONE = 8
-"""Nodes of a pool up to which each has a row of a printed plan."""
+"""If a pool has more nodes than this, the printed plan joins similar nodes into one row."""
 ROUNDING = 1e-9
-"""By which a sum of shares may exceed what a node has, and it still fits."""
+"""A sum of shares fits if it exceeds the node's amount by no more than this."""
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One pool, placed: the node of each of its entries, and the roles in its processes."""
+    """One placed pool: the node of each of its entries, and the roles in its processes."""
 
     name: str
     process_on_nodes: tuple[int, ...]
@@ -45,7 +45,7 @@ class PoolPlan:
 
     @property
     def device_kind(self) -> str:
-        """What its processes compute on: cpu or cuda."""
+        """The devices that its processes compute on: cpu or cuda."""
         return "cuda" if self.gpus_per_process else "cpu"
 
     @property
@@ -55,14 +55,14 @@ class PoolPlan:
 
     @property
     def needs(self) -> ProcessNeeds:
-        """What one process takes of its node."""
+        """The resources that one process takes of its node."""
         gpus = self.gpus_per_process or None
         return ProcessNeeds(self.device_kind, self.cpus_per_process, gpus, self.resources)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Pools that fit on the nodes, and the roles on them. Prints as a table."""
+    """Pools that fit on the nodes, with their roles. Prints as a table."""
 
     pools: dict[str, PoolPlan]
 
@@ -75,9 +75,9 @@ class Placement:
         cpus_per_process: float | None = None,
         needs: Mapping[str, ProcessNeeds] | None = None,
     ) -> Placement:
-        """Check all that can be checked without starting anything, and say who goes where.
+        """Choose the nodes of every pool, after all checks that need no started process.
 
-        `needs` says what a process of a pool takes, where that is not one device and
+        `needs` has the resources of one process for pools that need other than one device and
         `cpus_per_process`.
         """
         counts = {
@@ -98,9 +98,9 @@ class Placement:
         return cls(plans)
 
     def moved(self, pool: str, nodes: Sequence[Node]) -> Placement:
-        """The plan after a loss of nodes, where `nodes` are those that live.
+        """Return the plan after a loss of nodes; `nodes` are the living ones.
 
-        The pool goes where the others leave room, to its own nodes first.
+        The pool moves to nodes where the other pools leave room, preferring its old nodes.
         """
         plan, rooms = self.pools[pool], {node.key: _Room(node) for node in nodes}
         for other in self.pools.values():
@@ -120,7 +120,7 @@ class Placement:
 
     @property
     def role_mapping(self) -> dict[str, str]:
-        """The name of every role's pool, by role."""
+        """The pool name of every role."""
         return {role: plan.name for plan in self.pools.values() for role in plan.roles}
 
     def __str__(self) -> str:
@@ -132,9 +132,9 @@ class Placement:
         notes: Mapping[str, str] | None = None,
         folds: bool = True,
     ) -> str:
-        """The plan as a table, no wider than `width` columns; `notes` are put behind roles.
+        """Return the plan as a table, no wider than `width` columns, with `notes` after the roles.
 
-        It `folds` the many nodes of a pool that are alike into one row.
+        With `folds`, similar nodes of a large pool become one row.
         """
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
@@ -152,7 +152,7 @@ class Placement:
 
 
 def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
-    """First entry, last entry, and how many they are: nodes that are one row of a table."""
+    """Yield first entry, last entry and their number for nodes that form one row of the table."""
     entries = range(len(plan.nodes))
     if not folds or len(entries) <= NODES_ALONE:
         yield from ((entry, entry, 1) for entry in entries)
@@ -163,7 +163,7 @@ def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _devices_in_words(plan: PoolPlan, node: Node, num_processes: int) -> str:
-    """`2 GPUs, 2 accel`: what the processes of a pool take of a node beside CPUs."""
+    """Return the devices that a pool's processes take of a node besides CPUs: `2 GPUs, 2 accel`."""
     kind, amount = node.kind, float(num_processes)
     if node.kind == "GPU":
         on_gpus = plan.gpus_per_process > 0
@@ -180,7 +180,7 @@ def _needs_with_cpus(
     nodes: Sequence[Node],
     cpus_per_process: float | None,
 ) -> dict[str, ProcessNeeds]:
-    """The needs of every pool with its CPUs: its own, else `cpus_per_process`, else a share."""
+    """Return every pool's needs with CPUs: its own, `cpus_per_process`, or an equal share."""
     if cpus_per_process is not None and cpus_per_process <= 0:
         raise PlacementError(f"cpus_per_process must be above 0, got {cpus_per_process}.")
     found = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}
@@ -202,7 +202,7 @@ def _needs_with_cpus(
 
 
 class _Room:
-    """What is still free on a node while a plan is made."""
+    """The free resources of a node while a plan is made."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -211,7 +211,7 @@ class _Room:
         self.resources = dict(node.resources or {})
 
     def lacks(self, count: int, need: ProcessNeeds) -> str:
-        """What there is too little of for so many processes; "" if they fit."""
+        """Name the resource that is too small for `count` processes; "" if they fit."""
         if need.device == "cuda" and self.node.kind == "CPU slot":
             return "GPUs"
         if self.devices + ROUNDING < count * need.devices_on(self.node):
@@ -243,7 +243,7 @@ class _Room:
 def _choose_nodes(
     pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequence[_Room], need: ProcessNeeds
 ) -> tuple[Node, ...]:
-    """A node of its own for every entry of the pool, first fit; what they need is taken."""
+    """Return a separate node for every entry of the pool (first fit), and reserve its needs."""
     chosen: list[_Room] = []
     per_node = counts[pool]
     for count in per_node:
@@ -265,9 +265,9 @@ def _choose_nodes(
 
 
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
-    """What to change where not devices are lacking; for the need that the best node falls short of.
+    """Return advice for a pool that lacks resources other than devices on its best node.
 
-    "" where it is devices.
+    Return "" if devices are lacking.
     """
     key = f"pool_resources.{pool}"
     for name in need.resources:
@@ -281,7 +281,7 @@ def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
 
 
 def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequence[_Room]) -> str:
-    """What to change where a pool has more entries than there are nodes, or devices are lacking."""
+    """Return advice for a pool that has more entries than nodes, or that lacks devices."""
     if len(counts[pool]) > len(rooms):
         return (
             f"give resource_pool_spec.{pool} one number for each of the {len(rooms)} node(s), or "
@@ -289,13 +289,16 @@ def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequenc
         )
     fewer = "use fewer processes, or let roles share a pool (placement, role_mapping)"
     if all(room.node.kind == "GPU" and room.node.key for room in rooms):
-        return fewer  # their devices are what the cluster has, whatever the configuration says
+        return fewer  # the cluster decides the number of devices, not the configuration
     enough = sum(max(per_node) for per_node in counts.values())
     return f"set trainer.n_gpus_per_node={enough}, the devices of a node for all pools, or {fewer}"
 
 
 def _rooms_in_words(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
-    """What every node has left, and which ones hold a part of the pool already; equal ones once."""
+    """Describe the free resources of every node and mark nodes that the pool already uses.
+
+    Nodes with equal descriptions are named together.
+    """
     names: dict[str, list[str]] = {}
     for room in rooms:
         note = " (holds another part of this pool)" if room in chosen else ""

@@ -1,7 +1,7 @@
-"""Pools of processes, the nodes that they lie on, and the holder of a run's pools.
+"""Pools of processes, the nodes that they are on, and the manager of a run's pools.
 
-A pool is a list of process counts, one for each node: [2, 1] is three processes on two nodes. A
-backend subclasses `ResourcePool` and `PoolManager` with what its cluster needs.
+A pool is a list of process counts, one per node: [2, 1] is three processes on two nodes. A backend
+subclasses `ResourcePool` and `PoolManager` with what its cluster needs.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from verl_like.process.facts import ProcessFacts, new_secret
 
 @dataclass(frozen=True)
 class Node:
-    """A machine as the plan sees it. `key` is the backend's own name for it."""
+    """A machine in a plan. `key` is the backend's name for it."""
 
     name: str
     devices: int
     cpus: float
     kind: str = "CPU slot"
-    """What its devices are: `GPU`, `CPU slot`, or `device` where nobody has looked yet."""
+    """The kind of its devices: `GPU`, `CPU slot`, or `device` if they are not known yet."""
     key: str = ""
     resources: Mapping[str, float] | None = None
-    """Custom resources; None where they are not known."""
+    """Custom resources; None if they are not known."""
 
 
 @dataclass(frozen=True)
 class ProcessNeeds:
-    """What one process of a pool takes of its node."""
+    """The resources that one process of a pool takes of its node."""
 
     device: str = "auto"
-    """cpu, cuda, or auto: a GPU where the node has any."""
+    """cpu, cuda, or auto: a GPU if the node has any."""
     cpus: float | None = None
-    """None takes an equal share of what the other pools leave."""
+    """None takes an equal share of the CPUs that the other pools leave."""
     gpus: float | None = None
     """A share of a GPU; None takes a whole one."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of custom resources."""
 
     def devices_on(self, node: Node) -> float:
-        """Devices of a node that a process takes: none of the GPUs where it wants a CPU."""
+        """Return the devices of a node that a process takes: no GPU if it computes on CPUs."""
         if node.kind == "CPU slot":
             return 1.0
         return 0.0 if self.device == "cpu" else self.gpus or 1.0
 
 
 def cpu_share(cpus: float, num_processes: int) -> float:
-    """CPUs of one process where so many share `cpus`: one at most.
+    """Return the CPUs per process if so many processes share `cpus`, at most one.
 
-    Rounded down to the ten-thousandths that Ray counts, so that the shares never exceed the whole.
+    It is rounded down to ten-thousandths, which Ray counts, so that the sum never exceeds `cpus`.
     """
     return min(1.0, math.floor(cpus / num_processes * 1e4) / 1e4)
 
 
 class ResourcePool:
-    """A named set of processes: how many on each node."""
+    """A named set of processes, with a number of processes per node."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ResourcePool:
         max_colocate_count: int = 10,
         n_gpus_per_node: int = 8,
     ) -> None:
-        """`process_on_nodes` may be uneven, such as [1, 2]: that is three processes."""
+        """`process_on_nodes` may be uneven: [1, 2] is three processes."""
         if not process_on_nodes or any(type(n) is not int or n < 1 for n in process_on_nodes):
             raise PlacementError(
                 "a pool needs a list of process counts per node, each 1 or more; got "
@@ -80,7 +80,7 @@ class ResourcePool:
 
     @classmethod
     def named(cls, name: str, process_on_nodes: Sequence[int]) -> ResourcePool:
-        """The pool of the key `resource_pool_spec.<name>`; an error names that key."""
+        """Return the pool of the key `resource_pool_spec.<name>`; errors name that key."""
         try:
             return cls(list(process_on_nodes))
         except PlacementError as error:
@@ -98,19 +98,19 @@ class ResourcePool:
         return sum(self._store)
 
     def add_node(self, process_count: int) -> None:
-        """One more node with that many processes."""
+        """Add a node with that many processes."""
         self._store.append(process_count)
 
     def local_world_size_list(self) -> list[int]:
-        """For every rank, the number of ranks on its node."""
+        """Return the number of ranks on its node, for every rank."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For every rank, its number on its node."""
+        """Return its number on its node, for every rank."""
         return [local for count in self._store for local in range(count)]
 
     def node_list(self) -> list[int]:
-        """For every rank, the position of its node in `store`."""
+        """Return the position of its node in `store`, for every rank."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
 
     def facts(
@@ -136,14 +136,14 @@ class ResourcePool:
         ]
 
     def release(self) -> None:
-        """Give back what the pool has reserved; a pool of a cluster reserves something."""
+        """Release what the pool has reserved on a cluster."""
 
     def __enter__(self) -> Self:
-        """For `with`: what is reserved is given back after the block."""
+        """Return the pool; reservations end with the `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Releases the pool."""
+        """Release the pool."""
         self.release()
 
     def __repr__(self) -> str:
@@ -152,17 +152,17 @@ class ResourcePool:
 
 
 class PoolManager:
-    """Holder of pools and mapping: makes every pool once and says which one a role lives on."""
+    """The pools of a run and their mapping: makes every pool once and finds the pool of a role."""
 
     pool_cls: ClassVar[type[ResourcePool]] = ResourcePool
-    """What `create_resource_pool` makes."""
+    """The class of the pools."""
 
     def __init__(
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
     ) -> None:
-        """Raises `PlacementError` if `mapping` names a missing pool, or a pool has no role."""
+        """Raise `PlacementError` if `mapping` names a missing pool, or a pool has no role."""
         self.resource_pool_spec = {
             name: list(counts) for name, counts in resource_pool_spec.items()
         }
@@ -171,13 +171,13 @@ class PoolManager:
         roles_by_pool(self.resource_pool_spec, self.mapping)
 
     def create_resource_pool(self) -> None:
-        """Make the pools; nothing is started yet."""
+        """Make the pools without starting anything."""
         self.resource_pool_dict = {
             name: self.pool_cls(counts) for name, counts in self.resource_pool_spec.items()
         }
 
     def get_resource_pool(self, role: str) -> ResourcePool:
-        """The pool a role is mapped to, by its own name or an alias."""
+        """Return the pool of a role, which is named by its own name or an alias."""
         mapping = {**expand_roles(self.mapping), **self.mapping}
         if role not in mapping:
             raise PlacementError(
@@ -189,5 +189,5 @@ class PoolManager:
         return self.resource_pool_dict[mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Devices of all pools together."""
+        """Return the number of devices in all pools."""
         return sum(sum(counts) for counts in self.resource_pool_spec.values())

@@ -2,8 +2,8 @@
 
     {"actor_rollout": "main", "critic": "critic_pool"}     # role -> pool
 
-A role is any string. An alias such as `actor_rollout` stands for several roles in one process;
-`rollout` beside it says where that one of them is instead.
+A role is any string. An alias such as `actor_rollout` names several roles in one process. If the
+mapping also has `rollout`, that entry takes precedence for the rollout role.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl_like.errors import PlacementError, nearest
 
 
 class Role:
-    """The usual role names, for people who come from verl; any other string is a role as well."""
+    """The usual role names, for users of verl; any other string is a role as well."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -33,7 +33,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
-    """The mapping with its aliases written out; of two names for a role the narrower one counts."""
+    """Return the mapping with its aliases expanded; a role's own name overrides an alias."""
     expanded: dict[str, str] = {}
     widths: dict[str, int] = {}
     for name, pool in role_mapping.items():
@@ -45,12 +45,12 @@ def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
 
 
 def roles_named(name: str) -> tuple[str, ...]:
-    """The roles that a name of the mapping stands for: one, or those of an alias."""
+    """Return the roles that a name of the mapping means: one, or those of an alias."""
     return ALIASES.get(name, (name,))
 
 
 def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict[str, list[str]]:
-    """The roles of every pool; a pool that does not exist or has no role is an error."""
+    """Return the roles of every pool; raise if a pool does not exist or has no role."""
     roles: dict[str, list[str]] = {pool: [] for pool in pools}
     for role, pool in expand_roles(role_mapping).items():
         if pool not in roles:

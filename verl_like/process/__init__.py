@@ -1,1 +1,1 @@
-"""What runs in a worker process: the host of its roles, the `Worker` base class, its facts."""
+"""The host of roles in a worker process, the `Worker` base class, its facts and its sandbox."""

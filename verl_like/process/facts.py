@@ -36,21 +36,22 @@ class ProcessFacts:
     call_s: float = 7200.0
     collective_s: float = 1800.0
     one_node: bool = True
-    """All that the process may talk to, other pools included, is on its node."""
+    """Whether all processes that this process may talk to, other pools included, are on its
+    node."""
     secret: str = field(default="", repr=False)
-    """Given to every rank of a group: with it they sign what they write into its store."""
+    """Shared by the ranks of a group, which sign with it what they write into the group's store."""
     role: str = "worker"
     """The role that an instance plays in this process."""
     master: tuple[str, int] | None = None
     """Host and port of the store in which the ranks meet."""
 
     def log_path(self, role: str | None = None) -> Path | None:
-        """The log of one role (of the first, unless said) in this process."""
+        """Return the log file of a role in this process, by default of the first role."""
         if self.log_dir is None:
             return None
         return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
 
     def log_in_words(self, role: str | None = None) -> str:
-        """The log for a message."""
+        """Return the name of the log for a message."""
         path = self.log_path(role)
         return f"log {path}" if path else ""

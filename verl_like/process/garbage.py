@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OF_PYTHON = 10_000
-"""More objects than Python itself keeps from its start (375 in 3.12)."""
+"""More frozen objects than Python itself has after its start (375 in 3.12)."""
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Back to a state that `get_random_state` gave."""
+    """Restore a state from `get_random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -39,7 +39,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def save_random_state(path: Path) -> None:
-    """Write the present state, as JSON: that of a role while one of its methods runs."""
+    """Write the current state as JSON; during a method it is the state of the method's role."""
     state = get_random_state()
     kind, keys, *rest = state["numpy"]
     text = {
@@ -51,7 +51,7 @@ def save_random_state(path: Path) -> None:
 
 
 def load_random_state(path: Path) -> None:
-    """Take over a state that `save_random_state` wrote."""
+    """Restore a state that `save_random_state` wrote."""
     before = get_random_state()
     try:
         set_random_state(_read(path))

@@ -1,7 +1,7 @@
-"""What a process that runs untrusted code may have: variables, memory, time, files, network.
+"""Limits of a process that runs untrusted code: variables, memory, time, files, network.
 
     Sandbox(memory_gb=2).confine()      # in that process, before the code
-    visible_environment(["API_KEY"])    # what it gets of this process's environment
+    visible_environment(["API_KEY"])    # the variables that it gets
 
 `verl_like.process.supervisor` watches such a process from outside. Nothing here imports torch.
 """
@@ -80,9 +80,9 @@ class Sandbox:
         return cls(**{**limits, "env": tuple(limits.get("env", ()))})
 
     def confine(self) -> None:
-        """Set the limits of this process and of those that it starts; no way back.
+        """Limit this process and the processes that it starts, irrevocably.
 
-        Root also loses the calls that change the machine. Others never had the right to them.
+        Root also loses the calls that change the machine. Other users never had the right to them.
         """
         _limit(resource.RLIMIT_DATA, self.memory_gb * 2**30)
         _limit(resource.RLIMIT_FSIZE, self.file_gb * 2**30)
@@ -92,7 +92,7 @@ class Sandbox:
             deny(MACHINE, gains_rights=True)
 
     def allow_cpu(self, shares: float = 1.0) -> None:
-        """Let this process use `cpu_s` of processor time from now on, so many times."""
+        """Allow this process `shares` times `cpu_s` of processor time from now on."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = used.ru_utime + used.ru_stime + shares * self.cpu_s
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -108,7 +108,7 @@ def _limit(which: int, value: float) -> None:
 
 
 def visible_environment(more: Sequence[str] = ()) -> dict[str, str]:
-    """What of this process's environment a sandbox sees, `more` by name."""
+    """Return the environment variables that a sandbox sees, including the names in `more`."""
     found = {MARK: "1"}
     for name, value in os.environ.items():
         if name in VISIBLE or name in more or name.startswith(VISIBLE_PREFIXES):
@@ -117,7 +117,7 @@ def visible_environment(more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def refuse_runs_inside() -> None:
-    """Refuse to start a run in a sandbox: a file that does so starts itself without end."""
+    """Raise if a run is started in a sandbox: such a file would start itself without end."""
     if MARK in os.environ:
         raise ConfigError(
             "a run is started while a reward function is loaded: the function's file starts runs "
@@ -127,15 +127,15 @@ def refuse_runs_inside() -> None:
 
 
 def isolate_network() -> None:
-    """Leave this process nothing of the network but a loopback interface of its own.
+    """Leave this process no network except its own loopback interface.
 
-    Refused where the machine gives it no namespace.
+    Raise if the machine does not allow a network namespace.
     """
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
         raise ConfigError("network=false needs namespaces of Linux: take network=true.")
-    if libc.unshare(_CLONE_NEWNET) != 0:  # without the right to, in a user namespace of its own
+    if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
             raise ConfigError(
@@ -155,10 +155,10 @@ def isolate_network() -> None:
 def keep_to(*places: str, more: Iterable[str] = ()) -> None:
     """Keep this process, and those that it starts, from changing anything outside these places.
 
-    It can write below these folders and files only, change no modes, owners or times, attach to no
-    other process, and take no memory that outlives it. It has none of root's rights except to read
-    files. `more` are further system calls to deny. Raises where the kernel has no Landlock, after
-    all else is done.
+    It can write only below these folders and files. It cannot change modes, owners or times, attach
+    to another process, or allocate memory that outlives it. It has none of root's rights except to
+    read files. `more` are further system calls to deny. If the kernel has no Landlock, this raises
+    after all other limits are set.
     """
     drop_capabilities()
     deny(MACHINE, METADATA, KEEPS_TO_ITSELF, more)
@@ -166,9 +166,9 @@ def keep_to(*places: str, more: Iterable[str] = ()) -> None:
 
 
 def _keep_writes_in(*places: str) -> None:
-    """Let this process, and those that it starts, write below these folders and files only.
+    """Let this process, and those that it starts, write only below these folders and files.
 
-    They cannot signal other processes either, where the kernel knows that rule (Linux 6.12).
+    Linux 6.12 and later also keep them from sending signals to other processes.
     """
     libc, version = ctypes.CDLL(None, use_errno=True), _landlock_version()
     if version < 1:
@@ -201,7 +201,7 @@ def can_keep_writes() -> bool:
 
 
 def _landlock_version() -> int:
-    """The version of Landlock; below 1 where there is none."""
+    """Return the version of Landlock, or less than 1 if the kernel has none."""
     if sys.platform != "linux":
         return -1
     version: int = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE, None, 0, 1)

@@ -1,4 +1,4 @@
-"""The stores in which processes meet: each listens at one address, and strangers cannot write.
+"""Stores through which processes coordinate, at one address each, writable only with a secret.
 
     server = open_store("127.0.0.1")                          # in one process
     store = SignedStore(server, secret, "sync 3")             # in each that has the secret
@@ -6,7 +6,7 @@
 
 Torch's `TCPStore` accepts values from everyone who can reach its port. A `SignedStore` hashes names
 and signs values with a secret from the driver, so a value that was written without the secret is
-never read, or is rejected. Values are not encrypted: everyone who finds a name can read its value.
+never read, or is rejected. Values are not encrypted: everyone who knows a name can read its value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_store(address: str, port: int = 0) -> TCPStore:
 
 
 class SignedStore(Store):
-    """A part of another store for processes with the secret, also for torch's process groups."""
+    """A namespace of a store for processes with the secret, also for torch's process groups."""
 
     def __init__(self, store: TCPStore, secret: str, part: str) -> None:
         """`part` is a unique name in `store`; it is not secret."""
@@ -46,16 +46,16 @@ class SignedStore(Store):
 
     @property
     def host(self) -> str:
-        """Of the `TCPStore` that this is a part of."""
+        """The host of the underlying `TCPStore`."""
         return self._store.host
 
     @property
     def port(self) -> int:
-        """Of the `TCPStore` that this is a part of."""
+        """The port of the underlying `TCPStore`."""
         return self._store.port
 
     def over(self, store: TCPStore) -> SignedStore:
-        """Return this part over another connection to the store.
+        """Return this namespace over another connection to the store.
 
         A request that waits blocks all other requests on its connection.
         """
@@ -81,22 +81,22 @@ class SignedStore(Store):
         return content
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for all of these, or raise a `DistStoreError` after the timeout."""
+        """Wait for all of these keys, or raise a `DistStoreError` after the timeout."""
         names = [self._name(key) for key in keys]
         limit = () if timeout is None else (timeout,)
         self._store.wait(names, *limit)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these are there."""
+        """Return whether all of these keys exist."""
         exist: bool = self._store.check([self._name(key) for key in keys])
         return exist
 
     def unsigned(self, name: str) -> PrefixStore:
-        """Return a part without signatures, for threads that must not call Python, as NCCL's."""
+        """Return a namespace without signatures, for threads that must not call Python (NCCL's)."""
         return PrefixStore(self._name(name), self._store)
 
     def delete_all(self) -> None:
-        """Delete everything of this part from the store."""
+        """Delete all keys of this namespace from the store."""
         for name in self._store.list_keys():
             if name.startswith(self._prefix):
                 self._store.delete_key(name)

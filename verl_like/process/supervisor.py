@@ -1,12 +1,12 @@
-"""Confined processes: forked with limits, watched from outside, and nothing left when they end.
+"""Confined processes: forked with limits and watched from outside; nothing survives their end.
 
     supervise(socket, sandbox, program)     # does not return
 
-forks a child that runs `program(descriptor of the socket)` in a folder of its own, and watches it.
-It ends when the child ends or stops, when a limit is passed, or when the other end of the socket is
-closed; then every process that the child has started is killed, whatever session it went to, and
-the folder is removed. The other end is told how it ended, by a line `{"ended": words}`. Nothing
-here imports torch.
+`supervise` forks a child that runs `program(descriptor of the socket)` in its own folder, and
+watches it. It ends if the child ends or stops, if a limit is exceeded, or if the other end of the
+socket is closed. Then every process that the child has started is killed, whatever session it is
+in, and the folder is removed. The other end receives the reason as a line `{"ended": words}`.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from verl_like.process.machine import descendants, words_of
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
-"""Time between two looks at how many processes there are, their memory and their files."""
+"""The interval at which the number of processes, their memory and their files are checked."""
 MOST_OUTPUT = 2**20
-"""Bytes that a supervised process may print; what comes later is dropped."""
+"""Bytes that a supervised process may print; later output is dropped."""
 KILL_S = 5.0
 """Time that killed processes get to end."""
 REMOVE_S = 30.0
@@ -45,13 +45,13 @@ OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
 PASSED_DEADLINE = "passed its deadline"
 ENDED_WELL = "ended with exit code 0"
 DATA = 3
-"""The descriptor that a confined program speaks through."""
+"""The descriptor through which a confined program communicates."""
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-_F_GETPIPE_SZ = 1032  # fcntl has no name for it on other systems than Linux
+_F_GETPIPE_SZ = 1032  # fcntl names it only on Linux
 _BLOCKS = 8
-"""What a file counts for at least, in the system's units of 512 bytes."""
+"""The size that each file counts for at least, in the system's units of 512 bytes."""
 
 
 def supervise(
@@ -63,8 +63,7 @@ def supervise(
 ) -> NoReturn:
     """Run `program(DATA)` in a child of this process, which must have one thread.
 
-    `starter` is the socket that `DATA` is a copy of. Each line that the child prints gets the
-    prefix.
+    `DATA` is a copy of the socket `starter`. Each line that the child prints gets the prefix.
     """
     folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
     ending: str | None = None
@@ -93,7 +92,7 @@ def supervise(
 
 
 class _Printed:
-    """Passes the output of a child on, up to a limit."""
+    """Forwards the output of a child, up to a limit."""
 
     def __init__(self, prefix: bytes = b"", most: int = MOST_OUTPUT) -> None:
         self._prefix, self._room = prefix, most
@@ -117,7 +116,10 @@ class _Printed:
 def fork_confined(
     folder: str, sandbox: Sandbox, descriptors: Mapping[int, int], program: Callable[[], None]
 ) -> int:
-    """A child that runs `program` in `folder`, with these descriptors: its number -> ours."""
+    """Fork a child that runs `program` in `folder`, and return its process id.
+
+    `descriptors` maps the child's descriptors to ours.
+    """
     parent = os.getpid()
     pid = os.fork()
     if pid != 0:
@@ -157,10 +159,10 @@ def watch(
     end: float = math.inf,
     starter: int | None = None,
 ) -> str | None:
-    """How the child ended, by itself or by a limit; nothing that it has started is left then.
+    """Watch the child until it ends or exceeds a limit, and return the reason.
 
-    `outputs` take what comes from a pipe and may say what is wrong with it. None if the other end
-    of the socket `starter` is closed.
+    None of its processes is left then. A function of `outputs` receives what comes from a pipe and
+    may return an error. Return None if the other end of the socket `starter` is closed.
     """
     poll = select.poll()
     for output in outputs:
@@ -171,7 +173,7 @@ def watch(
     open_outputs, ending = dict(outputs), None
     next_look = time.monotonic() + WATCH_S
     with contextlib.ExitStack() as closing:
-        if hasattr(os, "pidfd_open"):  # elsewhere the child's end is noticed at the next look
+        if hasattr(os, "pidfd_open"):  # otherwise the child's end is noticed at the next check
             handle = os.pidfd_open(child)
             closing.callback(os.close, handle)
             poll.register(handle, select.POLLIN)
@@ -201,10 +203,10 @@ def watch(
 
 
 def _read(output: int, outputs: dict[int, Callable[[bytes], str | None]]) -> str | None:
-    """Pass on what has come; an output that is closed, or holds nothing, is no longer one."""
+    """Forward new output; remove an output that is closed or empty."""
     try:
         chunk = os.read(output, 65536)
-    except BlockingIOError:  # a process that was killed is not yet gone
+    except BlockingIOError:  # a killed process still exists
         chunk = b""
     if not chunk:
         del outputs[output]
@@ -213,7 +215,7 @@ def _read(output: int, outputs: dict[int, Callable[[bytes], str | None]]) -> str
 
 
 def _ending(child: int, sandbox: Sandbox) -> str | None:
-    """How the child ended, if it has; other processes that ended are waited for, too."""
+    """Return how the child ended, or None; also wait for other processes that ended."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if pid == 0:
@@ -223,7 +225,7 @@ def _ending(child: int, sandbox: Sandbox) -> str | None:
 
 
 def how_it_ended(status: int, sandbox: Sandbox) -> str:
-    """A status of `waitpid` in words."""
+    """Describe a status of `waitpid`."""
     if os.WIFSTOPPED(status):
         return f"was stopped by {signal.Signals(os.WSTOPSIG(status)).name}"
     if not os.WIFSIGNALED(status):
@@ -238,14 +240,14 @@ def how_it_ended(status: int, sandbox: Sandbox) -> str:
 
 
 def excess(sandbox: Sandbox, folder: str) -> str | None:
-    """Which limit the descendants of this process pass together, or the files in their folder."""
+    """Name a limit that this process's descendants or the files in their folder exceed, or None."""
     pids = descendants(os.getpid())
     if len(pids) > sandbox.processes:
         return f"had {len(pids)} processes (processes={sandbox.processes})"
 
     gigabytes = sum(map(_own_memory, pids)) / 2**30
     if gigabytes > sandbox.memory_gb:
-        # Forks share most of what they hold. Its share takes longer to read.
+        # Forks share most of their memory. The proportional share takes longer to read.
         gigabytes = sum(map(_memory_by_share, pids)) / 2**30
     gigabytes += _memory_of_descriptors(pids) / 2**30
     if gigabytes > sandbox.memory_gb:
@@ -258,21 +260,21 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
 
 
 def _own_memory(pid: int) -> int:
-    """Bytes that a process holds, shared memory included, files aside; 0 when it is gone."""
+    """Return the bytes of a process, with shared memory and without files; 0 if it is gone."""
     words = words_of(f"/proc/{pid}/status")[::-1]  # the first line, its name, may be any text
     found = [words.index(word) for word in (b"RssAnon:", b"RssShmem:") if word in words]
     return sum(1024 * int(words[place - 1]) for place in found)
 
 
 def _memory_by_share(pid: int) -> int:
-    """As `_own_memory`, where what several processes share is divided among them."""
+    """Return the memory like `_own_memory`, but divide shared memory among its processes."""
     words = words_of(f"/proc/{pid}/smaps_rollup")
     found = [words.index(word) for word in (b"Pss_Anon:", b"Pss_Shmem:") if word in words]
     return sum(1024 * int(words[place + 1]) for place in found) if found else _own_memory(pid)
 
 
 def _memory_of_descriptors(pids: Iterable[int]) -> int:
-    """Bytes of the memory files (memfd) and pipes that these processes have open."""
+    """Return the bytes of the memory files (memfd) and pipes that these processes have open."""
     sizes: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # the process, or the descriptor, has just gone
@@ -296,7 +298,7 @@ def _pipe_size(path: str) -> int:
 
 
 def _bytes_on_disk(folder: str) -> int:
-    """What the files below a folder take, a block each at least, so that their number counts."""
+    """Return the bytes of the files below a folder, at least a block per file."""
     blocks, ahead = 0, [folder]
     while ahead:
         with contextlib.suppress(OSError), os.scandir(ahead.pop()) as entries:
@@ -309,11 +311,11 @@ def _bytes_on_disk(folder: str) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill and wait for all that this process has started, a subreaper's orphans included."""
+    """Kill and wait for all processes that this process has started, including adopted orphans."""
     end = time.monotonic() + KILL_S
     while time.monotonic() < end:
         for pid in descendants(os.getpid()):
-            _kill(os.killpg, pid)  # if it leads one
+            _kill(os.killpg, pid)  # if it leads a group
             _kill(os.kill, pid)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -329,7 +331,7 @@ def _kill(kill: Callable[[int, int], None], pid: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove it with all that is in it and may be removed; raises nothing."""
+    """Remove a folder with everything in it that can be removed; never raise."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):  # it may be deeper than Python can recurse
@@ -339,9 +341,9 @@ def remove_folder(folder: str) -> None:
 
 
 class Supervised:
-    """The child of a supervisor, as the process that started the supervisor knows it.
+    """The child of a supervisor, as the process that started the supervisor sees it.
 
-    Untrusted code runs under the supervisor's user: it can kill it and go on alone.
+    Untrusted code runs as the supervisor's user: it can kill the supervisor and outlive it.
     """
 
     def __init__(self, pid: int, folder: str) -> None:
@@ -350,7 +352,7 @@ class Supervised:
             self._handle = os.pidfd_open(pid)
 
     def end(self) -> None:
-        """Kill it with its process group, whatever process has its number by now."""
+        """Kill the child with its process group, safely even if its process id was reused."""
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 # one that has been stopped does not go while its group is killed by number
@@ -360,12 +362,12 @@ class Supervised:
         remove_folder(self._folder)
 
     def close(self) -> None:
-        """Close the handle on the child's process; the process is left as it is."""
+        """Close the handle on the child's process without ending the process."""
         if self._handle is not None:
             os.close(self._handle)
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere there is none, and groups alone are killed."""
+    """Call Linux's prctl; on other systems do nothing, so only process groups are killed."""
     if sys.platform == "linux":
         LIBC.prctl(option, value, 0, 0, 0)

@@ -1,6 +1,6 @@
 """Filters of system calls (seccomp) and of capabilities, for processes that run untrusted code.
 
-    deny(MACHINE, METADATA, KEEPS_TO_ITSELF)     # no way back, for this process and its children
+    deny(MACHINE, METADATA, KEEPS_TO_ITSELF)     # irrevocable, for this process and its children
 
 A filter answers a denied call with EPERM. It exists for Linux on the machines of `_NUMBERS`. A call
 that a machine does not have is left out. Nothing here imports torch.
@@ -61,7 +61,8 @@ shmget 29 194, swapoff 168 225, swapon 167 224, syslog 103 116, tgkill 234 131, 
 umount2 166 39, unshare 272 97, userfaultfd 323 282, utime 132 -, utimensat 280 88, utimes 235 -,
 vfork 58 -
 """
-"""Call, its number on x86_64, and on aarch64; a dash where the machine does not have the call."""
+"""Each call with its numbers on x86_64 and aarch64; a dash means that the machine lacks the
+call."""
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NUMBERS: dict[str, dict[str, int]] = {machine: {} for machine in _AUDIT_NUMBERS}
 for _name, *_columns in map(str.split, _TABLE.split(",")):
@@ -85,8 +86,7 @@ Instruction = tuple[int, int, int, int]
 def deny(*names: Iterable[str], gains_rights: bool = False) -> bool:
     """Have the kernel deny these system calls from now on; return whether it does.
 
-    With `gains_rights` programs such as sudo keep working, which takes a process with rights over
-    the machine (root).
+    With `gains_rights`, programs such as sudo continue to work; this requires root.
     """
     numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
     if numbers is None:
@@ -104,7 +104,7 @@ def deny(*names: Iterable[str], gains_rights: bool = False) -> bool:
 
 
 def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> list[Instruction]:
-    """The filter that denies these calls."""
+    """Return the filter that denies these calls."""
     deny_it: Instruction = (_ANSWER, _ERROR | errno.EPERM, 0, 0)
     allow_it: Instruction = (_ANSWER, _ALLOW, 0, 0)
     kill_it: Instruction = (_ANSWER, _KILL, 0, 0)
@@ -114,10 +114,10 @@ def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> li
         if name == "clone":  # with the flag for threads it is allowed
             filters += [(_EQUAL, numbers[name], 0, 4), (_LOAD, 16, 0, 0)]
             filters += [(_ANY_BIT, _CLONE_THREAD, 1, 0), deny_it, allow_it]
-        elif name == "clone3":  # its flags are out of sight; ENOSYS makes libraries take clone
+        elif name == "clone3":  # its flags cannot be read here; ENOSYS makes libraries use clone
             no_such_call: Instruction = (_ANSWER, _ERROR | errno.ENOSYS, 0, 0)
             filters += [(_EQUAL, numbers[name], 0, 1), no_such_call]
-        elif name == "utimensat":  # without times it is what `touch` does to a file of its own
+        elif name == "utimensat":  # without times it is a `touch`, which is allowed
             filters += [(_EQUAL, numbers[name], 0, 6), (_LOAD, 32, 0, 0), (_EQUAL, 0, 0, 2)]
             filters += [(_LOAD, 36, 0, 0), (_EQUAL, 0, 1, 0), deny_it, allow_it]
         else:
@@ -126,7 +126,7 @@ def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> li
 
 
 def drop_capabilities() -> None:
-    """Give up root's rights, for this process and what it executes, except to read files."""
+    """Give up root's rights, except to read files, for this process and its programs."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -142,7 +142,7 @@ def drop_capabilities() -> None:
 
 
 def _capabilities(libc: ctypes.CDLL) -> int:
-    """The lower 32 bits of the rights that this process may use."""
+    """Return the lower 32 bits of the rights that this process may use."""
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     data = ctypes.create_string_buffer(24)
     libc.capget(header, data)

@@ -262,7 +262,7 @@ class ColocatedWorker(Worker):
     _colocated_classes: ClassVar[dict[str, ClassWithInitArgs]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """The worker of a role."""
+        """Return the worker of another role."""
         if name in type(self)._colocated_classes and (worker := self.sibling(name)):
             return worker
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
@@ -271,7 +271,7 @@ class ColocatedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[str, ClassWithInitArgs],
 ) -> type[ColocatedWorker]:
-    """Return a base class for your own worker that calls the other roles of its process.
+    """Return a base class for your worker that calls the other roles of its process.
 
     class Hybrid(create_colocated_worker_raw_cls({"actor": actor, "critic": critic})):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)

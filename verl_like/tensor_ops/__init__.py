@@ -1,4 +1,4 @@
-"""Tensor arithmetic on padded batches, with verl's names: torch only, no state, no distribution."""
+"""Tensor arithmetic on padded batches with verl's names: only torch, no state, no communication."""
 
 from verl_like.tensor_ops.balance import (
     get_group_balanced_partitions,

@@ -14,13 +14,13 @@ _Parts = list[tuple[int, list[int]]]
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool = False
 ) -> list[list[int]]:
-    """Rows in `k_partitions` sets of nearly equal total length, none of them empty.
+    """Divide rows into `k_partitions` non-empty sets of nearly equal total length.
 
-    With `equal_size` the sets have equal row counts, too.
+    With `equal_size` the sets also have equal row counts.
 
     Karmarkar and Karp's largest differencing method, "The differencing method of set partitioning"
-    (UCB/CSD 82/113, 1982). Depends on nothing but its arguments: ties go to the lower row, rows
-    ascend in a set, sets in their first row.
+    (UCB/CSD 82/113, 1982). The result depends only on the arguments: ties go to the lower row, rows
+    ascend in a set, and sets ascend by their first row.
     """
     num_rows = len(seqlen_list)
     if not 1 <= k_partitions <= num_rows:
@@ -36,7 +36,7 @@ def get_seqlen_balanced_partitions(
 
     by_length = sorted(range(num_rows), key=lambda row: (-seqlen_list[row], row))
     rows_at_once = k_partitions if equal_size else 1
-    # (minus the spread, lowest row, parts): no two share their lowest row, so parts never compare
+    # (minus the spread, lowest row, parts): lowest rows are unique, so parts are never compared
     heap: list[tuple[int, int, _Parts]] = []
     for start in range(0, num_rows, rows_at_once):
         rows = by_length[start : start + rows_at_once]
@@ -53,14 +53,14 @@ def get_seqlen_balanced_partitions(
 
 
 def _spread(parts: _Parts, k: int) -> int:
-    """Total length of the heaviest of k partitions less that of the lightest."""
+    """Return the heaviest partition's total length minus the lightest's, of k partitions."""
     return parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
 
 
 def _merge_opposed(one: _Parts, other: _Parts, k: int) -> _Parts:
-    """The heaviest part of one joined with the lightest of the other, and so on.
+    """Join the heaviest part of one side with the lightest of the other, and so on.
 
-    Absent parts count as empty.
+    Missing parts count as empty.
     """
     padded_one = one + [(0, [])] * (k - len(one))
     padded_other = other + [(0, [])] * (k - len(other))
@@ -72,7 +72,7 @@ def _merge_opposed(one: _Parts, other: _Parts, k: int) -> _Parts:
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The inverse permutation: reordering by `idx_map`, then by the result, changes nothing."""
+    """Return the inverse permutation, which undoes a reordering by `idx_map`."""
     inverse = [0] * len(idx_map)
     for position, row in enumerate(idx_map):
         inverse[row] = position
@@ -82,9 +82,9 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[list[int]]:
-    """Rows in `k_partitions` sets of nearly equal total length, rows of one uid in one set.
+    """Divide rows into `k_partitions` sets of nearly equal total length, keeping uids together.
 
-    Every set has as many uids.
+    Every set has the same number of uids.
     """
     if len(seqlen_list) != len(uid_list):
         raise BatchError(f"{len(seqlen_list)} lengths and {len(uid_list)} uids: one each a row.")

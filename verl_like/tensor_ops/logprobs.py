@@ -1,6 +1,6 @@
 """Log-probs of labels and entropy of logits, in bounded memory.
 
-The softmax over the vocabulary is never held for all rows at once, forward or backward.
+Neither the forward nor the backward pass stores the softmax over the vocabulary for all rows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 CHUNK_BYTES = 4 * 2**20
 """Bytes of fp32 logits in a chunk; at most four buffers of this size are alive at once."""
 BYTES_ON_CARD = 32 * 2**20
-"""The same on a card, where no cache but a kernel's start sets the least size."""
+"""The same on a GPU, where only the start time of a kernel limits how small a chunk should be."""
 
 
 class _TokenStats(torch.autograd.Function):
     """Log-prob of the label and entropy of every row of logits, a chunk of rows at a time.
 
-    Logits are [rows, vocabulary]. Forward keeps one number a row, the log of the softmax's
-    denominator. Backward rebuilds each chunk's probabilities from it, so nothing of the logits'
-    size exists besides them and their gradient.
+    Logits are [rows, vocabulary]. The forward pass saves one number per row, the log of the
+    softmax's denominator. The backward pass recomputes each chunk's probabilities from it, so only
+    the logits and their gradient have the logits' size.
     """
 
     @staticmethod
@@ -84,9 +84,9 @@ def gradient_of_logits(
     temperature: float,
     inplace: bool,
 ) -> Tensor:
-    """The gradient of logits [rows, words], from those of the label's log-prob and of the entropy.
+    """Return the gradient of logits [rows, words] from the gradients of log-prob and entropy.
 
-    `grad_label` is zero where the label is none of the words, and `grad_logprob` elsewhere.
+    `grad_label` is zero where the label is not among the words, and `grad_logprob` elsewhere.
     """
     grad_logits = logits if inplace else torch.empty_like(logits)
     for rows in row_chunks(logits):
@@ -110,18 +110,18 @@ def gradient_of_logits(
 
 
 def slice_bytes(device_type: str) -> int:
-    """CHUNK_BYTES, or BYTES_ON_CARD there."""
+    """Return CHUNK_BYTES, or BYTES_ON_CARD on a GPU."""
     return CHUNK_BYTES if device_type == "cpu" else BYTES_ON_CARD
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows whose logits, in fp32, take `slice_bytes` at most."""
+    """Return slices of rows whose logits, in fp32, take `slice_bytes` at most."""
     step = max(1, slice_bytes(logits.device.type) // (4 * max(1, logits.shape[-1])))
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
 def scaled_rows(chunk: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-    """A chunk of logits in this type, divided by the temperature."""
+    """Return a chunk of logits in `dtype`, divided by the temperature."""
     wide = chunk.to(dtype)
     return wide if temperature == 1.0 else wide / temperature
 
@@ -132,12 +132,11 @@ _token_stats: Callable[..., tuple[Any, Any]] = _TokenStats.apply
 def logprobs_and_entropy_from_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label, and entropy, in one pass over logits [..., vocabulary] / temperature.
+    """Return the label's log-prob and the entropy, in one pass over logits [..., vocabulary].
 
-    The results are at least fp32. Beside the logits and their gradient at most 40 MiB are alive, or
-    160 MiB on a card.
-    `inplace_backward` writes the gradient over the logits, for a caller that never reads them
-    again.
+    The logits are divided by the temperature. The results are at least fp32. At most 40 MiB, or 160
+    MiB on a GPU, are allocated besides the logits and their gradient. `inplace_backward` overwrites
+    the logits with the gradient, for a caller that does not read them again.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     logprob, entropy = _token_stats(flat, labels.reshape(-1), True, temperature, inplace_backward)
@@ -147,7 +146,7 @@ def logprobs_and_entropy_from_logits(
 def logprobs_from_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
 ) -> Tensor:
-    """Log-prob of each label under logits [..., vocabulary] / temperature.
+    """Return the log-prob of each label under logits [..., vocabulary] / temperature.
 
     Memory is bounded as in `logprobs_and_entropy_from_logits`.
     """
@@ -159,9 +158,9 @@ def logprobs_from_logits(
 
 @torch.no_grad()
 def sum_pi_squared_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """The sum of squared probabilities of logits [..., vocabulary] / temperature.
+    """Return the sum of squared probabilities of logits [..., vocabulary] / temperature.
 
-    Without gradient; memory is bounded as in `logprobs_and_entropy_from_logits`.
+    It has no gradient. Memory is bounded as in `logprobs_and_entropy_from_logits`.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     wide = torch.promote_types(logits.dtype, torch.float32)

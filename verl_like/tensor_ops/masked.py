@@ -1,7 +1,7 @@
 """Sum and mean of the values inside a mask.
 
-A mask may be of any dtype: non-zero is inside. What lies outside is never read into a result, NaN
-included, and an empty mask gives zero.
+A mask may have any dtype; non-zero means inside. Values outside, NaN included, never affect a
+result, and an empty mask gives zero.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a value."""
+"""The integer dtype by bytes per value."""
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """The values inside the mask, zero outside: `torch.where(mask, values, 0)`, bit for bit.
+    """Return the values inside the mask, zero outside: `torch.where(mask, values, 0)`, bit for bit.
 
-    On CPUs `where` takes a branch a value, which costs four to twenty times this product.
+    On CPUs `where` branches per value, which takes four to twenty times as long as this product.
     """
     inside = mask.bool()
     if not values.requires_grad:
@@ -29,7 +29,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _bits_inside(values: Tensor, inside: Tensor) -> Tensor:
-    """Bits times one or zero, as integers: NaN and infinities outside become zero too."""
+    """Multiply the bits, as integers, by one or zero: NaN and infinities outside become zero."""
     return (values.view(INTEGERS[values.element_size()]) * inside).view(values.dtype)
 
 
@@ -46,20 +46,20 @@ class _ZeroOutside(torch.autograd.Function):
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of the values inside the mask, over all of it or along `axis`."""
+    """Return the sum of the values inside the mask, over everything or along `axis`."""
     kept = zero_outside(values, mask)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Mean of the values inside the mask; zero where the mask is empty."""
+    """Return the mean of the values inside the mask; zero if the mask is empty."""
     inside = mask.bool().expand_as(values)
     return masked_sum(values, inside, axis) / torch.count_nonzero(inside, dim=axis).clamp(min=1)
 
 
 def last_places(mask: Tensor) -> Tensor:
-    """The place of each row's last true entry: [rows]; 0 in a row that has none.
+    """Return the position of each row's last true entry, [rows]; 0 in a row without any.
 
-    A mask may have holes, so that is not its count less one.
+    A mask may have holes, so this is not the row's count minus one.
     """
     return (mask * torch.arange(mask.shape[-1], device=mask.device)).amax(dim=-1)

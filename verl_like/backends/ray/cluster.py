@@ -40,7 +40,7 @@ RELEASE_S = 5.0
 SHUTDOWN_S = 10.0
 """Time for Ray's shutdown; then its daemons are killed."""
 DAEMONS = ("gcs_server", "raylet")
-"""The processes of a head and of a node that every computation needs."""
+"""The processes of a head and of a node without which nothing runs."""
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LONGEST_PATH = 22
 """Longest path of the session folders' parent: a Unix socket's path has 107 characters, and Ray
@@ -293,7 +293,7 @@ def _answers(place: tuple[str, int]) -> bool:
 
 
 def within(seconds: float, work: Callable[[], None], what: str) -> bool:
-    """Do the work in a thread, and return whether it ended in time; its failure is logged."""
+    """Run `work` in a thread, and return whether it ended in time; its failure is logged."""
 
     def attempt() -> None:
         try:

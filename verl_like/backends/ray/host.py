@@ -31,7 +31,7 @@ class Location:
 class RayHost:
     """The actor class.
 
-    Calls run in turn, in the main thread: threads of Ray's own would slow down every one.
+    Calls run in turn, in the main thread: Ray's own threads would slow down every call.
     """
 
     def __init__(self, recipes: bytes, facts: ProcessFacts, own_packages: list[str]) -> None:

@@ -245,7 +245,7 @@ class ResourcePoolManager(PoolManager):
 
 
 def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
-    """Return the node of each entry of the pool: the given one, or a different one if possible.
+    """Return the node of each entry of the pool: the configured one, or separate ones if possible.
 
     Raise if an entry is larger than any node, because no wait would help.
     """
@@ -283,7 +283,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
 
 
 def _num_processes(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """Return for how many processes a node's resources are enough, up to rounding."""
+    """Return the number of processes for which a node's resources are enough, up to rounding."""
     return int(min(resources.get(kind, 0) / amount + ROUNDING for kind, amount in need.items()))
 
 

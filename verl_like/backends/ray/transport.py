@@ -102,18 +102,18 @@ class RayTransport(ProcessTransport):
         return [actor.start.remote(master) for actor in self.actors]
 
     def construct_again(self) -> None:
-        """A task of every actor."""
+        """Construct every actor's roles again."""
         answers = [actor.construct_again.remote() for actor in self.actors]
         self.started = wait_for_start(self, answers)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """One task of the actor, whose name is for the dashboard only."""
+        """Submit one task of the actor, whose name is only for the dashboard."""
         if call.past_queue:
             return self.call_past_queue(rank, call)
         message: tuple[Any, ...] = call.role, call.method
         if call.args or call.kwargs:
             message = *message, call.args, call.kwargs
-        # a worker cannot wait for what comes over a connection of the driver's
+        # a worker cannot wait for an answer that comes over the driver's connection
         values = [part.value() if isinstance(part, Part) else part for part in parts]
         key = rank, call.role, call.method, call.counts
         if key not in self._tasks:
@@ -250,7 +250,7 @@ def _cause_of_death(error: Exception) -> str:
 
 
 def _memory_in_words(text: str) -> str:
-    """Return how much memory the node had, and who held most of it, from Ray's report."""
+    """Return how much memory the node had and which processes used most, from Ray's report."""
     report = _LOW_MEMORY.search(text)
     if report is None:
         return f"its node ran low on memory ({text[:300]})"
@@ -306,7 +306,7 @@ def pack_batch(value: Any) -> Packed | None:
 
 
 class Stored:
-    """A value in the store, which stays there as long as this object is held."""
+    """A value in the store, which stays there as long as this object exists."""
 
     def __init__(self, reference: Any) -> None:
         """`reference` is a Ray `ObjectRef`."""
@@ -319,7 +319,7 @@ _putting = threading.Lock()
 
 
 def put_once(value: Any) -> Stored:
-    """Put the value into the store, unless an equal batch is held there."""
+    """Put the value into the store, unless an equal batch is already there."""
     packed = value if isinstance(value, Packed) else pack_batch(value)
     if packed is None:
         return Stored(ray.put(value))
