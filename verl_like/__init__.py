@@ -1,8 +1,8 @@
-"""One driver, groups of workers on named pools, and a `DataProto` that each call splits and
-collects.
+"""The names that users import: `GRPO`, `Environment`, `Worker`, `DataProto`, `register`, ...
 
-The public names are listed here. Each is imported when it is first used, so `import verl_like` is
-quick and loads neither torch nor ray. The names of the Ray backend load ray on first use.
+Each is imported when it is first used, so `import verl_like` is quick and loads neither torch nor
+ray. The names of `trainer` and `workers` make this module the only one of the package that names
+higher packages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this module, too
+if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
+    from trainer.api.recipes import DPO as DPO
+    from trainer.api.recipes import GRPO as GRPO
+    from trainer.api.recipes import PPO as PPO
+    from trainer.api.recipes import SFT as SFT
+    from trainer.api.recipes import Detached as Detached
+    from trainer.api.recipes import RewardModel as RewardModel
+    from trainer.check_loss import check_loss as check_loss
+    from trainer.launch import run as run
+    from trainer.loop import Trainer as Trainer
+    from trainer.migrate.systems import migrate as migrate
+    from trainer.ppo.config import PPOConfig as PPOConfig
+    from trainer.ppo.recipe import load_config as load_config
+    from trainer.ppo.stages import PPOTrainer as PPOTrainer
+    from trainer.run_folder.result import RunResult as RunResult
     from verl_like.backends.local import LocalWorkerGroup as LocalWorkerGroup
     from verl_like.backends.ray import RayClassWithInitArgs as RayClassWithInitArgs
     from verl_like.backends.ray import RayResourcePool as RayResourcePool
@@ -22,6 +36,7 @@ if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this mo
     from verl_like.batch.merge import union_tensor_dict as union_tensor_dict
     from verl_like.batch.protocol import DataProto as DataProto
     from verl_like.batch.protocol import DataProtoItem as DataProtoItem
+    from verl_like.batch.ragged import Ragged as Ragged
     from verl_like.batch.verl_compat import collate_fn as collate_fn
     from verl_like.batch.verl_compat import fold_batch_dim as fold_batch_dim
     from verl_like.batch.verl_compat import pad_dataproto_to_divisor as pad_dataproto_to_divisor
@@ -49,64 +64,105 @@ if TYPE_CHECKING:  # each name as itself: for type checkers it is one of this mo
     from verl_like.calls.result import Metrics as Metrics
     from verl_like.calls.result import Result as Result
     from verl_like.calls.verl_surface import scatter_lists as scatter_lists
+    from verl_like.errors import ConfigError as ConfigError
+    from verl_like.errors import PlacementError as PlacementError
     from verl_like.placement.plan import Placement as Placement
+    from verl_like.placement.pools import Node as Node
     from verl_like.placement.pools import ResourcePool as ResourcePool
     from verl_like.placement.roles import Role as Role
     from verl_like.process.worker import Worker as Worker
     from verl_like.process.worker import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
+    from workers.agents import Adapter as Adapter
+    from workers.agents import End as End
+    from workers.agents import Environment as Environment
+    from workers.agents import Turn as Turn
+    from workers.columns import read_columns as read_columns
+    from workers.columns import write_columns as write_columns
+    from workers.config import FSDPConfig as FSDPConfig
+    from workers.config import ModelConfig as ModelConfig
+    from workers.config import OptimConfig as OptimConfig
+    from workers.losses.aggregate import agg_loss as agg_loss
+    from workers.losses.registry import reads as reads
+    from workers.rewards.functions import default_compute_score as default_compute_score
 
 _MODULE_OF = {
-    "ClassWithInitArgs": "calls.group",
-    "DataProto": "batch.protocol",
-    "DataProtoFuture": "calls.future",
-    "DataProtoItem": "batch.protocol",
-    "Dispatch": "calls.dispatch",
-    "Execute": "calls.dispatch",
-    "LocalWorkerGroup": "backends.local",
-    "Metrics": "calls.result",
-    "Placement": "placement.plan",
-    "RayClassWithInitArgs": "backends.ray",
-    "RayResourcePool": "backends.ray",
-    "RayWorkerGroup": "backends.ray",
-    "ResourcePool": "placement.pools",
-    "ResourcePoolManager": "backends.ray",
-    "Result": "calls.result",
-    "Role": "placement.roles",
-    "Scatter": "calls.dispatch",
-    "Worker": "process.worker",
-    "WorkerGroup": "calls.group",
-    "collate_fn": "batch.verl_compat",
-    "create_colocated_worker_cls": "calls.group",
-    "create_colocated_worker_raw_cls": "process.worker",
-    "fold_batch_dim": "batch.verl_compat",
-    "gather": "calls.future",
-    "make_nd_compute_dataproto_dispatch_fn": "calls.dispatch",
-    "merge_resource_pool": "backends.ray",
-    "pad_dataproto_to_divisor": "batch.verl_compat",
-    "prepare_dynamic_batch": "batch.verl_compat",
-    "rearrange_micro_batches": "batch.verl_compat",
-    "register": "calls.dispatch",
-    "register_dispatch_mode": "calls.dispatch",
-    "restore_dynamic_batch": "batch.verl_compat",
-    "scatter_lists": "calls.verl_surface",
-    "split_resource_pool": "backends.ray",
-    "unfold_batch_dim": "batch.verl_compat",
-    "union_numpy_dict": "batch.merge",
-    "union_tensor_dict": "batch.merge",
-    "unpad_dataproto": "batch.verl_compat",
-    "update_dispatch_mode": "calls.dispatch",
+    "Adapter": "workers.agents",
+    "ClassWithInitArgs": "verl_like.calls.group",
+    "ConfigError": "verl_like.errors",
+    "DPO": "trainer.api.recipes",
+    "DataProto": "verl_like.batch.protocol",
+    "DataProtoFuture": "verl_like.calls.future",
+    "DataProtoItem": "verl_like.batch.protocol",
+    "Detached": "trainer.api.recipes",
+    "Dispatch": "verl_like.calls.dispatch",
+    "End": "workers.agents",
+    "Environment": "workers.agents",
+    "Execute": "verl_like.calls.dispatch",
+    "FSDPConfig": "workers.config",
+    "GRPO": "trainer.api.recipes",
+    "LocalWorkerGroup": "verl_like.backends.local",
+    "Metrics": "verl_like.calls.result",
+    "ModelConfig": "workers.config",
+    "Node": "verl_like.placement.pools",
+    "OptimConfig": "workers.config",
+    "PPO": "trainer.api.recipes",
+    "PPOConfig": "trainer.ppo.config",
+    "PPOTrainer": "trainer.ppo.stages",
+    "Placement": "verl_like.placement.plan",
+    "PlacementError": "verl_like.errors",
+    "Ragged": "verl_like.batch.ragged",
+    "RayClassWithInitArgs": "verl_like.backends.ray",
+    "RayResourcePool": "verl_like.backends.ray",
+    "RayWorkerGroup": "verl_like.backends.ray",
+    "ResourcePool": "verl_like.placement.pools",
+    "ResourcePoolManager": "verl_like.backends.ray",
+    "Result": "verl_like.calls.result",
+    "RewardModel": "trainer.api.recipes",
+    "Role": "verl_like.placement.roles",
+    "RunResult": "trainer.run_folder.result",
+    "SFT": "trainer.api.recipes",
+    "Scatter": "verl_like.calls.dispatch",
+    "Trainer": "trainer.loop",
+    "Turn": "workers.agents",
+    "Worker": "verl_like.process.worker",
+    "WorkerGroup": "verl_like.calls.group",
+    "agg_loss": "workers.losses.aggregate",
+    "check_loss": "trainer.check_loss",
+    "collate_fn": "verl_like.batch.verl_compat",
+    "create_colocated_worker_cls": "verl_like.calls.group",
+    "create_colocated_worker_raw_cls": "verl_like.process.worker",
+    "default_compute_score": "workers.rewards.functions",
+    "fold_batch_dim": "verl_like.batch.verl_compat",
+    "gather": "verl_like.calls.future",
+    "load_config": "trainer.ppo.recipe",
+    "make_nd_compute_dataproto_dispatch_fn": "verl_like.calls.dispatch",
+    "merge_resource_pool": "verl_like.backends.ray",
+    "migrate": "trainer.migrate.systems",
+    "pad_dataproto_to_divisor": "verl_like.batch.verl_compat",
+    "prepare_dynamic_batch": "verl_like.batch.verl_compat",
+    "read_columns": "workers.columns",
+    "reads": "workers.losses.registry",
+    "rearrange_micro_batches": "verl_like.batch.verl_compat",
+    "register": "verl_like.calls.dispatch",
+    "register_dispatch_mode": "verl_like.calls.dispatch",
+    "restore_dynamic_batch": "verl_like.batch.verl_compat",
+    "run": "trainer.launch",
+    "scatter_lists": "verl_like.calls.verl_surface",
+    "split_resource_pool": "verl_like.backends.ray",
+    "unfold_batch_dim": "verl_like.batch.verl_compat",
+    "union_numpy_dict": "verl_like.batch.merge",
+    "union_tensor_dict": "verl_like.batch.merge",
+    "unpad_dataproto": "verl_like.batch.verl_compat",
+    "update_dispatch_mode": "verl_like.calls.dispatch",
+    "write_columns": "workers.columns",
 }
-_TOOLS = {"check_loss": "trainer.check_loss"}
-"""Public name of a tool, which imports this package -> its module."""
-__all__ = sorted([*_MODULE_OF, *_TOOLS])
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
-    if name in _TOOLS:
-        return getattr(importlib.import_module(_TOOLS[name]), name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'verl_like' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"verl_like.{_MODULE_OF[name]}"), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

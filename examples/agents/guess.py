@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.agents import End, Environment, Turn
+from verl_like import End, Environment, Turn
 
 
 class Guess(Environment):

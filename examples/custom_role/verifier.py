@@ -14,11 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from trainer import PPOTrainer
 from trainer.run_folder.metrics import reduce_metrics
-from verl_like import DataProto, Dispatch, Worker, register
-from workers.columns import read_columns
-from workers.config import FSDPConfig, critic_model, critic_optim
+from verl_like import DataProto, Dispatch, FSDPConfig, PPOTrainer, Worker, read_columns, register
+from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.loss import Loss
 from workers.training.score_engine import ScoreEngine

@@ -1,4 +1,4 @@
-"""The recipes as classes: `from trainer import PPO, GRPO, SFT, RewardModel, DPO`.
+"""The recipes as classes: `from verl_like import PPO, GRPO, SFT, RewardModel, DPO`.
 
     run = GRPO("gpt2", ["say a", "say b"], lambda prompt, response: 1.0, lr=1e-6, n=8)
     result = run.fit(steps=20)          # .metrics, .model, .plot()

@@ -71,7 +71,7 @@ def model_folder_of(model: Any, path: Path) -> str:
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
             f"a reward is a {type(model).__name__}: of models of transformers a reward is a "
-            "sequence classifier with one label, as trainer.RewardModel makes one. To score by "
+            "sequence classifier with one label, as verl_like.RewardModel makes one. To score by "
             "another one, give a function that calls it."
         )
     model.save_pretrained(path)
