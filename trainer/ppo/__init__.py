@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names that are there to be imported: an error about a misspelt one lists them."""
+    """Return the importable names, which an error about a misspelt name lists."""
     return __all__

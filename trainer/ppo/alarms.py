@@ -1,7 +1,7 @@
-"""The alarms of PPO: entropy, KL, and a rollout that is not the trainer's policy.
+"""The alarms of PPO: entropy, KL, and a rollout whose policy differs from the trainer's.
 
-`trainer.roadside.alarms` asks these rules after every step. Their bands are those of the run's
-summary (`trainer.report.summary`), where it has one.
+`trainer.roadside.alarms` applies these rules after every step. They use the thresholds of the run's
+summary (`trainer.report.summary`) where it has any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
 from trainer.roadside.alarms import Found, skipped_updates
 
 ENTROPY_GROWN = 3.0
-"""Times the first entropy: the policy forgets what it knew."""
+"""The alarm's multiple of the first entropy: above it the policy loses what it has learned."""
 FAR_FROM_REFERENCE = (
     "the policy is far from its reference. Look at the samples in rollouts/ for a reward that is "
     "gamed, and at the KL's coefficient."
@@ -33,16 +33,16 @@ LARGEST: dict[str, tuple[float, str]] = {
         "algorithm.rollout_correction.",
     ),
 }
-"""Metric -> the largest size that is no alarm, and what a larger one says."""
+"""Metric -> its largest normal size, and the advice for a larger one."""
 
 
 def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
-    """Updates that were not made: of actor and critic, rewards and advantages may be the cause."""
+    """Report skipped updates; for actor and critic, rewards and advantages may be the cause."""
     return skipped_updates(metrics, first, "at their rewards and advantages, ")
 
 
 def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
-    """A policy that says one thing, or anything, by the entropy that the run began with."""
+    """Report an entropy that has become very small or very large against the run's first one."""
     now = metrics.get("actor/entropy", math.nan)
     at_first = first.setdefault("entropy", now)
     if math.isnan(at_first):
@@ -64,7 +64,7 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
 
 
 def distances(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
-    """A policy that one step moves far, or that is far from its reference or from the rollout's."""
+    """Report a policy that moved far in one step or is far from the reference or the rollout."""
     for name, (largest, story) in LARGEST.items():
         value = metrics.get(name, 0.0)
         if not abs(value) <= largest:

@@ -1,7 +1,7 @@
-"""PPO's rules between keys: sizes that must divide, parts that must exist, keys that cannot act.
+"""PPO's rules between keys: sizes that must divide, required parts, keys that have no effect.
 
-The rules of one key stand at its field, and `trainer.config.checks` reads them there. What trains,
-but not what its keys say, is a warning (`trainer.ppo.contradictions`).
+A rule of one key is declared at its field, and `trainer.config.checks` reads it there. A run that
+trains, but not as its keys say, gets a warning (`trainer.ppo.contradictions`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 
 
 def validate(config: PPOConfig) -> None:
-    """Refuse settings that cannot work together, and warn of those that contradict themselves."""
+    """Reject settings that cannot work together, and warn about contradictory settings."""
     refuse(config)
     log_warnings(config)
 
 
 def refuse(config: PPOConfig) -> None:
-    """Refuse, with the numbers and the way out, settings that cannot work together."""
+    """Reject settings that cannot work together, with the numbers and the way out."""
     check_rewards(config)
     RolloutCorrection.of(config.algorithm.rollout_correction)
     for refusal in refusals(config):
@@ -68,7 +68,7 @@ def refuse(config: PPOConfig) -> None:
 
 
 def refusals(config: PPOConfig) -> Iterator[str]:
-    """What cannot work, teach anything or ever act, in words."""
+    """Yield an error text for every setting that cannot work, cannot teach, or has no effect."""
     yield from _of_data(config)
     yield from _of_mini_batches(config)
     yield from _of_passes(config)
@@ -103,9 +103,9 @@ def _of_data(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
-    """The prompts of a step, and those left for a last one, are cut into whole mini-batches.
+    """Check that the prompts of every step, including the last, divide into whole mini-batches.
 
-    Fewer than one are an update of their own.
+    Fewer prompts than a mini-batch form a mini-batch of their own.
     """
     total, prompts = config.data.train_batch_size, config.data.total_prompts
     sizes = {
@@ -133,7 +133,7 @@ def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_passes(config: PPOConfig) -> Iterator[str]:
-    """A pass of tokens, on as many ranks as share one, has room for a row of full length."""
+    """Check that a pass of tokens, on the ranks that share a row, has room for the longest row."""
     actor, data = config.actor_rollout_ref.actor, config.data
     if not actor.use_dynamic_bsz:
         return
@@ -160,7 +160,7 @@ def _of_passes(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_teacher(config: PPOConfig) -> Iterator[str]:
-    """What a teacher is compared with is there, and what acts on rewards is learned from."""
+    """Check that a teacher has log-probs to compare with, and reward settings an effect."""
     algorithm = config.algorithm
     if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
         yield (
@@ -187,10 +187,10 @@ def _of_teacher(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_samples(config: PPOConfig) -> Iterator[str]:
-    """Samples that are compared with each other are several, and differ."""
+    """Check that samples which are compared with each other are several, and differ."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for the user's own
     compares_samples = estimator is not None and needs_groups(estimator)
     if rollout.n < 2 and compares_samples:
         yield (
@@ -220,7 +220,7 @@ def _of_samples(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_correction(config: PPOConfig) -> Iterator[str]:
-    """A bypass has no old log-probs, and a loss that it can correct."""
+    """Check that a bypass needs no old log-probs and has a loss that it can correct."""
     algorithm = config.algorithm
     correction = algorithm.rollout_correction
     if not correction.bypass_mode:
@@ -261,7 +261,7 @@ def _of_correction(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_rewards(config: PPOConfig) -> Iterator[str]:
-    """What is done to rewards reaches the estimator; named ones are there, with their weights."""
+    """Check that the estimator reads the rewards that settings change or name."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     reads = inspect.signature(get_estimator(name)).parameters
@@ -309,7 +309,7 @@ def _of_rewards(config: PPOConfig) -> Iterator[str]:
 
 
 def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
-    """Refuse names of rewards that these samples have no number for."""
+    """Raise if these samples have no number under a configured reward name."""
     named = [(GDPO_KEY, name) for name in algorithm.gdpo_reward_keys]
     if algorithm.filter_groups.enable:
         named.append((METRIC_KEY, algorithm.filter_groups.metric))
@@ -341,7 +341,7 @@ def _of_loss(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_weights(config: PPOConfig) -> Iterator[str]:
-    """Weights that are to be lost on their way travel, and int8 weights are whole and stay."""
+    """Check that dropped weight buckets can occur, and that int8 weights are not offloaded."""
     pools = expand_roles(config.role_mapping)
     receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
     if config.faults.drop_bucket and receivers <= {pools.get("actor")}:
@@ -360,7 +360,7 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
 
 
 def check_quantized_device(config: Any) -> None:
-    """Refuse int8 and fp8 on devices that cannot, of PPO or of best-of-n."""
+    """Reject int8 and fp8 on devices that do not support them, for PPO and best-of-n."""
     device = devices_of(config.trainer).type
     if any(model.quantization for model in models_of(config, without_users=True).values()):
         check_device(device)
@@ -369,7 +369,7 @@ def check_quantized_device(config: Any) -> None:
 
 
 def _of_reference(config: PPOConfig) -> Iterator[str]:
-    """A reference that follows the actor, or is int8, has weights of its own; not both."""
+    """Check that a reference with its own weights follows the actor or is int8, but not both."""
     policy, pools = config.actor_rollout_ref, expand_roles(config.role_mapping)
     every, lora_rank = policy.ref.update_every, policy.model.lora_rank
     if every is not None and policy.ref.model.path is not None:

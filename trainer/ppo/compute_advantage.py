@@ -1,9 +1,9 @@
-"""The driver's entry to advantages: which columns an estimator reads, and what it makes of them.
+"""The driver's entry to advantages: the columns that an estimator reads, and its call.
 
-An estimator is a registered name or the dotted path of the user's own function, which runs as it
-is. Its parameters are filled by name: those of `SETTINGS` from the configuration, `index` from the
-column uid, and every other one without a default from the tensor column of its name
-(token_level_rewards, response_mask, values, reward_baselines, or one of the user's).
+An estimator is a registered name or the dotted path of a user's function. Its parameters are filled
+by name: the parameters in `SETTINGS` from the configuration, `index` from the column uid, and every
+other parameter without a default from the tensor column of its name (token_level_rewards,
+response_mask, values, reward_baselines, or a column of the user's).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ SETTINGS: Mapping[str, str] = {
     "truncated": "bootstrap_truncated",
     "whiten": "running_norm",
 }
-"""Parameter that `compute_advantage` fills by the configuration -> its key under `algorithm`."""
+"""Parameter that `compute_advantage` fills from the configuration -> its key under `algorithm`."""
 
 
 def get_estimator(adv_estimator: str) -> Estimator:
-    """The advantage estimator of that name, or the user's own by its dotted path."""
+    """Return the advantage estimator of that name, or the user's at that dotted path."""
     return ADVANTAGE_ESTIMATORS.look_up(adv_estimator)
 
 
 def columns_read(adv_estimator: str) -> tuple[str, ...]:
-    """The batch's columns that an estimator's parameters ask for."""
+    """Return the columns of the batch that an estimator's parameters name."""
     columns = []
     for parameter in inspect.signature(get_estimator(adv_estimator)).parameters.values():
         if parameter.name == "index":
@@ -59,14 +59,14 @@ def columns_read(adv_estimator: str) -> tuple[str, ...]:
 
 
 def compares_with_greedy(adv_estimator: str) -> bool:
-    """Whether an estimator asks for the scores of greedy answers, as ReMax does."""
+    """Return whether an estimator needs the scores of greedy responses, as ReMax does."""
     return "reward_baselines" in columns_read(adv_estimator)
 
 
 def check_columns(config: PPOConfig) -> None:
-    """Refuse an estimator that asks for a column which nobody in this run writes.
+    """Raise if an estimator needs a column that nothing in this run writes.
 
-    Workers of the user's own may write any.
+    A user's workers may write any column.
     """
     name = config.algorithm.adv_estimator
     own = any(not path.startswith("workers.") for path in config.role_workers.values())
@@ -95,7 +95,7 @@ def check_columns(config: PPOConfig) -> None:
 def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> DataProto:
     """Add the columns advantages and returns to the batch, from token_level_rewards.
 
-    `keys` are those of `algorithm`, such as `gamma`; those that are not given have their defaults.
+    `keys` are keys of `algorithm`, such as `gamma`; the other keys have their defaults.
     """
     return advantages_of(batch, AlgorithmConfig(adv_estimator=adv_estimator, **keys))
 
@@ -119,7 +119,7 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def _setting(name: str, batch: DataProto, value: Any) -> Any:
-    """What a parameter of `SETTINGS` gets, by the value of its key."""
+    """Return the argument for a parameter of `SETTINGS`, from the value of its key."""
     if name == "named_rewards":
         return named_rewards(batch, value)
     if name == "truncated":
@@ -130,25 +130,25 @@ def _setting(name: str, batch: DataProto, value: Any) -> Any:
 
 
 def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
-    """[rows, names]: the score, or what the reward function returned beside it; nan if it did not.
+    """Return [rows, names]: the score, or a reward function's number; nan if missing.
 
-    A name that no sample has is refused.
+    Raise for a name that no sample has.
     """
     columns = [read_named_reward(batch, name, GDPO_KEY).float() for name in names]
     return torch.stack(columns, dim=1)
 
 
 def truncated_rows(batch: DataProto) -> Tensor:
-    """Which rows hit the length limit without an end."""
+    """Return a mask of the rows that hit the length limit before an end token."""
     require(batch, "finish_reason")
     reasons = batch.non_tensor_batch["finish_reason"]
     return torch.tensor([reason == CUT_BY_LENGTH for reason in reasons])
 
 
 def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
-    """Refuse rewards and values that are nan or infinite, by their samples.
+    """Raise if rewards or values are nan or infinite, and name their samples.
 
-    One such number would reach every sample that it is compared with.
+    One such number would spread to every sample that it is compared with.
     """
     for name in ("token_level_rewards", "token_level_scores", "values", "reward_baselines"):
         column = arguments.get(name)

@@ -1,7 +1,7 @@
-"""The whole configuration tree of a PPO run.
+"""The configuration tree of a PPO run.
 
-The run's own sections come from `RunConfig`, those that workers read from `WorkersConfig`; here are
-the prompts, the algorithm and what PPO adds to the section `trainer`.
+`RunConfig` has the sections about the run, and `WorkersConfig` those that workers read. This module
+adds the prompts, the algorithm and PPO's keys of the section `trainer`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_STEPS_OR_CRITIC = When(
 
 
 def estimator_takes(name: str) -> tuple[When, When]:
-    """There is an advantage estimator, and it has a parameter of that name."""
+    """Return the conditions that an estimator is used and has a parameter of that name."""
     return REWARDS_TEACH, entry_takes(name, "advantage estimator", "adv_estimator")
 
 
@@ -162,7 +162,7 @@ class PPOChaosConfig(ChaosConfig):
 
     @property
     def has_faults(self) -> bool:
-        """Whether a run is to be tried at all."""
+        """Whether any fault is configured."""
         own = self.drop_bucket, self.kill_environment, self.delay_environment
         return max(own) > 0 or super().has_faults
 
@@ -191,13 +191,13 @@ class PPOConfig(RunConfig, WorkersConfig):
         return 1
 
     def of_role(self, role: str) -> PPOConfig:
-        """The configuration that this role's workers get: this one."""
+        """Return the configuration for this role's workers: this one."""
         return self
 
     def reads_in(self, role: str) -> str:
-        """The stage of a step in which a role other than the actor reads the samples."""
+        """Return the stage in which a role other than the actor reads the samples."""
         return "score"
 
     def prompts_per_call(self, role: str) -> int:
-        """Prompts whose samples a role that only reads or generates has in one call: a batch."""
+        """Return the prompts per call of a role that reads or generates: the whole batch."""
         return self.data.train_batch_size

@@ -1,8 +1,8 @@
-"""Combinations of keys that train, but not what they say: warnings by name.
+"""Combinations of keys that train, but not as the keys say: warnings with names.
 
-Each begins with its name, as in `warning kl-twice: …`. What an algorithm is like, such as that it
-has no ratio, is said at its function, by the decorators of its registry. What can never act is
-refused (`trainer.ppo.checks`).
+Each warning begins with its name, as in `warning kl-twice: …`. Properties of an algorithm, such as
+that it has no ratio, are declared at its function by the decorators of its registry. A setting that
+can never have an effect is rejected (`trainer.ppo.checks`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "actor_rollout_ref.actor"
 WIDEST_RANGE_OF_SEQUENCES = 0.05
-"""A mean of many log-ratios hardly ever leaves a range wider than this."""
+"""A mean of many log-ratios almost never leaves a range wider than this."""
 
 
 def log_warnings(config: PPOConfig) -> None:
@@ -28,7 +28,7 @@ def log_warnings(config: PPOConfig) -> None:
 
 
 def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    """(name, text) of what trains, but not what its keys say."""
+    """Yield (name, text) for every such combination of keys."""
     yield from _warnings_of_the_loss(config)
     yield from _warnings_of_the_clip(config)
     yield from _warnings_of_the_kl(config)
@@ -37,7 +37,7 @@ def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:
 def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    entry = POLICY_LOSSES.get(loss)  # of the user's own, by its path, nothing is known
+    entry = POLICY_LOSSES.get(loss)  # None for the user's own
 
     facts = LossFacts() if entry is None else facts_of(entry)
     is_by_token = aggregation in ("token-mean", "token-sum")

@@ -1,9 +1,8 @@
-"""The dataflow of a configuration as a graph: what waits for what, and what may overlap.
+"""The dataflow of a configuration as a graph: which calls wait for which, and which may overlap.
 
 Nothing here runs a step: `describe(config)` prints what `PPOTrainer.step` will do with that
-configuration. The edges are not written down anywhere; they follow from the columns that calls read
-and write. `tests/trainer/ppo/test_dataflow_recorded.py` compares the nodes with the calls of real
-runs.
+configuration. The edges follow from the columns that calls read and write.
+`tests/trainer/ppo/test_dataflow_recorded.py` compares the nodes with the calls of real runs.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ BYPASS_NOTICE = (
 
 AT_ONCE, ON_ONE_POOL = "at the same time", "in turns, on one pool"
 INLINE = "in turns (one process)"
-"""Pools of the driver's own thread (`RunConfig.is_inline`) take turns with all that comes later."""
+"""Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
 
 STAGES = frozenset("step sample draw generate balance score estimate update sync call".split())
 """The methods of a trainer that make the calls of a step."""
@@ -52,7 +51,7 @@ STAGES = frozenset("step sample draw generate balance score estimate update sync
 
 @dataclass(frozen=True)
 class Node:
-    """One call of a step: where it runs, what it reads and writes."""
+    """One call of a step: its place, the columns that it reads and those that it writes."""
 
     stage: str
     name: str
@@ -60,16 +59,16 @@ class Node:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     is_inline: bool = False
-    """Whether the driver makes it in its own thread, before it goes on to the next one."""
+    """Whether the driver runs it in its own thread, before it launches the next one."""
 
     @property
     def place(self) -> str:
-        """Where one call runs at a time."""
+        """The place that runs one call at a time."""
         return INLINE if self.is_inline else self.pool
 
 
 def own_stages(trainer_cls: type) -> list[str]:
-    """`Class.method` of every part of the step that a user's class has not from the recipe."""
+    """Return `Class.method` for every part of the step that a user's class overrides."""
     base = next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
     found = []
     for name in sorted(STAGES):
@@ -81,13 +80,13 @@ def own_stages(trainer_cls: type) -> list[str]:
 
 @dataclass
 class Graph:
-    """The nodes of a step, put together stage by stage."""
+    """The nodes of a step, added stage by stage."""
 
     config: PPOConfig
     nodes: list[Node] = field(default_factory=list)
 
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
-        """Add a call on a role's workers, where the run has this role; or on one of its likes."""
+        """Add a call on the workers of a role, or of roles of its kind, if the run has any."""
         mapping = expand_roles(self.config.role_mapping)
         pools = [pool for each, pool in mapping.items() if self.config.kind_of(each) == role]
         if pools:
@@ -98,18 +97,18 @@ class Graph:
             self.nodes.append(node)
 
     def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
-        """Add what the driver computes itself."""
+        """Add a computation of the driver."""
         self.nodes.append(Node(stage, name, "driver", tuple(reads), writes))
 
     def add_readings(self, stage: str) -> None:
-        """What roles say of the samples in this stage, beside rewards."""
+        """Add the calls of this stage that score samples, without rewards."""
         finds = update_finds_old_log_probs(self.config, step=1)
         for scoring in readings(scorings_of(self.config), self.config, finds):
             if scoring.stage == stage:
                 self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
 
     def add_rewards(self, stage: str) -> None:
-        """The rewards, and the reward models that they read."""
+        """Add the rewards, and the reward models that they read."""
         reads = ["responses"]
         for role in model_rewards(self.config):
             by_makers = self.config.reads_in(role) == "gen"
@@ -120,7 +119,7 @@ class Graph:
 
 
 def step_nodes(config: PPOConfig) -> list[Node]:
-    """The calls of a step in the order in which the driver launches them."""
+    """Return the calls of a step in the order in which the driver launches them."""
     graph = Graph(config)
     algorithm = config.algorithm
     graph.on_driver("gen", "prompts", (), "input_ids", "uid")
@@ -148,7 +147,7 @@ def step_nodes(config: PPOConfig) -> list[Node]:
 
 
 def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
-    """Name of each node -> names of those whose columns it reads: each column's latest writer."""
+    """Return the name of each node -> the latest writers of the columns that it reads."""
     writer: dict[str, str] = {}
     after: dict[str, list[str]] = {}
     for node in nodes:
@@ -160,7 +159,7 @@ def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tuple[Node, Node]]:
-    """Pairs of one stage of which neither reads what the other writes."""
+    """Return the pairs of nodes of one stage of which neither reads what the other writes."""
     waits: dict[str, set[str]] = {}
     for node in nodes:
         waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
@@ -173,21 +172,21 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
 
 
 def _by_stage(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
-    """The nodes that are in these pairs, those of a stage together."""
+    """Return the nodes of these pairs, grouped by stage."""
     found = {node for pair in pairs for node in pair}
     stages = dict.fromkeys(node.stage for node in nodes if node in found)
     return [[node for node in nodes if node in found and node.stage == of] for of in stages]
 
 
 def _in_words(group: Sequence[Node], between: str) -> str:
-    """`a, then b ‖ c`: the pools beside each other, each with its calls one after the other."""
+    """Describe nodes as `a, then b ‖ c`: pools in parallel, the calls of a pool in order."""
     places = dict.fromkeys(node.place for node in group)
     calls = ([node.name for node in group if node.place == place] for place in places)
     return between.join(", then ".join(of_place) for of_place in calls)
 
 
 def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[str, list[str]]:
-    """How calls that wait for none of each other run -> a line for each stage that has such."""
+    """Return how independent calls run -> a line for each stage that has such calls."""
     pairs: dict[str, list[tuple[Node, Node]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
     for first, second in side_by_side(nodes, after):
         apart = INLINE if first.is_inline else AT_ONCE
@@ -202,7 +201,7 @@ def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[
 
 
 def overlaps(config: PPOConfig) -> str:
-    """The calls of a step that run at the same time, and the stages that one process makes."""
+    """Describe the calls of a step that run at the same time, and the stages that run inline."""
     nodes = step_nodes(config)
     found = _pairs_in_words(nodes, edges(nodes))
     lines = [f"{AT_ONCE}:{line.removeprefix(' ')}" for line in found[AT_ONCE]]
@@ -217,7 +216,7 @@ def describe(
     max_columns: int | None = None,
     own: Sequence[str] = (),
 ) -> str:
-    """The graph in words: what each call waits for, which overlap, which take turns.
+    """Describe the graph: what each call waits for, which calls overlap, which take turns.
 
     The table is no wider than `max_columns`. `own` are the stages that a subclass overrides.
     Bookkeeping columns such as the attention mask come with the tokens and are not drawn.

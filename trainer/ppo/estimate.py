@@ -1,14 +1,14 @@
 """The third stage: from scores to rewards to advantages.
 
-Scores are clamped and normalised, the KL to the reference is taken off, an estimator makes
-advantages of them (`trainer.ppo.compute_advantage`), and a teacher adds its own. The KL inside the
-actor's loss is another thing (`actor.use_kl_loss`) and lives in `workers`.
+Scores are clamped and normalised, and the KL to the reference is subtracted. An estimator turns
+them into advantages (`trainer.ppo.compute_advantage`), and a teacher adds its own. The KL in the
+actor's loss (`actor.use_kl_loss`) is a different term, which is in `workers`.
 
-On-policy distillation: the policy draws a response y, and its teacher scores the same tokens. A
+On-policy distillation: the policy samples a response y, and its teacher scores the same tokens. A
 token's reward is log p(teacher) - log p(policy), whose mean over the policy's own samples is minus
-the KL of the policy to the teacher, KL(policy || teacher): the reverse KL, which seeks one way of
-the teacher's instead of covering all of them. With `distillation.gamma` above 0 a token counts for
-what follows from it, too. Sources: MiniLLM, arXiv 2306.08543 (the reverse KL by policy gradient);
+the KL of the policy to the teacher, KL(policy || teacher): the reverse KL, which seeks one mode of
+the teacher instead of covering all of them. With `distillation.gamma` above 0 a token's reward
+includes later tokens, too. Sources: MiniLLM, arXiv 2306.08543 (the reverse KL by policy gradient);
 GKD, arXiv 2306.13649 (on the student's own samples); Thinking Machines, On-Policy Distillation,
 2025 (per token, no discount).
 """
@@ -38,7 +38,7 @@ LEARNED = "advantages", "returns"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the stage: its columns, for the printed dataflow, too, and what it does."""
+    """A part of the stage: its function, and its name and columns for the printed dataflow."""
 
     name: str
     reads: Sequence[str]
@@ -47,7 +47,7 @@ class Part:
 
 
 class Estimation:
-    """The parts that a configuration asks for, in order, and what they carry from step to step."""
+    """The parts of a configuration, in order, and their state between steps."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -55,7 +55,7 @@ class Estimation:
         self.running_norm = RunningNorm(config.algorithm.running_norm)
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """The batch with its advantages and returns."""
+        """Add advantages and returns to the batch."""
         metrics: Metrics = {}
         for part in self.parts():
             batch, found = part.run(batch)
@@ -63,7 +63,7 @@ class Estimation:
         return batch, metrics
 
     def parts(self) -> list[Part]:
-        """Token rewards, the estimator, the teacher: as far as this run has them."""
+        """Return the parts that this run has: token rewards, the estimator, the teacher."""
         algorithm, config = self.config.algorithm, self.config
         of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
         reads = ("token_level_scores", *of_kl)
@@ -78,7 +78,7 @@ class Estimation:
         return parts
 
     def token_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Scores, clamped and normalised, less the KL, as far as these are asked for."""
+        """Set the token rewards: scores, clamped and normalised, minus the KL, as configured."""
         algorithm = self.config.algorithm
         metrics: Metrics = {}
         if algorithm.score_clip is not None:
@@ -93,15 +93,15 @@ class Estimation:
         return batch, metrics | found
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """What the estimator makes of the rewards, normalised where that is asked for."""
+        """Estimate advantages, and normalise them if configured."""
         return self.running_norm.advantages(advantages_of(batch, self.config.algorithm))
 
     def state_dict(self) -> dict[str, Any]:
-        """The KL's coefficient, and the moments of what is normalised."""
+        """Return the KL's coefficient and the running moments."""
         return {"kl_coef": self.kl_ctrl.value, "running_norm": self.running_norm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self.kl_ctrl.value = state["kl_coef"]
         self.running_norm.load_state_dict(state.get("running_norm", {}))
 
@@ -109,9 +109,9 @@ class Estimation:
 class KLController:
     """The coefficient of the KL in the reward; an adaptive one steers the KL to a target.
 
-    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon; a
-    batch larger than the horizon counts as several (arXiv 1909.08593, section 2.2). `value` is all
-    its state.
+    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon. A
+    batch larger than the horizon counts as several (arXiv 1909.08593, section 2.2). `value` is its
+    whole state.
     """
 
     def __init__(self, config: KLControlConfig) -> None:
@@ -119,18 +119,18 @@ class KLController:
         self.value = config.kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move, if it adapts, after a batch of `n_steps` samples of mean KL `current_kl`."""
+        """Adapt the coefficient after a batch of `n_steps` samples with this mean KL."""
         if self.config.type == "fixed":
             return
         horizon = self.config.horizon
         error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
-        for first in range(0, n_steps, horizon):  # no factor is below 0.8, so none below zero
+        for first in range(0, n_steps, horizon):  # so no factor is below 0.8
             part = min(horizon, n_steps - first)
             self.value *= 1.0 + error * part / horizon
 
 
 def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
-    """Clamp the batch's scores to [-limit, limit]; returns it and the share that this changed."""
+    """Clamp the scores to [-limit, limit]; also return the share of samples that changed."""
     scores = read_columns(batch, "token_level_scores")["token_level_scores"]
     clamped = scores.clamp(-limit, limit)
     changed = (clamped != scores).any(dim=-1).double().mean().item()
@@ -144,11 +144,11 @@ def apply_kl_penalty(
     normalised_scores: Tensor | None = None,
     kl_penalty_per: str = "token",
 ) -> tuple[DataProto, dict[str, float]]:
-    """Set the batch's rewards to scores - weight x KL on response tokens; returns two metrics, too.
+    """Set the batch's rewards to scores - weight x KL on response tokens; also return two metrics.
 
-    With `kl_penalty_per` sequence the mean KL of a response is taken from its last token alone.
-    Scores are `token_level_scores`, or `normalised_scores` where these are given.
-    The KL reported, and shown to the controller, is the mean over samples of their tokens' mean.
+    With `kl_penalty_per` sequence, the mean KL of a response is subtracted only at its last token.
+    Scores are `token_level_scores`, or `normalised_scores` if set. The reported KL, which the
+    controller gets too, is the mean over samples of their tokens' mean.
     """
     columns = read_columns(
         batch, "token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"
@@ -183,7 +183,7 @@ class RunningMoments:
     squares: float = 0.0
 
     def add(self, count: int, mean: float, squares: float) -> None:
-        """Take in a batch: its count, mean, and sum of squared deviations from that mean."""
+        """Add a batch by its count, mean, and sum of squared deviations from that mean."""
         if count == 0:
             return
         total = self.count + count
@@ -194,23 +194,23 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """The standard deviation (n - 1); 1 as long as all numbers are equal."""
+        """The standard deviation (n - 1), or 1 while all numbers are equal."""
         if self.count < 2 or self.squares <= 0:
             return 1.0
         return math.sqrt(self.squares / (self.count - 1))
 
 
 class RunningNorm:
-    """The moments of what is normalised, by its name: "rewards", "advantages"."""
+    """Running moments of the normalised quantities, by name: "rewards", "advantages"."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names` are those of `algorithm.running_norm`."""
+        """`names` is `algorithm.running_norm`."""
         self.moments = {name: RunningMoments() for name in names}
 
     def scores(self, batch: DataProto) -> tuple[Tensor, Metrics]:
-        """`token_level_scores`, normalised where that is asked for: by samples' sums.
+        """Return `token_level_scores`, normalised if configured, by moments of samples' sums.
 
-        Every score is divided by the standard deviation; the mean is taken off at the last token.
+        Every score is divided by the standard deviation; the mean is subtracted at the last token.
         """
         columns = read_columns(batch, "token_level_scores", "response_mask")
         scores = columns["token_level_scores"]
@@ -230,7 +230,7 @@ class RunningNorm:
         return normalised, self._metrics("rewards")
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Normalise the batch's advantages, where that is asked for, by tokens."""
+        """Normalise the batch's advantages, if configured, by the moments over tokens."""
         if "advantages" not in self.moments:
             return batch, {}
 
@@ -253,11 +253,11 @@ class RunningNorm:
         }
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """The moments by name, as JSON has them."""
+        """Return the moments by name, as JSON."""
         return {name: asdict(moments) for name, moments in self.moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self.moments = {name: RunningMoments(**state[name]) for name in self.moments}
 
 
@@ -265,14 +265,14 @@ class RunningNorm:
 def compute_distillation_advantage(
     old_log_probs: Tensor, teacher_log_prob: Tensor, response_mask: Tensor, gamma: float = 0.0
 ) -> Tensor:
-    """Every token's log p(teacher) - log p(policy), with those of later tokens by `gamma`."""
+    """Return log p(teacher) - log p(policy) per token, plus later tokens' discounted by `gamma`."""
     inside = response_mask.bool()
     rewards = (teacher_log_prob - old_log_probs).masked_fill(~inside, 0)
     return returns_of(rewards, response_mask, gamma)
 
 
 def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, float]]:
-    """Add the teacher's part to the batch's advantages and returns; returns the reverse KL, too.
+    """Add the teacher's part to the batch's advantages and returns; also return the reverse KL.
 
     The KL is estimated by the mean over samples of their tokens' mean.
     """
@@ -283,7 +283,7 @@ def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, f
     if not teacher_is_alone(config):
         from_rewards = read_columns(batch, "advantages", "returns")
         advantages = from_rewards["advantages"] + settings.coef * advantages
-        returns = from_rewards["returns"]  # what a critic learns is of the rewards
+        returns = from_rewards["returns"]  # a critic learns only from the rewards
     write_columns(batch, advantages=advantages, returns=returns)
 
     inside = columns["response_mask"].bool()

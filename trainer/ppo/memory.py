@@ -1,4 +1,4 @@
-"""Memory of PPO's roles on a device: the table of the plan, and the size of passes that fits."""
+"""Memory of PPO's roles on a device: the table of the plan, and the largest passes that fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.parallel.sharding import dims_of
 P = TypeVar("P", bound=PPOConfig)
 
 SHARE_OF_A_MACHINE = 0.5
-"""Share of a machine's memory that all processes of a run on CPUs may plan with together."""
+"""Share of a machine's memory that all processes of a run on CPUs may use together."""
 WAYS_OUT = (
     "Take smaller passes (ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu), "
     "model.enable_gradient_checkpointing=true, fsdp_config.param_offload and optimizer_offload, a "
@@ -41,7 +41,7 @@ def role_memories(
 ) -> list[RoleMemory]:
     """Return the memory of every role that has a model.
 
-    `tokens_at_once` is the size of passes that are cut by tokens, by default as the keys say.
+    `tokens_at_once` is the size of passes with dynamic batch sizes, by default as configured.
     """
     pools, models = expand_roles(config.role_mapping), models_of(config)
     rows, memories = rows_of(config, tokens_at_once), []
@@ -70,7 +70,7 @@ def role_memories(
 def engine_rests(config: PPOConfig, device_type: str) -> bool:
     """Return whether the rollout sleeps between the last sample of a step and its next weights.
 
-    It does where other roles compute on its GPUs meanwhile.
+    It sleeps if other roles compute on its GPUs in that time.
     """
     pools = expand_roles(config.role_mapping)
     shares = list(pools.values()).count(pools.get("rollout", "")) > 1
@@ -87,7 +87,7 @@ def may_rest(config: PPOConfig, device_type: str) -> bool:
 def _beside_engine(
     config: PPOConfig, memories: Sequence[RoleMemory], device_type: str
 ) -> list[RoleMemory]:
-    """Add what an engine and the roles on its pool take at the same time."""
+    """Add the memory that an engine and the roles on its pool use at the same time."""
     by_role = {memory.role: memory for memory in memories}
     engine, actor = by_role.get("rollout"), by_role.get("actor")
     if engine is None:
@@ -96,7 +96,7 @@ def _beside_engine(
     if engine.weights and actor is not None and actor.pool == engine.pool:
         engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
     by_role["rollout"] = replace(engine, sleeps=rests)
-    for role in model_rewards(config) if rests else ():  # more samples may be drawn after them
+    for role in model_rewards(config) if rests else ():  # it may draw more samples after them
         if role in by_role and by_role[role].pool == engine.pool:
             by_role[role] = replace(by_role[role], beside_engine=True)
     return list(by_role.values())
@@ -107,7 +107,7 @@ def largest_pass(
     role: str,
     rows: Sequence[Row] | None = None,
 ) -> LargestPass:
-    """Return the role's largest pass, all rows of full length.
+    """Return the role's largest pass if all rows have full length.
 
     `rows` are the parts of a step, by default as configured.
     """
@@ -141,7 +141,7 @@ def largest_pass(
 
 
 def check_memory(config: PPOConfig, devices: Devices) -> None:
-    """Raise if the roles do not fit on their devices, with passes as large as there is room for."""
+    """Raise if the roles do not fit on their devices even with the passes that fit best."""
     if devices.bytes is not None:
         tokens = tokens_that_fit(config, devices)
         roles = role_memories(config, devices.type, devices.bytes, tokens)
@@ -149,7 +149,7 @@ def check_memory(config: PPOConfig, devices: Devices) -> None:
 
 
 def plan_text(config: PPOConfig, max_columns: int | None = None, brief: bool = False) -> str:
-    """Return the table for the plan, of passes as the run will cut them, or why there is none."""
+    """Return the memory table of the plan, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
         tokens = tokens_that_fit(config, devices)
@@ -160,7 +160,7 @@ def plan_text(config: PPOConfig, max_columns: int | None = None, brief: bool = F
 
 
 def fit_passes(config: P, devices: Devices) -> P:
-    """Return the configuration with as many tokens per pass as `tokens_that_fit` says."""
+    """Return the configuration with the tokens per pass of `tokens_that_fit`."""
     tokens = tokens_that_fit(config, devices)
     if tokens is None:
         return config
@@ -168,10 +168,10 @@ def fit_passes(config: P, devices: Devices) -> P:
 
 
 def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
-    """Return how many tokens a pass may have so that every pool has room.
+    """Return the tokens per pass with which every pool has room, or None for the default.
 
-    The default is halved down to the longest row. None leaves it as it is: where it fits, where the
-    user has set a size, or where the memory of the devices is not known.
+    The default is halved until it fits, down to the longest row. Return None if the default fits,
+    if the user has set a size, or if the devices' memory is not known.
     """
     actor = config.actor_rollout_ref.actor
     if not actor.use_dynamic_bsz or actor.ppo_max_token_len_per_gpu is not None:
@@ -194,15 +194,15 @@ def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
             ):
                 break
             tokens = max(fewest, tokens // 2)
-    except (ConfigError, OSError, ValueError):  # nobody can count here
+    except (ConfigError, OSError, ValueError):  # the memory cannot be computed
         return None
     return tokens if tokens < default else None
 
 
 def _share_of_this_machine(config: PPOConfig) -> int | None:
-    """Return the bytes that each process of the run may plan with on a machine without GPUs.
+    """Return the bytes that each process of the run may use on a machine without GPUs.
 
-    None on a cluster: the driver's machine says nothing about the others.
+    Return None on a cluster, because the driver's machine says nothing about the others.
     """
     total = memory_gb("MemTotal:")
     if total is None or (joined_cluster(config) and config.trainer.backend == "ray"):

@@ -1,6 +1,6 @@
-"""What the samples of a PPO step say in numbers, under verl's function and metric names.
+"""Metrics of the samples of a PPO step, under verl's function and metric names.
 
-Names under `critic/` are verl's also where there is no critic: they are about scores, rewards and
+Names under `critic/` exist without a critic, too, as in verl: they are about scores, rewards and
 advantages.
 """
 
@@ -23,9 +23,9 @@ _SEQUENCE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of a training batch.
+    """Return metrics of scores, rewards, advantages, returns, values and lengths of a batch.
 
-    Scores and rewards are a sample's sums, over samples that have a response; the others are per
+    Scores and rewards are sums per sample, over samples that have a response; the others are per
     response token.
     """
     names = ("response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
@@ -59,9 +59,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of every phase, and milliseconds per token of those that work on tokens.
+    """Return the seconds of every phase, and milliseconds per token of the model's phases.
 
-    The tokens are the responses' for gen, and all for the others.
+    The phase gen counts response tokens, the others all tokens.
     """
     prompt_length, response_length = token_counts(batch)
     num_response_tokens = int(response_length.sum())
@@ -79,7 +79,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, float]:
-    """Prompt and response tokens of the step, its seconds, and tokens per second and device."""
+    """Return the tokens of the step, its seconds, and its tokens per second and device."""
     num_tokens = sum(int(lengths.sum()) for lengths in token_counts(batch))
     seconds = timing_raw["step"]
     return {
@@ -90,7 +90,7 @@ def compute_throughout_metrics(
 
 
 def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
-    """Throughput and times of the step that a `PPOTrainer` has just run on this batch."""
+    """Return throughput and times of the step that a `PPOTrainer` has just run on this batch."""
     run, timing = trainer.run, trainer.run.timing
     num_devices = sum(plan.world_size for plan in run.groups.placement.pools.values())
     timings = call_seconds(run.calls, trainer.call_labels) | timing
@@ -103,17 +103,17 @@ def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
 
 
 def _widths(batch: DataProto) -> tuple[int, int]:
-    """(widest possible prompt, widest possible response)."""
+    """Return (widest possible prompt, widest possible response)."""
     max_response_length = batch.column("responses").shape[-1]
     return batch.column("attention_mask").shape[-1] - max_response_length, max_response_length
 
 
 def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
-    """The policy's entropy, in nats a token.
+    """Return the policy's entropy in nats per token.
 
-    The pass for old log-probs gives it. In a step that needs none it is the mean of -log p over the
-    tokens that were drawn: no pass more, and right on average where nothing cuts the distribution
-    off (top_k, top_p).
+    The pass for old log-probs computes it. In a step without that pass it is the mean of -log p
+    over the sampled tokens, which needs no extra pass and is unbiased if nothing truncates the
+    distribution (top_k, top_p).
     """
     if has_column(batch, "entropys"):
         return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][inside])}
@@ -124,7 +124,7 @@ def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
 
 
 def _extremes(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, max and min; zeros when there is nothing to look at."""
+    """Return mean, max and min; zeros without values."""
     if not values.numel():
         values = torch.zeros(1)
     return {

@@ -1,7 +1,7 @@
-"""Where a gap between log-probs of the rollout and of the trainer comes from.
+"""Explain a gap between the log-probs of the rollout and of the trainer.
 
-`self_test` is called by hand on a trainer whose models are built; it generates twice and compares,
-and changes no weights. What every step measures is in `trainer.ppo.score`.
+Call `self_test` by hand on a trainer whose models are built. It generates twice and compares, and
+changes no weights. `trainer.ppo.score` has the metrics of every step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from workers.columns import read_columns
 from workers.models.precision import name_of, precision_of, rollout_dtype
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
-"""Largest log-prob gap that is rounding, by the type that the weights are computed in."""
+"""Largest log-prob gap that rounding explains, by the dtype of the computation."""
 
 
 def largest_gap(batch: DataProto) -> float:
-    """The largest difference of two log-probs of one token."""
+    """Return the largest difference between the two log-probs of a token."""
     columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
     gaps = (columns["rollout_log_probs"] - columns["old_log_probs"]).abs()
     return float(gaps.masked_fill(columns["response_mask"] == 0, 0.0).max())
@@ -28,22 +28,22 @@ def largest_gap(batch: DataProto) -> float:
 
 @dataclass(frozen=True)
 class GapFacts:
-    """What `self_test` finds out."""
+    """The observations of `self_test`."""
 
     gap: float
     """Largest log-prob gap of the run's own sampling."""
     plain_gap: float
-    """The same without top-k, top-p, min-p, bias and minimum length."""
+    """The same gap without top-k, top-p, min-p, bias and minimum length."""
     stale: bool
-    """Whether the rollout's weights are not the actor's."""
+    """Whether the rollout's weights differ from the actor's."""
     quantization: str | None
-    """What the engine was asked to quantise to."""
+    """The engine's configured quantisation."""
     dtype: str
-    """The type that either side computes in, the narrower one."""
+    """The narrower of the two computing dtypes."""
 
 
 def explain_gap(facts: GapFacts) -> tuple[str, str]:
-    """The cause in a word, and a sentence about it: the first that the facts speak for.
+    """Return the first cause that the facts support, as a word and a sentence.
 
     The causes: none, staleness, sampling semantics, quantisation, dtype, unknown.
     """
@@ -77,9 +77,9 @@ def explain_gap(facts: GapFacts) -> tuple[str, str]:
 
 
 def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
-    """What separates rollout and actor: cause and sentence, as `explain_gap` has them.
+    """Return the cause of the gap between rollout and actor, as `explain_gap` does.
 
-    Samples are made from these prompts as the run makes them, and plainly; the actor scores both.
+    These prompts are sampled as configured and without truncation; the actor scores both.
     """
     policy = trainer.config.actor_rollout_ref
     gaps = []

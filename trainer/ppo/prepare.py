@@ -1,4 +1,4 @@
-"""What a run of PPO looks at, makes and prints before a process starts."""
+"""Checks and inputs of a PPO run before a process starts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from workers.rollout.build import check_notes_routing
 
 
 def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-    """Tokenizer, prompts, rewards and PTX rows, once models and files have been looked at.
+    """Check models and files, and return tokenizer, prompts, rewards and PTX rows.
 
-    The cluster starts meanwhile: to import transformers takes as long.
+    The cluster starts meanwhile, because importing transformers takes as long.
     """
     preflight(config)
     check_games(config)
     check_files(config.data)
     begin_cluster(config, at_end)
-    # workers inherit it: one bar a weight file and rank would come on top of our own
+    # workers inherit it: one progress bar per weight file and rank would hide our own
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
@@ -58,7 +58,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
 
 def worker_code(config: PPOConfig) -> list[str]:
-    """Dotted paths that workers import: roles, engine, policy loss, optimizer and its schedule."""
+    """Return the dotted paths that workers import: roles, engine, loss, optimizer and schedule."""
     policy = config.actor_rollout_ref
     optim, loss = policy.actor.optim, policy.actor.policy_loss.loss_mode
     roles = config.role_workers.values()
@@ -66,12 +66,12 @@ def worker_code(config: PPOConfig) -> list[str]:
 
 
 def settled(config: Any) -> Any:
-    """Return the configuration with full paths, and passes as large as there is room for."""
+    """Return the configuration with full paths, and with the largest passes that fit."""
     return fit_passes(with_full_paths(config), devices_of(config.trainer))
 
 
 def look_at(config: PPOConfig, *inputs: Any) -> list[str]:
-    """Prompts and rewards; what is asked of rewards by name is among what they give."""
+    """Describe prompts and rewards, and check that rewards give the numbers that the run names."""
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
     count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"
@@ -83,11 +83,11 @@ def look_at(config: PPOConfig, *inputs: Any) -> list[str]:
 
 
 def preflight(config: PPOConfig) -> None:
-    """Refuse models that are not there or too short, engines and offloads that are not there."""
+    """Reject missing or too short models, and unsupported engines and offloads."""
     policy = config.actor_rollout_ref.model.path
     for role, model in models_of(config).items():
         if model.head == "score":
-            continue  # check_reward_models knows its key
+            continue  # check_reward_models checks it
         check_model(config, model.key, model.model.path)
         check_axes_of(config, role, model)
         if model.trains:
@@ -119,7 +119,7 @@ def _check_int8(config: PPOConfig) -> None:
 
 
 def _check_router_replay(config: PPOConfig) -> None:
-    """Experts are noted by the rollout's engine, and can be chosen again by the actor's model."""
+    """Check that the engine records experts, and that the actor's model can replay them."""
     from workers.models.routing import check_routers  # with transformers: a second
 
     policy = config.actor_rollout_ref
@@ -128,7 +128,7 @@ def _check_router_replay(config: PPOConfig) -> None:
 
 
 def _check_passes(config: PPOConfig) -> None:
-    """Mini-batches have as many passes as ranks share a model's layers."""
+    """Check that mini-batches have at least as many passes as ranks that share a model's layers."""
     samples = config.actor_rollout_ref.rollout.n
     models = {r: held for r, held in models_of(config).items() if held.trains}
     sections = {"actor": "actor_rollout_ref.actor", "critic": "critic"}

@@ -62,11 +62,11 @@ the critic's pool."""
 
 REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
 NO_REWARD_MODEL = "reward_model.enable=false, and `rewards` has no model"
-"""Why a run has no role `reward_model`."""
+"""The reason why a run has no role `reward_model`."""
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
+    """Return roles that this run does not need -> why, for a `PPOConfig` or the composed tree."""
     inactive = {}
     name = config.algorithm.adv_estimator
     estimator = registry_of("advantage estimator").look_up(name)
@@ -84,7 +84,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
-    """Roles of further models in `rewards` -> their class, and the role that they stand beside."""
+    """Return roles of further models in `rewards` -> their class and the role they share with."""
     further = [role for role in model_rewards(config) if role != "reward_model"]
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
@@ -92,9 +92,9 @@ def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
 def complete(
     config: P, keys: Collection[str], inexact_weights: str = ""
 ) -> tuple[P, Sequence[str]]:
-    """Settle mini-batches, how passes are cut, and the correction, where the user did not.
+    """Settle mini-batches, passes and the correction where the user did not set them.
 
-    `inexact_weights` is a recipe's own reason why samples may be of other weights.
+    `inexact_weights` is a recipe's reason why samples may come from other weights.
     """
     config = divide_batch(config, keys)
     config, about_passes = rows_where_asked(config, keys)
@@ -112,7 +112,7 @@ def _about_process_rewards(config: PPOConfig) -> list[str]:
 
 
 def divide_batch(config: P, keys: Collection[str]) -> P:
-    """Take the largest mini-batch up to the default that divides the batch."""
+    """Use the largest mini-batch up to the default that divides the batch."""
     actor, size = config.actor_rollout_ref.actor, config.data.train_batch_size
     if MINI_BATCH in keys or size <= 0:
         return config
@@ -121,7 +121,7 @@ def divide_batch(config: P, keys: Collection[str]) -> P:
 
 
 def check(config: PPOConfig) -> None:
-    """PPO's rules between fields; they look into the losses, hence torch: not before `--help`."""
+    """Check PPO's rules between fields; this imports torch, so it does not run before `--help`."""
     from trainer.ppo.checks import validate
 
     validate(config)
@@ -148,7 +148,7 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any]) -> PPOConfig: ...
 @overload
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C: ...
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any] = PPO) -> Any:
-    """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration."""
+    """Return a run's configuration for `key=value` strings, as on the command line, or a dict."""
     return compose.load_config(overrides, recipe)
 
 
@@ -159,11 +159,11 @@ ROWS_OF_A_PASS = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref",
     "critic.ppo_micro_batch_size_per_gpu": "critic",
 }
-"""Key that counts the rows of a pass -> the role that makes these passes."""
+"""Key that counts the rows of a pass -> the role of the pass."""
 
 
 def rows_where_asked(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
-    """Cut passes by rows where the user set a number of rows and did not say how to cut them."""
+    """Use fixed micro-batches if the user set a number of rows and not `use_dynamic_bsz`."""
     inactive = inactive_roles(config)
     asked = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
     if not asked or BY_TOKENS in keys:
@@ -178,7 +178,7 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 def needs_correction(config: PPOConfig) -> str:
-    """Why the rollout draws from another policy than the trainer's; nothing is an empty text."""
+    """Return why the rollout samples from another policy than the trainer's, or ""."""
     rollout = config.actor_rollout_ref.rollout
     key, quantization = "quantization", rollout.quantization
     if not quantization and rollout.name == "vllm":
@@ -191,10 +191,10 @@ def needs_correction(config: PPOConfig) -> str:
 
 
 def correct_by_default(config: P, keys: Collection[str], reason: str = "") -> tuple[P, list[str]]:
-    """Weigh every token by a truncated importance weight, where the user has decided nothing.
+    """Enable truncated importance weights per token, unless the user has set a correction.
 
-    That is the decoupled objective: PPO's ratio is to the policy before the update, and the weight
-    leads from the policy that drew a token to that one. A recipe may have a `reason` of its own.
+    This is the decoupled objective: PPO's ratio is to the policy before the update, and the weight
+    corrects from the policy that sampled the token to that one. A recipe may pass its own `reason`.
     """
     reason = reason or needs_correction(config)
     correction = config.algorithm.rollout_correction

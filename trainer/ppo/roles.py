@@ -1,8 +1,8 @@
-"""The roles of a run, by what their classes declare: the models that they hold, how they score.
+"""The roles of a run as their classes declare them: the models that they hold, how they score.
 
 The printed dataflow, the tables of sizes and memory, the checks before a process starts and the
-score stage of the step ask here. A class of the user's own that declares nothing counts as the
-recipe's of that role.
+score stage of the step use these declarations. A user's class without declarations counts as the
+recipe's class of that role.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
 @functools.cache
 def recipe_workers() -> dict[str, str]:
-    """The worker classes of PPO's own roles, by its YAML."""
+    """Return the worker classes of PPO's own roles, from its YAML."""
     tree: Any = OmegaConf.load(Path(__file__).with_name("ppo_trainer.yaml"))
     return dict(tree.role_workers)
 
 
 def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
-    """The class that says what the role is; None where that is one of the user's that may not run.
+    """Return the class whose declarations count for the role, or None for an unknown user class.
 
-    `without_users` leaves their code out: a configuration is checked where it cannot be imported.
+    `without_users` does not import user code, because a configuration may be checked where the code
+    cannot be imported.
     """
     recipes_own = recipe_workers().get(config.kind_of(role))
     is_users = not config.role_workers.get(role, "").startswith("workers.")
@@ -48,7 +49,7 @@ def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
 
 
 def models_of(config: Any, without_users: bool = False) -> dict[str, HeldModel]:
-    """Role -> the model that it holds, of roles that hold one and declare it; not of rollouts."""
+    """Return role -> the model that it declares; rollouts are not included."""
     models = {}
     for role in expand_roles(config.role_mapping):
         cls = declaring_class(config, role, without_users)
@@ -59,7 +60,7 @@ def models_of(config: Any, without_users: bool = False) -> dict[str, HeldModel]:
 
 
 def rollouts_of(config: Any) -> list[RolloutConfig]:
-    """What the roles that generate are told; they may differ."""
+    """Return the rollout configuration of every role that generates; they may differ."""
     roles = [
         role for role in expand_roles(config.role_mapping) if config.kind_of(role) == "rollout"
     ]
@@ -68,26 +69,26 @@ def rollouts_of(config: Any) -> list[RolloutConfig]:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a role says of samples beside rewards: one call, with what it writes."""
+    """One call in which a role other than a reward scores samples."""
 
     role: str
     method: str
     writes: Sequence[str]
     part: str
-    """Its name in tables of sizes."""
+    """The name of the call in tables of sizes."""
     stage: str
 
     @property
     def column(self) -> str:
-        """The column by which a batch shows that the call was made."""
+        """The column that shows that the call was made."""
         return self.writes[0]
 
 
 def scorings_of(config: Any) -> list[Scoring]:
-    """The calls that score samples, in the order of the roles' construction.
+    """Return the calls that score samples, in the order in which roles are constructed.
 
-    Of several roles of one kind (`RunConfig.kind_of`) the first stands for all. What is written as
-    samples are made is not written again by another role.
+    The first of several roles of one kind (`RunConfig.kind_of`) represents all. A column that is
+    written during generation is not written again by another role.
     """
     roles = expand_roles(config.role_mapping)
     found = []

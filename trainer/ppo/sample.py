@@ -1,12 +1,12 @@
-"""The first stage: which groups of samples a step trains on, in an order for the ranks.
+"""The first stage: choose the groups of samples that a step trains on, and order them by rank.
 
 `algorithm.filter_groups` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): groups of
 equal scores, whose advantages are zero, are replaced by groups of further prompts.
 
-Rows are balanced over the ranks of the actor, as even in tokens as whole rows allow. W ranks get W
-contiguous pieces of the batch, and mini-batch k of K is the rows whose number leaves k when divided
-by K. So rows change places only with rows of their own mini-batch: every optimizer step has the
-samples that it had, and its ranks are done at about the same time.
+Rows are balanced over the ranks of the actor so that ranks have nearly equal numbers of tokens. W
+ranks get W contiguous chunks of the batch, and mini-batch k of K has the rows whose number is k
+modulo K. Rows are therefore only exchanged within their mini-batch: every optimizer step has the
+same samples as before, and its ranks finish at about the same time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def collect_groups(
     num_prompts: int,
     config: FilterGroupsConfig,
 ) -> tuple[DataProto, dict[str, float]]:
-    """`num_prompts` groups whose samples differ, in the order they were drawn, and metrics.
+    """Return `num_prompts` groups whose samples differ, in the order of sampling, and metrics.
 
-    `draw(attempt)` gives scored samples of further prompts with their metrics. After
-    `max_num_gen_batches` draws the places that are still empty go to groups of equal scores, the
-    first ones drawn: the batch keeps its size, and the metrics say how many.
+    `draw(attempt)` returns scored samples of further prompts with their metrics. After
+    `max_num_gen_batches` draws, groups of equal scores fill the remaining places, the earliest
+    first. The batch keeps its size, and a metric counts these groups.
     """
     kept: list[DataProto] = []
     spare: list[DataProto] = []
@@ -81,7 +81,7 @@ def collect_groups(
 
 
 def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of the draws of one step: counts and times add up, other metrics are averaged.
+    """Merge the metrics of a step's draws: counts and times add up, other metrics are averaged.
 
     A `/max` or `/min` stays the largest or smallest value.
     """
@@ -100,7 +100,7 @@ def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def greedy_scores(rollouts: Rollouts, prompts: DataProto, limit: float | None) -> Tensor:
     """Return the score of each prompt's greedy response, the baseline of ReMax.
 
-    `limit` clamps the scores, as it clamps those that are compared with them.
+    `limit` clamps these scores as it clamps the scores of the samples.
     """
     responses = rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
     responses, _ = rollouts.score(responses)
@@ -110,15 +110,15 @@ def greedy_scores(rollouts: Rollouts, prompts: DataProto, limit: float | None) -
 
 
 def groups_of(samples: DataProto) -> Groups:
-    """The samples of each uid, numbered in the order in which the uids appear."""
+    """Return the groups of samples by uid, numbered in the order in which the uids appear."""
     return Groups.of(samples.non_tensor_batch["uid"], torch.empty(0))
 
 
 def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:
-    """For every group, whether its samples have more than one value.
+    """Return a mask of the groups whose samples have more than one value.
 
-    A group of one with a value always counts as differing. NaN is no value: a group without any
-    does not differ.
+    A group of one counts as differing if it has a value. NaN is no value, so a group that has only
+    NaN does not differ.
     """
     ends = []
     for start, reduce in ((torch.inf, "amin"), (-torch.inf, "amax")):
@@ -130,16 +130,16 @@ def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:
 
 
 def first_groups(samples: DataProto, num_groups: int) -> DataProto:
-    """The rows of the first `num_groups` groups."""
+    """Return the rows of the first `num_groups` groups."""
     return samples[groups_of(samples).of_row < num_groups]
 
 
 def balance(
     batch: DataProto, config: PPOConfig, num_ranks: int
 ) -> tuple[DataProto, dict[str, float]]:
-    """The samples in an order that gives the actor's ranks like numbers of tokens.
+    """Order the samples so that the actor's ranks get nearly equal numbers of tokens.
 
-    Mini-batches stay the same samples: those of `actor.shuffle` go by numbers given before.
+    Mini-batches keep their samples; with `actor.shuffle`, the sample numbers are assigned before.
     """
     policy, critic = config.actor_rollout_ref, config.critic
     num_prompts = len(batch) // policy.rollout.n
@@ -150,7 +150,7 @@ def balance(
 
 
 def number_rows(batch: DataProto, config: PPOConfig) -> DataProto:
-    """The samples with the numbers that `actor.shuffle` goes by."""
+    """Add the sample numbers that `actor.shuffle` uses."""
     if config.actor_rollout_ref.actor.shuffle:
         return write_columns(batch, sample_number=torch.arange(len(batch)))
     return batch
@@ -159,10 +159,10 @@ def number_rows(batch: DataProto, config: PPOConfig) -> DataProto:
 def balance_ranks(
     batch: DataProto, num_ranks: int, num_mini_batches: int
 ) -> tuple[DataProto, dict[str, float]]:
-    """The batch with its rows in the better order, and tokens of a rank (`global_seqlen/...`).
+    """Return the batch in a balanced order, with the tokens per rank (`global_seqlen/...`).
 
-    The batch stays as it is where the rows do not come out even over ranks and mini-batches, and
-    where nothing is gained.
+    The batch stays unchanged if its rows do not divide by ranks and mini-batches, or if the new
+    order is no better.
     """
     lengths = count_ones(batch, "attention_mask").numpy()
     before = after = _tokens_of_ranks(lengths, num_ranks)
@@ -182,7 +182,7 @@ def balance_ranks(
 
 
 def balanced_order(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> np.ndarray:
-    """Row numbers in the new order; ranks and mini-batches divide the rows."""
+    """Return the row numbers in the new order; the rows must divide by ranks and mini-batches."""
     places = np.arange(len(lengths)).reshape(num_ranks, -1)
     order = np.empty_like(places)
     for index in range(num_mini_batches):
@@ -194,11 +194,11 @@ def balanced_order(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -
 
 
 def _tokens_of_ranks(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Tokens of each rank's piece of the rows, as dispatch cuts them."""
+    """Return the tokens of each rank's chunk of the rows, as dispatch splits them."""
     size = -(-len(lengths) // num_ranks)
     return np.asarray([lengths[rank * size : (rank + 1) * size].sum() for rank in range(num_ranks)])
 
 
 def _slowest(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> int:
-    """Tokens of the fullest rank, for which a step's ranks wait in each mini-batch, added up."""
+    """Return the tokens of the fullest rank, summed over mini-batches: its ranks wait for it."""
     return int(lengths.reshape(num_ranks, -1, num_mini_batches).sum(axis=1).max(axis=0).sum())

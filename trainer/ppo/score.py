@@ -1,6 +1,6 @@
-"""The second stage: what roles say of the samples, and how far trainer and rollout are apart.
+"""The second stage: roles score the samples, and the gap between trainer and rollout is measured.
 
-Old log-probs are the trainer's own of the samples, before the update.
+Old log-probs are the trainer's log-probs of the samples before the update.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from workers.losses.registry import facts_of, get_policy_loss
 
 
 def readings(scorings: Sequence[Scoring], config: PPOConfig, update_finds: bool) -> list[Scoring]:
-    """The calls of a step.
+    """Return the scoring calls of a step.
 
-    Old log-probs are not computed under a bypass, which takes the rollout's, nor where the update
-    itself finds them.
+    Old log-probs are not computed under a bypass, which uses the rollout's log-probs, nor if the
+    update computes them.
     """
     if config.algorithm.rollout_correction.bypass_mode or update_finds:
         return [each for each in scorings if each.column != "old_log_probs"]
@@ -30,23 +30,23 @@ def readings(scorings: Sequence[Scoring], config: PPOConfig, update_finds: bool)
 
 
 def columns_asked(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
-    """The further columns of a call that the estimator reads, as settings of the call."""
+    """Return the further columns of a call that the estimator reads, as settings of the call."""
     wanted = columns_read(config.algorithm.adv_estimator)
     return {name: True for name in scoring.writes[1:] if name in wanted}
 
 
 def update_finds_old_log_probs(config: PPOConfig, step: int) -> bool:
-    """Whether the update's own forward pass is the old log-probs of samples of the policy."""
+    """Return whether the update's own forward pass computes the old log-probs."""
     return old_log_probs_are_the_updates_own(config) and not measures_reference(config, step)
 
 
 def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
-    """Whether samples of the current policy need no old log-probs before the update.
+    """Return whether samples of the current policy need no old log-probs before the update.
 
-    True if the first forward pass of the update sees every row under the weights that made it, and
-    nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
-    teacher, no correction for the rollout, no bypass, no loss that chooses tokens by them. (Models
-    train without dropout.)
+    This holds if the first forward pass of the update sees every row under the weights that made
+    it, and nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward,
+    no teacher, no correction for the rollout, no bypass, no loss that chooses tokens by them.
+    (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
@@ -64,10 +64,10 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
 
 
 def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: int) -> bool:
-    """Return whether the update's own forward pass gives the old log-probs.
+    """Return whether the update's own forward pass computes the old log-probs of this batch.
 
-    It does if the update allows it, and every sample is of the policy as it is now, which has the
-    weights of this version.
+    It does if the update allows it, and every sample comes from the current policy, whose weights
+    have this version.
     """
     if config.steps_per_version > 1 or not update_finds_old_log_probs(config, step):
         return False
@@ -86,7 +86,7 @@ def measures_reference(config: PPOConfig, step: int) -> bool:
 
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
-    """verl's figures on `rollout_log_probs` against `old_log_probs`."""
+    """Return verl's metrics of `rollout_log_probs` against `old_log_probs`."""
     columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
     gauge = MismatchGauge(columns["response_mask"].shape[1])
     gauge.add(columns["rollout_log_probs"], columns["old_log_probs"], columns["response_mask"])
@@ -94,7 +94,7 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def reference_drift(batch: DataProto, config: PPOConfig, step: int) -> dict[str, float]:
-    """At the first step, the mean |log-prob by the reference - by the actor| of a token.
+    """Return the mean |reference log-prob - actor log-prob| per token in the first step.
 
     Both have the same weights then, and the actor's are not rounded.
     """

@@ -1,7 +1,7 @@
-"""Prompts, samples and tokens of each part of a step: in all, on a rank, in a micro-batch.
+"""Prompts, samples and tokens of each part of a step: in total, per rank, per micro-batch.
 
-The table is printed before a process starts. `… at most` are upper bounds: prompts and responses of
-full length.
+The table is printed before a process starts. `… at most` columns are upper bounds: prompts and
+responses of full length.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 
 CRITIC_COPY = "critic_copy"
-"""The role of a frozen copy of the critic, where samples get their values as they are made."""
+"""The role of a frozen copy of the critic, which computes values during generation."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One part of a step.
 
-    A rank computes `micro_samples` at once or, where that is None, `micro_tokens`.
+    A rank computes `micro_samples` at once, or `micro_tokens` if that is None.
     """
 
     part: str
@@ -39,9 +39,9 @@ class Row:
 def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
     """Return the parts of a step in order, for the roles of this run.
 
-    Passes that are cut by tokens have `tokens_at_once` tokens, by default as the keys say.
+    Passes with dynamic batch sizes have `tokens_at_once` tokens, by default as configured.
     """
-    from trainer.ppo.roles import models_of, scorings_of  # with torch, which a recipe is without
+    from trainer.ppo.roles import models_of, scorings_of  # imports torch, which a recipe must not
 
     actor, critic = config.actor_rollout_ref.actor, config.critic
     mini = actor.ppo_mini_batch_size
@@ -82,7 +82,7 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
 
 
 def batch_line(config: PPOConfig) -> str:
-    """The sizes of a step in a line."""
+    """Return the sizes of a step in one line."""
     data, num_samples = config.data, config.actor_rollout_ref.rollout.n
     tokens = data.max_prompt_length + data.max_response_length
     return (
@@ -99,8 +99,8 @@ HEAD = (
 
 
 def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
-    """The table of `rows_of`: sizes in prompts, samples and tokens; no wider than `max_columns`."""
-    from trainer.ppo.roles import models_of  # with torch, which a recipe is without
+    """Return the table of `rows_of` in prompts, samples and tokens, no wider than `max_columns`."""
+    from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
 
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n

@@ -6,7 +6,7 @@
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
 turns. Placement is configuration, and this file does not know it. The formulas of a stage are in
 the file of its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around a
-step is `trainer.loop.Loop`. What watches the step is in `trainer.roadside`.
+step is `trainer.loop.Loop`. Observers of the step are in `trainer.roadside`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from workers.rewards.weighted import Rewards
 class PPOTrainer(Trainer):
     """The stages of PPO over the roles in `groups`.
 
-    To change one, override its method in a subclass, and name the subclass by
+    To change a stage, override its method in a subclass, and select the subclass by
     `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks, in their order.
     """
 
@@ -75,7 +75,7 @@ class PPOTrainer(Trainer):
         rewards: Rewards,
         ptx: RowLoader[LMRow] | None = None,
     ) -> None:
-        """No model is loaded before the loop starts."""
+        """Load no model: the loop does that when it starts."""
         super().__init__(run)
         weights = RolloutWeights(self.config, self.groups)
         self.weights: PolicyWeights = weights
@@ -87,7 +87,7 @@ class PPOTrainer(Trainer):
         self.entropy_ctrl = EntropyController(self.config.actor_rollout_ref.actor)
 
     def step(self) -> Metrics:
-        """One PPO step: the dataflow of this module's first lines."""
+        """Run one PPO step: the dataflow in this module's docstring."""
         batch, sampled = self.stage("gen", self.sample)
         batch, scored = self.stage("score", self.score, batch)
         batch, estimated = self.stage("adv", self.estimate, batch)
@@ -98,7 +98,7 @@ class PPOTrainer(Trainer):
     # ---------------------------------------------------------------------------- 1. sample
 
     def sample(self) -> tuple[DataProto, Metrics]:
-        """The samples of a step; with `filter_groups`, of as many draws as they take."""
+        """Return the samples of a step, of one draw or, with `filter_groups`, of several."""
         self.call_hook("on_sample_begin")
         filtered, metrics = self.config.algorithm.filter_groups, dict[str, float]()
         if filtered.enable:
@@ -114,13 +114,13 @@ class PPOTrainer(Trainer):
         return batch, metrics | balanced
 
     def draw(self, attempt: int = 0) -> DataProto:
-        """Samples of the next prompts; `attempt` counts the draws of one step."""
+        """Return samples of the next prompts; `attempt` counts the draws of one step."""
         batch = self.generate(next(self.prompts), attempt)
         self.call_hook("on_samples", batch)
         return batch
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
-        """`rollout.n` samples of every prompt, each with the version of the policy that drew it."""
+        """Return `rollout.n` samples of every prompt, each with its policy version."""
         num_samples = self.config.actor_rollout_ref.rollout.n
         batch = self.rollouts.generate(repeat_prompts(prompts, num_samples), attempt=attempt)
         if compares_with_greedy(self.config.algorithm.adv_estimator):
@@ -130,22 +130,22 @@ class PPOTrainer(Trainer):
         return batch
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """The samples in an order that gives the actor's ranks like numbers of tokens."""
+        """Order the samples so that the actor's ranks get nearly equal numbers of tokens."""
         num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
         return balance(batch, self.config, num_ranks)
 
     # ----------------------------------------------------------------------------- 2. score
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Independent readings of the same samples: all launched, then joined.
+        """Launch all independent scoring calls on the samples, then join them.
 
-        A column that the batch has already is not computed again. The metrics say how far trainer
-        and rollout are apart.
+        A column that the batch already has is not computed again. The metrics measure the gap
+        between trainer and rollout.
         """
         config, groups, step = self.config, self.groups, self.global_step
         device_type = devices_of(config.trainer).type
         if "rollout" in groups and engine_rests(config, device_type):
-            groups["rollout"].sleep()  # its memory is lent to the others, until `sync`
+            groups["rollout"].sleep()  # frees its memory for the other roles, until `sync`
 
         has_scores = has_column(batch, "token_level_scores")
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
@@ -163,13 +163,13 @@ class PPOTrainer(Trainer):
     # -------------------------------------------------------------------------- 3. estimate
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Scores to rewards (less the KL, if that is asked for) to advantages; or a teacher's."""
+        """Turn scores into rewards (minus the KL, if configured) and advantages."""
         return self.estimation(batch)
 
     # ---------------------------------------------------------------------------- 4. update
 
     def update(self, batch: DataProto) -> Metrics:
-        """Critic and actor learn from what the filters leave; at the same time, on pools apart."""
+        """Train critic and actor on the filtered samples, at the same time on separate pools."""
         config, step = self.config, self.global_step
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         metrics: Metrics = {}
@@ -200,7 +200,7 @@ class PPOTrainer(Trainer):
     # ------------------------------------------------------------------------------ 5. sync
 
     def sync(self) -> Metrics:
-        """Send the rollout the actor's weights as a new version, and a following reference, too."""
+        """Send the actor's weights to the rollout, and to a reference that follows the actor."""
         synced = self.weights.send_next()
         return synced | update_reference(self.config, self.groups, self.global_step)
 
@@ -212,7 +212,7 @@ class PPOTrainer(Trainer):
         return bool(self.config.data.val_files)
 
     def validation_metrics(self) -> Metrics:
-        """Metrics of the whole validation set; its samples go to the run folder."""
+        """Return the metrics of the whole validation set; its samples go to the run folder."""
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
         policy, rollouts = self.config.actor_rollout_ref, self.rollouts
@@ -225,13 +225,13 @@ class PPOTrainer(Trainer):
         rollouts.write("validation", samples)
         return validate.name_metrics(samples)
 
-    # ------------------------------------------------- what the loop and the command ask for
+    # ------------------------------------------------------- for the loop and the command
 
     @classmethod
     def describe(
         cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Batch sizes, memory, and the graph of a step as this class runs it."""
+        """Return batch sizes, memory, and the graph of a step as this class runs it."""
         memory = plan_text(config, max_columns, brief=brief)
         if brief:
             return [batch_line(config), memory, overlaps(config)]
@@ -240,7 +240,7 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
-        """Columns that the estimator asks for are written by someone, too."""
+        """Also check that some role writes the columns that the estimator reads."""
         super().check_code(config, callbacks)
         is_ours = cls.__module__.partition(".")[0] == "trainer"
         if is_ours and not callbacks:  # they may write columns of their own
@@ -255,11 +255,11 @@ class PPOTrainer(Trainer):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, by the number of prompts or as configured."""
+        """Steps of the whole run, from the number of prompts or as configured."""
         return self.loader.total_steps
 
     def init_arguments(self, role: str) -> dict[str, Any]:
-        """The length of the learning-rate schedules of actor and critic."""
+        """Return the length of the learning-rate schedules of actor and critic."""
         if role == "critic":
             return {"total_steps": self.total_steps}
         if role == "actor":
@@ -267,15 +267,15 @@ class PPOTrainer(Trainer):
         return {}
 
     def before_steps(self) -> None:
-        """The rollout gets its weights before the first prompt."""
+        """Send the rollout its weights before the first prompt."""
         self.weights.send_next()
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Rollout, reward models, and other readers whose weights do not move."""
+        """Return the roles whose weights do not change: rollout, reward models, other readers."""
         return replaceable_roles(self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's own state, as JSON has it."""
+        """Return the driver's own state as JSON."""
         return {
             "weight_version": self.weights.version,
             **self.estimation.state_dict(),
@@ -285,7 +285,7 @@ class PPOTrainer(Trainer):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; the next sync makes its weight version again."""
+        """Restore the state of `state_dict`; the next sync sends its weight version again."""
         self.weights.version = state["weight_version"] - 1
         self.estimation.load_state_dict(state)
         self.entropy_ctrl.load_state_dict(state)

@@ -1,7 +1,7 @@
 """The fifth stage: the actor's weights go to the rollout, and to a reference that follows it.
 
-The reference is moved after the weight sync, so the next step's KL is to the new reference. A
-validation may have the moving average of the weights (`actor.ema_decay`).
+The reference is updated after the weight sync, so the next step's KL is to the new reference. A
+validation may use the moving average of the weights (`actor.ema_decay`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWeights(Protocol):
-    """The actor's weights for those who generate, as numbered versions.
+    """The actor's weights as numbered versions for the roles that generate.
 
     metrics = weights.send_next()      # the fifth stage
     """
@@ -30,7 +30,7 @@ class PolicyWeights(Protocol):
     """The version that new samples are drawn with."""
 
     def send_next(self) -> Metrics:
-        """Send the present weights as the next version."""
+        """Send the current weights as the next version."""
 
 
 class RolloutWeights:
@@ -42,13 +42,13 @@ class RolloutWeights:
         self.version = 0
 
     def send_next(self) -> Metrics:
-        """Send the present weights as the next version."""
+        """Send the current weights as the next version."""
         metrics = self._send(self.version + 1)
         self.version += 1
         return metrics
 
     def send_again(self) -> Metrics:
-        """Send the present weights to a restarted rollout, with the number that it had."""
+        """Send the current weights to a restarted rollout, with their present version."""
         return self._send(self.version)
 
     def _send(self, version: int) -> Metrics:
@@ -58,7 +58,7 @@ class RolloutWeights:
 
 
 def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metrics:
-    """Send the actor's weights to the reference, if `ref.update_every` says so after this step."""
+    """Send the actor's weights to the reference if one is due after this step."""
     policy = config.actor_rollout_ref
     every = policy.ref.update_every
     if "ref" not in groups or every is None or step % every:
@@ -75,10 +75,10 @@ def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metr
 
 @contextmanager
 def averaged_weights(config: ActorConfig, actor: Any, sync: Callable[[], Any]) -> Iterator[None]:
-    """Within, the rollout generates with the average; after, with the policy's own weights again.
+    """Let the rollout generate with the averaged weights inside the block, and restore it after.
 
-    `actor` is the actor's group. Each way is a `sync` with a weight version of its own, so no
-    sample is taken for another's.
+    `actor` is the actor's group. Each direction is a `sync` with its own weight version, so samples
+    of different weights are not mixed up.
     """
     if config.ema_decay is None:
         yield

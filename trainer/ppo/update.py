@@ -1,18 +1,18 @@
-"""The fourth stage: what critic and actor learn from, and how much entropy counts.
+"""The fourth stage: the samples that critic and actor learn from, and the weight of the entropy.
 
-Samples may leave the losses, not the batch (cut by the length limit, without a score), tokens may
-be weighed or rejected (`correct_rollout`), samples drawn anew by their scores (PF-PPO), and tokens
-singled out for a loss. Rows of PTX are trained beside them.
+Filters act on the batch before the losses. Samples may be masked out of the losses (truncated, or
+without a score), tokens may be weighted or rejected (`correct_rollout`), samples resampled by their
+scores (PF-PPO), and tokens selected for a loss. Rows of PTX are trained in the same update.
 
 PF-PPO: rewards are least reliable in the middle, so samples of high and low scores teach more
 (arXiv 2409.06957). `clip_cov` and `kl_cov` compare a mini-batch's tokens with each other. The
-driver has all of them, so it draws and chooses, and the workers read the column `chosen_tokens`:
-neither the number of ranks nor the cut into micro-batches changes what is chosen.
+driver has all of the tokens, so it chooses, and the workers read the column `chosen_tokens`:
+neither the number of ranks nor the split into micro-batches changes what is chosen.
 
-`correct_rollout` takes a batch that has old log-probs and advantages, before anything is cut: a
-rejected token is in no mini-batch's mask, so it is in no denominator either, at any number of
-ranks. Advantages are estimated before, from all that was sampled. Under `bypass_mode` there is
-nothing to compare yet, and the actor does it within its update.
+`correct_rollout` takes a batch that has old log-probs and advantages, before it is split: a
+rejected token is in no mini-batch's mask, and therefore in no denominator, at any number of ranks.
+Advantages are estimated before, from all samples. Under `bypass_mode` there is nothing to compare
+yet, and the actor corrects within its update.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from workers.rollout.sample import CUT_BY_LENGTH
 logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
 LARGEST_ERROR = 1.0
-"""Nats by which one step counts at most: a policy far from its target does not jump."""
+"""The largest error, in nats, that one step counts: a policy far from its target does not jump."""
 ENTROPY_COEFF_LR = 0.1
-"""How much of the distance to the target the log of the coefficient moves by in a step."""
+"""The share of the distance to the target by which the coefficient's log moves per step."""
 RANGE = 100.0
-"""How far the coefficient goes from its first value, up and down: it stays able to come back."""
+"""The largest factor between the coefficient and its first value, up or down."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A step between the samples and what the losses see of them."""
+    """A transformation of the samples before the losses see them."""
 
     reason: str
-    """Its key; the sample log has under it what the filter leaves out."""
+    """Its key, under which the sample log notes the samples that it leaves out."""
     run: Callable[[DataProto], WithMetrics]
 
 
 def filters(
     config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
 ) -> list[Filter]:
-    """The filters of this run, in their order; `balance` orders rows for the ranks."""
+    """Return the filters of this run, in their order; `balance` orders rows for the ranks."""
     algorithm, found = config.algorithm, []
     if algorithm.mask_truncated:
         found.append(Filter("algorithm.mask_truncated", without_truncated))
@@ -84,7 +84,7 @@ def filters(
 
 
 def choose_tokens_of(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
-    """The batch with the tokens that the run's policy loss singles out, if it does."""
+    """Mark the tokens that the run's policy loss selects, if it selects any."""
     policy = config.actor_rollout_ref
     bypasses = config.algorithm.rollout_correction.bypass_mode
     return choose_tokens(
@@ -105,10 +105,10 @@ def choose_tokens(
     step: int,
     old_log_probs: str = "old_log_probs",
 ) -> DataProto:
-    """Add the column `chosen_tokens` to the batch if the policy loss asks for it.
+    """Add the column `chosen_tokens` to the batch if the policy loss reads it.
 
-    Mini-batch k of K are the rows whose number leaves k when divided by K; `mini_batch_size` counts
-    samples. `old_log_probs` names the column of the old policy's.
+    Mini-batch k of K has the rows whose number is k modulo K; `mini_batch_size` counts samples.
+    `old_log_probs` names the column of the old policy's log-probs.
     """
     choose = facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
     if choose is None:
@@ -130,10 +130,10 @@ def choose_tokens(
 
 
 def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-    """A batch whose `response_mask` is zero in truncated samples, and the share that they are.
+    """Return a batch whose `response_mask` is zero in truncated samples, and their share.
 
-    It shares its other columns with the one given. Every mini-batch counts its tokens and rows by
-    that mask, so the losses divide by what is left.
+    The batch shares its other columns with the argument. Every mini-batch counts its tokens and
+    rows by that mask, so the losses divide by the remaining ones.
     """
     require(batch, "finish_reason")
     reasons = batch.non_tensor_batch["finish_reason"]
@@ -152,7 +152,7 @@ def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
 
 
 def without_skipped(batch: DataProto) -> DataProto:
-    """A batch whose `response_mask` is zero in samples that `on_failure` of a reward skips."""
+    """Return a batch whose `response_mask` is zero in samples that `on_failure` skips."""
     if SKIPPED not in batch.non_tensor_batch:
         return batch
     return _without(batch, torch.tensor(batch.non_tensor_batch[SKIPPED] == 1.0))
@@ -166,9 +166,9 @@ def _without(batch: DataProto, left_out: Tensor) -> DataProto:
 def resample_by_score(
     batch: DataProto, config: PolicyFiltrationConfig, seed: int, step: int
 ) -> tuple[DataProto, dict[str, float]]:
-    """As many rows, drawn by their scores, in the order of their names; and two metrics.
+    """Return as many rows, drawn by their scores, in the order of their names, and two metrics.
 
-    Where all weights are zero, or all equal, every row stays once.
+    If all weights are zero, or all equal, every row stays once.
     """
     order = in_order_of_names(batch)
     scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)[order]
@@ -184,7 +184,7 @@ def resample_by_score(
 
 
 def in_order_of_names(batch: DataProto) -> Tensor:
-    """The rows by uid and sample index: an order that does not depend on the number of ranks."""
+    """Return the rows ordered by uid and sample index, independent of the number of ranks."""
     require(batch, "uid", "sample_index")
     uids = batch.non_tensor_batch["uid"].astype(str)
     index = read_columns(batch, "sample_index")["sample_index"].numpy()
@@ -192,7 +192,7 @@ def in_order_of_names(batch: DataProto) -> Tensor:
 
 
 def filtration_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
-    """What each sample's chance is proportional to, in float64: verl's three methods."""
+    """Return each sample's unnormalised probability in float64, by one of verl's three methods."""
     scores = scores.double()
     if reweight_method == "pow":
         return scores.abs() ** weight_pow
@@ -203,10 +203,10 @@ def filtration_weights(scores: Tensor, reweight_method: str, weight_pow: float =
 
 
 def draw_rows(weights: Tensor, offset: float) -> Tensor:
-    """As many row numbers as there are weights, ascending, by systematic sampling.
+    """Return as many row numbers as there are weights, ascending, by systematic sampling.
 
-    One number `offset` in [0, 1) makes the whole draw: a row of share w of the weights is drawn
-    n w times, rounded up or down.
+    One number `offset` in [0, 1) determines the whole draw: a row with share w of the weights is
+    drawn n w times, rounded up or down.
     """
     total = weights.sum()
     if total <= 0:
@@ -219,7 +219,7 @@ def draw_rows(weights: Tensor, offset: float) -> Tensor:
 
 
 def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | None:
-    """The loader of `ptx.train_files`, if there are any."""
+    """Return the loader of `ptx.train_files`, or None."""
     if not config.ptx.train_files:
         return None
     rows = read_lm_rows(
@@ -235,20 +235,20 @@ def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | Non
 
 
 def longest_row(config: PPOConfig) -> int:
-    """Tokens of the longest row: by default those of a prompt with its response."""
+    """Return the tokens of the longest row, by default of a prompt with its response."""
     sample = config.data.max_prompt_length + config.data.max_response_length
     return config.ptx.max_length or sample
 
 
 def rows_per_update(config: PPOConfig, num_prompts: int) -> int:
-    """Rows of all optimizer steps of an `update_actor` on the samples of so many prompts."""
+    """Return the PTX rows of all optimizer steps of an `update_actor` on this number of prompts."""
     actor = config.actor_rollout_ref.actor
     num_steps = max(num_prompts // actor.ppo_mini_batch_size, 1) * actor.ppo_epochs
     return num_steps * (config.ptx.batch_size or actor.ppo_mini_batch_size)
 
 
 def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:
-    """The columns that `correct_rollout` writes: none without a correction, or if it bypasses."""
+    """Return the columns that `correct_rollout` writes: none if it is off or bypassed."""
     if config.bypass_mode:
         return ()
     correction = RolloutCorrection.of(config)
@@ -259,9 +259,9 @@ def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:
 def correct_rollout(
     batch: DataProto, config: RolloutCorrectionConfig
 ) -> tuple[DataProto, dict[str, float]]:
-    """The batch of an update: with importance weights, without the tokens that are rejected.
+    """Return the batch for an update, with importance weights and without rejected tokens.
 
-    The batch that is given keeps its mask. Without a correction it is returned as it is.
+    The argument's mask is not changed. Without a correction the batch is returned unchanged.
     """
     if not columns_of_correction(config):
         return batch, {}
@@ -283,22 +283,22 @@ def correct_rollout(
 
 
 class EntropyController:
-    """The coefficient of the entropy bonus, whose logarithm follows the distance to a target.
+    """The coefficient of the entropy bonus, which steers the entropy to a target.
 
-    log c grows by 0.1 x (target - entropy): an entropy below the target makes the bonus weigh more
-    (SAC, arXiv 1812.05905). Without a target it stays.
+    log c grows by 0.1 x (target - entropy): an entropy below the target increases the bonus (SAC,
+    arXiv 1812.05905). Without a target the coefficient is constant.
     """
 
     def __init__(self, actor: ActorConfig) -> None:
-        """Start at `actor.entropy_coeff`, which is above 0 where there is a target."""
+        """Start at `actor.entropy_coeff`, which is above 0 if there is a target."""
         self.value = actor.entropy_coeff
         self.target = actor.target_entropy
         self.bounds = self.value / RANGE, self.value * RANGE
 
     def update(self, entropy: float) -> dict[str, float]:
-        """Move after an update whose tokens had this mean entropy; gives what the update used.
+        """Adapt after an update whose tokens had this mean entropy; return the coefficient it used.
 
-        An entropy of 0 is that of no tokens, or of no update, and moves nothing.
+        An entropy of 0 means no tokens or no update, and changes nothing.
         """
         if self.target is None:
             return {}
@@ -310,10 +310,10 @@ class EntropyController:
         return metrics
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, as the actor gets it and a checkpoint keeps it; empty if it stays."""
+        """Return the coefficient for the actor and for checkpoints; empty if it is constant."""
         return {} if self.target is None else {"entropy_coeff": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's coefficient; one of a run without a target has none."""
+        """Restore a checkpoint's coefficient, which runs without a target do not have."""
         if self.target is not None:
             self.value = state.get("entropy_coeff", self.value)

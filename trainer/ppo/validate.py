@@ -1,7 +1,7 @@
-"""Validation: the whole of `data.val_files`, sampled as `rollout.val_kwargs` says.
+"""Validation: all of `data.val_files`, sampled as `rollout.val_kwargs` configures.
 
-Its noise is its own, so that it changes nothing of the training. Metrics are the mean, best, worst
-and majority of a prompt's samples, by the bootstrap, with verl's names and its random draws.
+It has its own random numbers, so it does not change the training. Metrics are the mean, best, worst
+and majority of a prompt's samples, by the bootstrap, with verl's names and random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sample_all(
     n: int,
     **sampling: Any,
 ) -> DataProto:
-    """`n` scored samples of every prompt.
+    """Return `n` scored samples of every prompt.
 
     `roll_out(rows, validate=True, **sampling)` makes the responses, `with_rewards(rows)` scores
     them.
@@ -45,10 +45,10 @@ def sample_all(
 
 
 def name_metrics(samples: DataProto) -> dict[str, float]:
-    """Metrics of every data source under verl's names, the mean length, and how games were played.
+    """Return the metrics of every data source under verl's names, mean length, and turn metrics.
 
-    `val-core/…` are mean, best and majority over all samples of the core variable, `val-aux/…` the
-    rest. The core variable is acc, if the data source's rule returns that, otherwise the reward.
+    `val-core/…` are mean, best and majority over all samples of the core variable, `val-aux/…` all
+    others. The core variable is acc, if the data source's rule returns it, otherwise the reward.
     """
     sources = samples.non_tensor_batch["data_source"]
     metrics: dict[str, float] = {}
@@ -60,7 +60,7 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
 
 
 def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, float]:
-    """The metrics of one data source, whose rows these are."""
+    """Return the metrics of the data source of these rows."""
     variables = _variables(samples, rows)
     core = "acc" if "acc" in variables else "reward"
     uids = samples.non_tensor_batch["uid"][rows].tolist()
@@ -77,9 +77,9 @@ def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, flo
 
 
 def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
-    """The reward, and what the rule returned beside it.
+    """Return the reward, and the numbers that the rule returned with it.
 
-    A sample without one of its data source's numbers (its rule failed) counts 0 there.
+    If a sample lacks one of its data source's numbers (its rule failed), it counts as 0.
     """
     scores = read_columns(samples, "token_level_scores")["token_level_scores"]
     variables: dict[str, Any] = {"reward": scores.sum(-1).double().numpy()[rows]}
@@ -98,7 +98,7 @@ def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
 
 
 def _num_samples(metric: str) -> int:
-    """N of mean@N, best@N/mean and the like."""
+    """Return N of mean@N, best@N/mean and the like."""
     return int(metric.partition("@")[2].partition("/")[0])
 
 
@@ -108,11 +108,11 @@ def process_validation_metrics(
     infos_dict: Mapping[str, Sequence[Any]],
     seed: int = 42,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """{data source: {variable: {metric: mean over its prompts}}}; text variables are left out.
+    """Return {data source: {variable: {metric: mean over its prompts}}} without text variables.
 
-    A prompt is the samples of one uid. For one of N samples: mean@N, std@N, and for n = 2, 4, 8, …
-    and N the bootstrap's best@n, worst@n and, if there is a variable `pred` to vote with, maj@n,
-    each as /mean and /std.
+    A prompt is the samples of one uid. A prompt with N samples has mean@N, std@N, and for n = 2, 4,
+    8, … and N the bootstrap's best@n, worst@n and, if there is a variable `pred` to vote with,
+    maj@n, each as /mean and /std.
     """
     rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
@@ -136,7 +136,7 @@ def process_validation_metrics(
 
 
 def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, float]:
-    """The metrics of one variable of one prompt.
+    """Return the metrics of one variable of one prompt.
 
     A draw takes n samples with replacement; all draws are made at once.
     """
@@ -165,9 +165,9 @@ def _vote_numbers(votes: Sequence[Any]) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _draws(num_items: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """Item numbers [n_bootstrap, subset_size]: the stream that verl draws.
+    """Return item numbers [n_bootstrap, subset_size] from verl's random stream.
 
-    It leaves numpy's global state alone.
+    numpy's global random state is not changed.
     """
     return np.random.RandomState(seed).choice(
         num_items, size=(n_bootstrap, subset_size), replace=True

@@ -1,11 +1,11 @@
-"""Overrides with verl's keys, written in ours: `PPO.translate`.
+"""Translate overrides with verl's keys into ours: `PPO.translate`.
 
     translate(map(parse, ["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"]))
     # trainer.max_ckpt_to_keep=2, and one notice about both
 
-A key that says only how the work is laid out is dropped with a notice. Any other key without a
-counterpart is rejected, all of them at once. A key that neither verl nor we have stays as it is:
-the check of keys comes next. `verl_keys.yaml` lists verl's keys that are not ours;
+A key that only determines how the work is laid out is dropped with a notice. Other keys without a
+counterpart are rejected, all of them at once. A key that neither verl nor we have is left to the
+check of keys, which runs next. `verl_keys.yaml` lists verl's keys that differ from ours;
 `trainer.migrate.verl` and the docs read it, too.
 """
 
@@ -45,7 +45,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 TRACKERS = ("console", "tensorboard", "wandb")
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
-"""Configurations of verl's drivers, which hold their defaults."""
+"""Configurations of verl's drivers, which have verl's defaults."""
 OF_ALL_RANKS = ("*.micro_batch_size", "*.log_prob_micro_batch_size", "*.ppo_micro_batch_size")
 """Older keys, which count the rows of all ranks together."""
 SHARED_ROWS = ("ulysses_sequence_parallel_size",) + tuple(
@@ -58,53 +58,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tables:
-    """Keys of verl's that are none of ours; names may hold `*`."""
+    """verl's keys that differ from ours; names may contain `*`."""
 
     renamed: Mapping[str, str]
-    """Names of several versions -> ours; further ones stand at the fields, `key(verl=...)`."""
+    """Names of several versions -> ours; further names are declared at the fields,
+    `key(verl=...)`."""
     changes_nothing: Mapping[str, str]
-    """Keys that change nothing, whatever their value -> what is the case instead."""
+    """Keys that have no effect, whatever their value -> how it is here."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]
-    """Keys that change nothing `at` some values -> the way out, `else`."""
+    """Keys that have no effect `at` some values -> the way out for others, `else`."""
     not_here: Mapping[str, str]
     """Keys that have no counterpart -> the way out."""
     newer: Mapping[str, str]
-    """Later names, or beginnings of them -> the names that these tables have."""
+    """Later names, or prefixes of names -> the names in these tables."""
     lays_out: Sequence[str]
-    """Those of the refused keys that say how the work is laid out, not what is trained."""
+    """The rejected keys that determine how the work is laid out, not what is trained."""
 
 
 @cache
 def tables() -> Tables:
-    """What stands in `verl_keys.yaml`."""
+    """Return the content of `verl_keys.yaml`."""
     tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8"))
-    for name in ("changes_nothing", "not_here"):  # there a reason stands once for all its keys
+    for name in ("changes_nothing", "not_here"):  # these map a reason to its keys
         tree[name] = {key: reason for reason, keys in tree[name].items() for key in keys}
     return Tables(**tree)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one of verl's keys here."""
+    """The translation of one of verl's keys."""
 
     key: str = ""
-    """Ours, where there is one."""
+    """Our key, if there is one."""
     value: str = ""
     """The value that our key gets."""
     nothing: str = ""
-    """What is the case here, where the key changes nothing."""
+    """How it is here, if the key has no effect."""
     refused: str = ""
-    """The way out, where the key has no counterpart."""
+    """The way out, if the key has no counterpart."""
     lays_out: bool = False
-    """Whether the run is the same experiment without this refused key."""
+    """Whether the run is the same experiment without this rejected key."""
 
 
 def translate(settings: Iterable[Override]) -> list[Override]:
-    """The settings in our keys; a notice says what was left out or renamed."""
+    """Return the settings in our keys; a notice lists those that were dropped or renamed."""
     kept, notices, refused = [], [], []
     settings = [part for setting in settings for part in _parts(setting)]
     sizes = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    given = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults are others
+    given = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults differ
     given |= {
         each.key_or_group: each.get_value_string() for each in settings if not each.is_delete()
     }
@@ -137,7 +138,7 @@ def translate(settings: Iterable[Override]) -> list[Override]:
 
 
 def _parts(setting: Override) -> list[Override]:
-    """The settings of `section={key: value}` one by one, if a key in it is verl's alone."""
+    """Split `section={key: value}` into its settings, if one of its keys exists only in verl."""
     name, value = setting.key_or_group, setting.value()
     if keys_in(name, value) == [name]:
         return [setting]
@@ -148,7 +149,7 @@ def _parts(setting: Override) -> list[Override]:
 
 
 def _warm_up_by_share(settings: list[Override]) -> list[str]:
-    """In verl a warm-up's share counts where no number of steps is given; here -1 steps say so."""
+    """Add -1 warm-up steps where only a share is set: verl uses the share then, we need the -1."""
     given = {setting.key_or_group for setting in settings}
     notices = []
     for section in WARM_UPS:
@@ -160,9 +161,9 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
 
 
 def fate_of(key: str, value: str, given: Mapping[str, str] = MappingProxyType({})) -> Fate | None:
-    """What becomes of one of verl's keys among the `given` ones; None for keys unknown to verl.
+    """Translate one of verl's keys among the `given` ones; None for keys unknown to verl.
 
-    Keys of the same name here are verl's, too.
+    A key with the same name here counts as verl's, too.
     """
     ours = renamed(key)
     if ours is not None:
@@ -188,7 +189,7 @@ def fate_of(key: str, value: str, given: Mapping[str, str] = MappingProxyType({}
 
 
 def _value_of(text: str, given: Mapping[str, str]) -> str:
-    """The text; for `$key` the value of that key."""
+    """Return the text, or for `$key` the value of that key."""
     if not text.startswith("$"):
         return text
     key = text.removeprefix("$")
@@ -196,7 +197,7 @@ def _value_of(text: str, given: Mapping[str, str]) -> str:
 
 
 def _shard_size(key: str, value: str, given: Mapping[str, str]) -> str:
-    """The size without the ranks of one sequence, which verl counts."""
+    """Return the size without the ranks of one sequence, which verl counts in."""
     sequence = given.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
     if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))
@@ -204,7 +205,7 @@ def _shard_size(key: str, value: str, given: Mapping[str, str]) -> str:
 
 
 def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
-    """Why ranks are not laid out so; the experiment is the same without."""
+    """Return why this layout of ranks is not possible, or ""."""
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
         return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
@@ -215,7 +216,7 @@ def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
 
 
 def _rows_of_one_rank(rows: int, given: Mapping[str, str]) -> int:
-    """The share of one rank in a micro-batch that counts the rows of all ranks."""
+    """Return a rank's share of a micro-batch that counts the rows of all ranks."""
 
     def number(key: str, default: int) -> int:
         return int(value) if (value := given.get(key, "")).isdigit() else default
@@ -226,7 +227,7 @@ def _rows_of_one_rank(rows: int, given: Mapping[str, str]) -> int:
 
 
 def settings_of_configuration(name: str, path: str) -> list[str]:
-    """The settings in the YAML of a command's `--config-name` and `--config-path`."""
+    """Return the settings in the YAML of a command's `--config-name` and `--config-path`."""
     file, given = configuration(name, path, [Path()])
     if file is None:
         logger.warning(
@@ -240,7 +241,7 @@ def settings_of_configuration(name: str, path: str) -> list[str]:
 def configuration(
     name: str, path: str, folders: Sequence[Path]
 ) -> tuple[Path | None, dict[str, str]]:
-    """The file of `--config-name` and its keys; no file if the configuration is verl's own."""
+    """Return the file of `--config-name` and its keys; no file for verl's own configurations."""
     name = name.removesuffix(".yaml")
     if not name or any(fnmatchcase(name, pattern) for pattern in (*BASES, *OF_DRIVERS)):
         return None, {}
@@ -255,7 +256,7 @@ def configuration(
 
 
 def _keys_of(file: Path) -> dict[str, str]:
-    """The keys of a YAML, over those of the files that its `defaults` name."""
+    """Return the keys of a YAML file, merged over the files in its `defaults`."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as err:
@@ -281,13 +282,13 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def older(key: str) -> str:
-    """The name that verl had for a key of rewards before it had a section of them."""
+    """Return verl's earlier name for a key of rewards, before verl had a section for them."""
     start = next((name for name in tables().newer if f"{key}.".startswith(f"{name}.")), "")
     return tables().newer[start] + key.removeprefix(start) if start else key
 
 
 def with_trackers(value: str) -> tuple[list[str], list[str]]:
-    """The trackers that are here, and the others."""
+    """Return the trackers that are supported here, and the others."""
     listed = parse(f"x={value}").value()
     names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
     here = [name for name in names if name in TRACKERS]
@@ -295,7 +296,7 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
 
 
 def renamed(key: str) -> str | None:
-    """Our key: of the same name, by a field's `verl=`, or by the names of its older versions."""
+    """Return our key for verl's: the same name, a field's `verl=`, or an older version's name."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key
@@ -310,7 +311,7 @@ def renamed(key: str) -> str | None:
 
 @cache
 def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
-    """Our keys; the beginnings of the user's own keys; verl's names at the fields -> ours."""
+    """Return our keys, the prefixes of user-defined keys, and verl's names -> ours."""
     keys = config_keys(PPOConfig)
     options = {key.name: key.rules.options for key in keys if key.rules.options is not None}
     takes_any = tuple(f"{key.name}." for key in keys if key.takes_any and key.name not in options)
@@ -322,11 +323,11 @@ def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
 
 
 def _found(key: str, patterns: Iterable[str]) -> str:
-    """The first pattern that the key fits; "" where there is none."""
+    """Return the first pattern that the key matches, or ""."""
     return next((pattern for pattern in patterns if fnmatchcase(key, pattern)), "")
 
 
 def _plain(value: str) -> str:
-    """A value without quotes and blanks, its words in small letters."""
+    """Return a value without quotes and blanks, in lower case."""
     plain = re.sub(r"[\s'\"]", "", value).lower()
     return "null" if plain in ("none", "") else plain

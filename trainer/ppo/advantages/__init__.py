@@ -1,15 +1,15 @@
-"""Advantage estimators: from rewards to what every token's gradient is weighed with.
+"""Advantage estimators: from rewards to the weight of every token's gradient.
 
-An estimator is one file (`gae.py`, `grpo.py`, …), found by its name in
-`trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`: a file that is put here is imported here, so
-adding an estimator is adding a file. What they share stands beside them: `groups` (samples of one
-prompt), `returns` (discounted sums over a row) and `whiten`. An estimator gets a batch's columns by
-the names of its parameters (`trainer.ppo.compute_advantage`).
+An estimator is one file (`gae.py`, `grpo.py`, …) that registers its function by name in
+`trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`. All files here are imported, so adding an
+estimator is adding a file. Shared code is in `groups` (samples of one prompt), `returns`
+(discounted sums over a row) and `whiten`. An estimator gets a batch's columns by the names of its
+parameters (`trainer.ppo.compute_advantage`).
 
-Tensors are [rows, response tokens], finite outside the mask too; `index` says by equal values which
-rows are samples of one prompt. Every estimator returns (advantages, returns), zero outside the
-mask. A token outside the mask inside a row (a tool's answer) is skipped: its neighbours follow each
-other.
+Tensors are [rows, response tokens], and finite outside the mask, too. Rows with equal values of
+`index` are samples of one prompt. Every estimator returns (advantages, returns), zero outside the
+mask. A token outside the mask inside a row (a tool's answer) is skipped: its neighbours count as
+consecutive.
 """
 
 import importlib

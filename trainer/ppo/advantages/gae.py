@@ -52,7 +52,7 @@ def compute_gae_advantage_return(
         errors[rows, last] += gamma * ordered_values[rows, last]
 
     advantages = put_back(discounted_sum(errors, gamma * lam), order)
-    del errors, inside  # before whitening takes a column of its own
+    del errors, inside  # before whitening allocates a column
     returns = values.add_(advantages)
     if whiten:
         advantages = whiten_(advantages, response_mask)

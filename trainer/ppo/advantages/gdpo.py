@@ -50,7 +50,7 @@ def compute_gdpo_outcome_advantage(
 
 
 def _without_gaps(rewards: Tensor, groups: Groups) -> Tensor:
-    """The rewards, with the mean of the group's others where one is nan; zero if all are."""
+    """Replace nan rewards by the mean of the group's other rewards; by zero if all are nan."""
     known = ~rewards.isnan()
     lowest = groups.lowest(torch.where(known, rewards, torch.inf))
     lowest = torch.where(lowest.isinf(), 0, lowest)

@@ -1,4 +1,4 @@
-"""Samples of one prompt are a group: mean, spread, and scores brought back to tokens."""
+"""Groups of samples of one prompt: mean, standard deviation, and scores spread over tokens."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ Index = Sequence[Any] | np.ndarray
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows are samples of one prompt."""
+    """The assignment of rows to groups, the samples of one prompt."""
 
     of_row: Tensor
     """The number of each row's group."""
     size: Tensor
-    """How many rows each group has, in the scores' type."""
+    """The number of rows of each group, in the scores' dtype."""
 
     @classmethod
     def of(cls, index: Index, scores: Tensor) -> Groups:
-        """Rows with equal values of `index` are one group."""
+        """Group the rows with equal values of `index`."""
         numbers: dict[Any, int] = {}
         of_row = [numbers.setdefault(uid, len(numbers)) for uid in index]
         group = torch.tensor(of_row, dtype=torch.int64, device=scores.device)
         return cls(group, torch.bincount(group).to(scores.dtype))
 
     def sum(self, scores: Tensor) -> Tensor:
-        """The sum of each group."""
+        """Return the sum of each group."""
         return torch.zeros_like(self.size).index_add_(0, self.of_row, scores)
 
     def size_of_row(self) -> Tensor:
-        """For each row, how many its group has."""
+        """Return the size of each row's group."""
         return self.size[self.of_row]
 
     def lowest(self, scores: Tensor) -> Tensor:
-        """For each row, the lowest score of its group."""
+        """Return the lowest score in each row's group."""
         lowest = torch.zeros_like(self.size)
         lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
         return lowest[self.of_row]
 
     def centered(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Scores less their group's mean, weighed by row where there are weights.
+        """Return scores minus their group's mean, which `weights` may weight by row.
 
-        The score of a group of one stays as it is. Equal scores give exactly zero: what is summed
-        is the distance from the group's lowest.
+        The score of a group of one stays unchanged. Equal scores give exactly zero, because
+        distances from the group's lowest score are summed.
         """
         shifted = scores - self.lowest(scores)
         if weights is None:
@@ -59,16 +59,16 @@ class Groups:
         return torch.where(self.size_of_row() > 1, shifted - mean[self.of_row], scores)
 
     def std(self, centered: Tensor) -> Tensor:
-        """For each row, the standard deviation (n - 1) of its group's centered scores."""
+        """Return the standard deviation (n - 1) of the centered scores in each row's group."""
         variance = self.sum(centered.square()) / (self.size - 1).clamp(min=1)
         return variance.sqrt()[self.of_row]
 
 
 def scores_of(token_level_rewards: Tensor) -> Tensor:
-    """One score a row: the sum of its rewards."""
+    """Return one score per row: the sum of its rewards."""
     return token_level_rewards.sum(dim=-1)
 
 
 def on_tokens(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Each row's score on all of its tokens; zero outside the mask."""
+    """Return each row's score on all of its tokens, zero outside the mask."""
     return torch.where(response_mask.bool(), scores.unsqueeze(-1), 0)

@@ -44,7 +44,7 @@ def compute_grpo_passk_outcome_advantage(
 
 
 def _two_best(scores: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """For each group, the rows of its best and second-best score; twice one row in one of one."""
+    """Return the rows of each group's best and second-best score; equal in a group of one."""
     by_score = scores.argsort(descending=True, stable=True)
     by_group = by_score[groups.of_row[by_score].argsort(stable=True)]
     sizes = groups.size.to(torch.int64)

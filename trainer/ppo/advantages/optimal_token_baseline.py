@@ -66,16 +66,16 @@ def compute_optimal_token_baseline_advantage(
 
 
 def _weights(old_log_probs: Tensor, sum_pi_squared: Tensor, inside: Tensor) -> Tensor:
-    """W of the tokens of ordered rows, zero outside."""
+    """Return W of the tokens of ordered rows, zero outside."""
     norms = torch.sub(sum_pi_squared, old_log_probs.exp(), alpha=2).add_(1).clamp_(min=0)
-    # what lies outside comes after a row's tokens, so no sum of theirs has it
+    # values outside come after a row's tokens, so no token's sum includes them
     return zero_outside(norms.cumsum_(dim=-1), inside)
 
 
 def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:
-    """[rows, 1]: the group's lowest score, so that equal scores give exactly zero.
+    """Return [rows, 1]: the group's lowest score, so that equal scores give exactly zero.
 
-    Zero in a group of one. A row's score is the return of its first token.
+    It is zero in a group of one. A row's score is the return of its first token.
     """
     lowest = groups.lowest(ordered_returns[:, 0])
     return torch.where(groups.size_of_row() > 1, lowest, 0).unsqueeze(-1)

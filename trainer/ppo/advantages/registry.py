@@ -3,7 +3,7 @@
     @ADVANTAGE_ESTIMATORS.register("mine")
     def compute_mine(token_level_rewards, response_mask, index): ...
 
-The names of its parameters say what an estimator gets: see `trainer.ppo.compute_advantage`.
+An estimator's parameter names determine its arguments: see `trainer.ppo.compute_advantage`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", chec
 
 
 def needs_groups(estimator: Estimator) -> bool:
-    """Whether it compares the samples of a prompt with each other: one alone teaches nothing."""
+    """Return whether it compares the samples of a prompt with each other, so it needs several."""
     return "index" in inspect.signature(estimator).parameters
 
 
 def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:
-    """Say that a KL belongs in the loss: in the rewards it is summed into the score compared."""
+    """Mark an estimator whose KL belongs in the loss, because it compares summed rewards."""
     estimator.wants_kl_in_loss = True  # type: ignore[attr-defined]
     return estimator
 
 
 def wants_kl_in_loss(estimator: Estimator) -> bool:
-    """Whether `has_kl_in_loss` was said of it."""
+    """Return whether `has_kl_in_loss` marks it."""
     return getattr(estimator, "wants_kl_in_loss", False)

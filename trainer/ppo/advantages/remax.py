@@ -1,4 +1,4 @@
-"""ReMax: the baseline is the score of the prompt's greedy answer."""
+"""ReMax: the baseline is the score of the prompt's greedy response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.ppo.advantages.returns import returns_of
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The token's undiscounted return minus the score of the prompt's greedy answer.
+    """The token's undiscounted return minus the score of the prompt's greedy response.
 
     Watch: `critic/advantages/mean` below 0 for long: lower `rollout.temperature`.
 

@@ -12,9 +12,9 @@ BLOCK = 64
 
 
 def order_inside_first(response_mask: Tensor) -> Tensor | None:
-    """The order of columns that brings each row's tokens inside the mask to its left.
+    """Return the column order that moves each row's tokens inside the mask to its left.
 
-    None where they are there already.
+    Return None if they are there already.
     """
     outside = response_mask == 0
     if not bool((outside[:, :-1] > outside[:, 1:]).any()):
@@ -23,17 +23,17 @@ def order_inside_first(response_mask: Tensor) -> Tensor | None:
 
 
 def put_in_order(column: Tensor, order: Tensor | None) -> Tensor:
-    """The column in the order that `order_inside_first` found."""
+    """Return the column in the order of `order_inside_first`."""
     return column if order is None else column.gather(-1, order)
 
 
 def put_back(column: Tensor, order: Tensor | None) -> Tensor:
-    """The opposite of `put_in_order`."""
+    """Undo `put_in_order`."""
     return column if order is None else torch.empty_like(column).scatter_(-1, order, column)
 
 
 def is_last_inside(response_mask: Tensor) -> Tensor:
-    """Where the last token inside the mask of each row is: one true a row, none in empty rows."""
+    """Return a mask of each row's last token inside the mask; empty rows have none."""
     inside = response_mask.bool()
     num_from_here = inside.flip(-1).cumsum(-1).flip(-1)
     return inside & (num_from_here == 1)
@@ -61,7 +61,7 @@ def discounted_sum(terms: Tensor, decay: float) -> Tensor:
 
 
 def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Every token's discounted return: its own and all later rewards of its row."""
+    """Return every token's discounted return, the sum of its own and its row's later rewards."""
     order = order_inside_first(response_mask)
     rewards = zero_outside(token_level_rewards, response_mask)
     rewards = put_in_order(rewards, order)

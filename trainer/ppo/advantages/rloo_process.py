@@ -1,4 +1,4 @@
-"""RLOO for process rewards: what a step earns from here on, beside the same step of the others."""
+"""RLOO for process rewards: a step's score to go against the same step of other samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compute_rloo_process_advantage(
     step = num_before[rows, places]
     num_steps = int(ends.sum(dim=-1).max())
 
-    # by steps, not by tokens: equal scores then add up to the same bits wherever they lie
+    # by steps, not by tokens: equal scores then add up to the same bits at any position
     scores = token_level_scores.new_zeros(len(ends), num_steps)
     scores[rows, step] = token_level_scores[rows, places]
     to_go = scores.flip(-1).cumsum(dim=-1).flip(-1)[rows, step]

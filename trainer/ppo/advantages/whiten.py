@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def whiten_(values: Tensor, response_mask: Tensor) -> Tensor:
-    """In place, variance 1 and mean 0 for values that are zero outside the mask.
+    """Set mean 0 and variance 1, in place, for values that are zero outside the mask.
 
-    It takes a third of the memory traffic of doing it out of place.
+    This needs a third of the memory traffic of an out-of-place version.
     """
     inside = (response_mask != 0).to(values.dtype)
     num_inside = torch.count_nonzero(inside)
