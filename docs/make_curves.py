@@ -5,8 +5,7 @@
     python docs/make_curves.py --only NAME …   those of these names
 
 A run is the command `verl-like ppo` in this process, with the settings of the algorithm's card and
-`TINY`. Scores go to `docs/data/curves.json`, a picture of each to `docs/images/curves/`, and all of
-them in one to `docs/images/curves.png`. `python docs/make_tables.py` puts them into the pages.
+`TINY`. Scores go to `docs/data/curves.json` and the curves to `docs/images/curves.png`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from trainer.ppo.recipe import PPO
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS / "data" / "curves.json"
-SMALL = DOCS / "images" / "curves"
 ALL_IN_ONE = DOCS / "images" / "curves.png"
 
 NUM_STEPS = 20
@@ -111,11 +109,6 @@ def id_of(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def picture_of(kind: str, name: str) -> Path:
-    """The file of its own picture."""
-    return SMALL / f"{kind}-{name}.png"
-
-
 def read_scores() -> dict[str, list[float]]:
     """The scores that have been written, by `id_of`."""
     scores: dict[str, list[float]] = json.loads(DATA.read_text("utf-8")) if DATA.exists() else {}
@@ -129,17 +122,6 @@ def write_scores(scores: dict[str, list[float]]) -> None:
     for key in sorted(scores):
         lines.append(f"  {json.dumps(key)}: {json.dumps([round(s, 4) for s in scores[key]])}")
     DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def draw_one(kind: str, name: str, scores: dict[str, list[float]]) -> None:
-    """One curve before all others, in grey."""
-    with figure(picture_of(kind, name), (3.2, 1.9), dpi=130) as drawn:
-        axes = drawn.subplots()
-        for other in scores.values():
-            axes.plot(range(1, NUM_STEPS + 1), other, color="0.85", linewidth=0.6)
-        _curve(axes, scores[id_of(kind, name)], scores)
-        axes.set_xlabel("step", fontsize=7)
-        axes.set_ylabel("mean score", fontsize=7)
 
 
 def draw_all(names: list[tuple[str, str]], scores: dict[str, list[float]]) -> None:
@@ -195,7 +177,7 @@ def make_tiny(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Train what is asked for, then draw everything anew."""
+    """Train the algorithms that the arguments name, then draw all curves."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -225,10 +207,6 @@ def main() -> None:
             print(f"{KINDS[kind]} {name}: {first:.3f} -> {last:.3f}", flush=True)
 
     drawn = [which for which in every if id_of(*which) in scores]
-    for picture in set(SMALL.glob("*.png")) - {picture_of(*which) for which in drawn}:
-        picture.unlink()
-    for kind, name in drawn:
-        draw_one(kind, name, scores)
     draw_all(drawn, scores)
 
 

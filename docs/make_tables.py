@@ -2,32 +2,27 @@
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in the pages that `TABLES` names; a
 test checks that they are current. An algorithm's row and card are what its file says of itself
-(`docs/cards.py`), its curve is what `docs/make_curves.py` has measured.
+(`docs/cards.py`).
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import json
 import re
-import shlex
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import axes
 from cards import (
-    LOSS_MODE,
     Card,
     estimator_cards,
     left_to_the_user,
     names_by_entry,
     policy_loss_cards,
     preset_leaves,
+    preset_sources,
     preset_text,
 )
 
@@ -46,7 +41,6 @@ from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
-from verl_like.config_key import When
 from workers.columns import COLUMNS
 from workers.config import KL_ESTIMATORS as KL_NAMES
 from workers.config import LOSS_AGG_MODES, RewardConfig
@@ -63,7 +57,7 @@ LOSS_AGG_MODE = "actor_rollout_ref.actor.loss_agg_mode"
 
 
 def key_table() -> str:
-    """A list for every section; a section like one above it stands with that."""
+    """A list for every section; a section with the keys of an earlier one is named there."""
     PPO.load_registries()
     keys = {key.name: key for key in config_keys(PPOConfig)}
     sections: dict[str, list[Key]] = {}
@@ -74,8 +68,7 @@ def key_table() -> str:
     docs = field_docs(PPOConfig)
     tables: dict[str, list[str]] = {}
     for name, of_section in sections.items():
-        around = keys[name].rules.read_when if name else ()
-        rows = _rows_of_keys(PPOConfig, of_section, around, leaf_names=True)
+        rows = _rows_of_keys(PPOConfig, of_section, leaf_names=True)
         tables.setdefault(rows, []).append(name)
 
     parts, said = [], dict[str, str]()
@@ -90,7 +83,8 @@ def key_table() -> str:
         if key.rules.options is not None and key.rules.options not in own_sections:
             takers.setdefault(key.rules.options, []).append(key.name)
     for options, names in takers.items():
-        parts += [f"### Below {_code(names)}", _rows_of_keys(options, leaf_keys(options))]
+        rows = _without_said(_rows_of_keys(options, leaf_keys(options)), names[0], said)
+        parts += [f"### Below {_code(names)}", rows]
     return "\n\n".join(parts)
 
 
@@ -107,28 +101,16 @@ def _without_said(rows: str, section: str, said: dict[str, str]) -> str:
     return "\n\n".join(filter(None, ["\n".join(own).strip(), *lists]))
 
 
-def _rows_of_keys(
-    schema: type, keys: list[Key], around: tuple[When, ...] = (), leaf_names: bool = False
-) -> str:
-    """A list of keys; what several are read under, or is said of the section, stands once."""
+def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> str:
+    """One line per key: name, default, allowed values and meaning."""
     docs, default = field_docs(schema), schema()
-    names = {key.name: key.name.rpartition(".")[2] if leaf_names else key.name for key in keys}
-    known = [condition.says for condition in around]
-    under = {key.name: [each for each in _read_when(key) if each not in known] for key in keys}
-    count = Counter(itertools.chain.from_iterable(under.values()))
-
-    rows, shared = [], dict[str, list[str]]()
+    rows = []
     for key in keys:
-        for condition in under[key.name]:
-            if count[condition] > 1:
-                shared.setdefault(condition, []).append(names[key.name])
-        own = [condition for condition in under[key.name] if count[condition] == 1]
+        name = key.name.rpartition(".")[2] if leaf_names else key.name
         resume = "↻" if key.rules.may_change_on_resume else ""
-        meaning = f"{_cell(docs[key.name])}{_when(own)}"
         value = _values(key, read(default, key.name), docs[key.name])
-        rows.append(f"- `{names[key.name]}`{resume}{f' ({value})' if value else ''}: {meaning}")
-    lists = [f"*When {condition}:* {_code(those)}" for condition, those in shared.items()]
-    return "\n\n".join(filter(None, ["\n".join(rows), "; ".join(lists)]))
+        rows.append(f"- `{name}`{resume}{f' ({value})' if value else ''}: {_cell(docs[key.name])}")
+    return "\n".join(rows)
 
 
 def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
@@ -184,9 +166,9 @@ def preference_key_table() -> str:
 
 
 def _section_intro(section: Key, doc: str) -> str:
-    """Heading, docstring, and the rules that hold for all of its keys."""
+    """Heading and docstring."""
     resume = "↻" if section.rules.may_change_on_resume else ""
-    return f"### `{section.name}`{resume}\n\n{doc}{_when(_read_when(section))}"
+    return f"### `{section.name}`{resume}\n\n{doc}"
 
 
 SIGNS = (
@@ -197,6 +179,10 @@ SIGNS = (
     (r" and below ([\d.]+)", r", <\1"),
 )
 """Words of a range -> the same in signs."""
+
+
+LOWER_BOUND = re.compile(r"[>≥][01]")
+"""A range that goes without saying; the error of a number outside of it gives it."""
 
 
 def _values(key: Key, default: Any, doc: str) -> str:
@@ -210,23 +196,9 @@ def _values(key: Key, default: Any, doc: str) -> str:
     if key.is_optional and default is not None and not re.search("null", words + doc):
         words = f"{words}, or null"
     words = re.sub(rf"(^|, ){re.escape(str(default))}(?=,|$)", "", words).removeprefix(", ")
-    if isinstance(default, bool) or words in SAID_BY_THE_MEANING:
+    if isinstance(default, bool) or words in SAID_BY_THE_MEANING or LOWER_BOUND.fullmatch(words):
         words = ""
     return "; ".join(filter(None, [_show(default), words]))
-
-
-def _read_when(key: Key) -> list[str]:
-    """When it is read, in words; that it is set itself goes without saying."""
-    name = key.name.rpartition(".")[2]
-    conditions = [_cell(condition.says) for condition in key.rules.read_when]
-    itself = (f"`{name}` is set", f"`{key.name}` is set")
-    return [
-        each.replace(f"takes `{name}`", "takes it") for each in conditions if each not in itself
-    ]
-
-
-def _when(conditions: list[str]) -> str:
-    return f" *When {' and '.join(conditions)}.*" if conditions else ""
 
 
 def column_table() -> str:
@@ -346,13 +318,15 @@ def _about_preset(preset: str) -> str:
 
 
 def preset_card_list() -> str:
-    """A card for each preset: the settings that it stands for."""
+    """A card for each preset: the keys that it sets, each with its source."""
     parts = []
     for preset in PPO.preset_names("algorithm"):
-        leaves = preset_leaves("algorithm", preset) | dict.fromkeys(
-            left_to_the_user("algorithm", preset), "..."
-        )
-        keys = [f"{name}={_show(value).strip('`')}" for name, value in leaves.items()]
+        sources = preset_sources("algorithm", preset)
+        to_set = left_to_the_user("algorithm", preset)
+        keys = [
+            f"{name}={'...' if name in to_set else _show(value).strip('`')}  # {sources[name]}"
+            for name, value in preset_leaves("algorithm", preset).items()
+        ]
         parts.append(_card("algorithm", preset, ["\n".join(["```text", *keys, "```"])]))
     return "\n\n".join(parts)
 
@@ -383,9 +357,6 @@ def _algorithm_card(kind: str, card: Card) -> str:
     if read:
         facts.append(f"- **Reads:** {_code(read)}")
     facts.append(f"- **Watch:** {' '.join(card.watch.split())}")
-    own = [each for each in card.settings if not each.startswith(SET_FOR_ALL)]
-    if own:
-        facts.append(f"- **Take with:** `{shlex.join(own)}`")
     if card.names[1:]:
         facts.insert(0, f"- **Also called:** {_code(card.names[1:])}")
     return _card(kind, card.names[0], [card.formula, "\n".join(facts)])
@@ -398,13 +369,8 @@ READ_BY_ALL = {
 """What the page names once."""
 
 
-SET_FOR_ALL = ("algorithm.adv_estimator=", "actor_rollout_ref.rollout.n=", f"{LOSS_MODE}=")
-"""Settings of every card's example."""
-
-
 def _card(kind: str, name: str, about: list[str]) -> str:
-    """Heading, what there is to say, the learning curve."""
-    return "\n\n".join([f"### {HEADINGS[kind]} `{name}`", *about, _curve(kind, name)])
+    return "\n\n".join([f"### {HEADINGS[kind]} `{name}`", *about])
 
 
 HEADINGS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Loss"}
@@ -412,26 +378,6 @@ HEADINGS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Los
 
 def _link_to_card(kind: str, name: str) -> str:
     return f"[`{name}`](cards.md#{HEADINGS[kind].lower()}-{name})"
-
-
-def _scores(kind: str, name: str) -> tuple[float, float] | None:
-    """The mean score of the first and the last five steps of its run on the tiny task."""
-    curves = json.loads((DOCS / "data" / "curves.json").read_text("utf-8"))
-    scores = curves.get(f"{kind}/{name}")
-    return scores and (sum(scores[:5]) / 5, sum(scores[-5:]) / 5)
-
-
-def _score_in_short(kind: str, name: str) -> str:
-    scores = _scores(kind, name)
-    return f"{scores[0]:.2f} → {scores[1]:.2f}" if scores else ""
-
-
-def _curve(kind: str, name: str) -> str:
-    if kind == "algorithm" and left_to_the_user(kind, name):
-        return "No curve: the tiny task has no such model."
-    if _scores(kind, name) is None:
-        return f"No curve yet: `python docs/make_curves.py --only {name}`."
-    return f"![Score {_score_in_short(kind, name)}](images/curves/{kind}-{name}.png)"
 
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:
@@ -522,74 +468,41 @@ def verl_rows() -> list[list[str]]:
     return sorted([f"`{name}`", text] for name, text in here.items())
 
 
-KINDS_OF_MIGRATION = {
-    "translated": "**There: here**",
-    "dropped": "**Dropped: what to do**",
-    "rejected": "**Rejected: what to do**",
-}
-MIGRATED = (
-    (r"(?:always|changes nothing): (.*)", "not needed"),
-    (r"changes nothing at (?P<at>.*); else not here: (.*)", "rejected"),
-    (r"changes nothing at (?P<at>.*); else dropped: (.*)", "dropped"),
-    (r"dropped: (.*)", "dropped"),
-    (r"not here: (.*)", "rejected"),
-    (r"(.*)", "translated"),
+NOT_NEEDED = re.compile(
+    r"(always|changes nothing|dropped): .*|changes nothing at .*else dropped: .*"
 )
-"""What a translator says of a key -> its kind."""
-SAYS_WHAT_TO_DO = re.compile(
-    r"\w\.\w|=|`|(^|: )(say|give|call|write|take|set|name|merge|mount|divide|upload|put)\b"
-)
-"""A key of ours, or an order."""
+REJECTED = re.compile(r"not here: .*|changes nothing at .*; else not here: .*")
 OF_POLICY = re.compile(r"(?<=`)actor_rollout_ref\.(actor\.)?")
 
 
 def migration_table(
     rows: Callable[[], list[list[str]]], beside: Callable[[], list[list[str]]] = list
 ) -> str:
-    """What becomes of every key or flag of another system; those alike share a row.
+    """The keys or flags of another system that have another name here, then those rejected.
 
-    Left out are flags of which the table `beside` says the same. Where the reason tells nothing to
-    do, the name stands in a list: `migrate` gives the reason.
+    Flags of which the table `beside` says the same are left out, and so are those that training
+    does not need. `verl-like migrate` gives the reason and the way out for each name.
     """
     known = {(name, OF_POLICY.sub("", said)) for name, said in beside()}
     fates: dict[str, set[str]] = {}
     for name, said in rows():
         fates.setdefault(name.partition(" (")[0], set()).add(said)
-    tables: dict[str, dict[str, dict[str, list[str]]]] = {kind: {} for kind in KINDS_OF_MIGRATION}
-    lists: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS_OF_MIGRATION}
-    same = list[str]()
+    renamed: dict[str, list[str]] = {}
+    rejected = list[str]()
     for name, said in rows():
         flag = name.partition(" (")[0]
-        if (flag, OF_POLICY.sub("", said)) in known:
+        if (flag, OF_POLICY.sub("", said)) in known or NOT_NEEDED.fullmatch(said):
             continue
         name = name if len(fates[flag]) > 1 else flag
-        found, kind = next((m, kind) for each, kind in MIGRATED if (m := re.fullmatch(each, said)))
-        if kind == "not needed":
-            continue
-        words, at = found.groups()[-1], found.groupdict().get("at") or ""
-        if kind == "translated" and flag == words:
-            same.append(name)
-        elif kind == "translated" or SAYS_WHAT_TO_DO.search(words):
-            tables[kind].setdefault(words, {}).setdefault(at, []).append(name)
-        else:
-            lists[kind].setdefault(at, []).append(name)
-
-    parts = [f"Named alike: {_joined(same)}."] if same else []
-    for kind, head in KINDS_OF_MIGRATION.items():
-        lines = [f"- {_joined_by_value(names)}: {said}" for said, names in tables[kind].items()]
-        parts += [head, "\n".join(lines)] if lines else []
-        if lists[kind]:
-            too = ", too" if lines else ""
-            parts.append(f"{kind.capitalize()}{too}: {_joined_by_value(lists[kind])}.")
-    return "\n\n".join(parts)
-
-
-def _joined_by_value(names: dict[str, list[str]]) -> str:
-    """Names, and the values at which they change nothing."""
-    parts = [
-        f"{_joined(those)} unless {at}" if at else _joined(those) for at, those in names.items()
-    ]
-    return "; ".join(parts)
+        if REJECTED.fullmatch(said):
+            rejected.append(name)
+        elif flag != said:
+            renamed.setdefault(said, []).append(name)
+    lines = [f"- {_joined(names)}: {said}" for said, names in renamed.items()]
+    return (
+        "\n".join(lines)
+        + f"\n\n**Rejected**, unless the value changes nothing: {_joined(rejected)}."
+    )
 
 
 def _joined(names: list[str]) -> str:
@@ -603,23 +516,7 @@ def _joined(names: list[str]) -> str:
     )
 
 
-def axes_table() -> str:
-    """What goes with what; a layout that goes with nothing stands below."""
-    alone = {layout: words for (beside, layout), words in axes.REFUSED.items() if not beside}
-    layouts = [layout for layout in axes.LAYOUTS if layout not in alone]
-    rows = [["", *layouts], ["---"] * (len(layouts) + 1)]
-    for beside in axes.BESIDE:
-        words = [axes.refusal(beside, layout) for layout in layouts]
-        rows.append([beside, *(f"refused: {word}" if word else "yes" for word in words)])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines += [
-        f"\nRefused beside everything: {layout} ({words})." for layout, words in alone.items()
-    ]
-    return "\n".join(lines)
-
-
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "axes": ("parallel.md", axes_table),
     "flat-names": ("python.md", flat_name_table),
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),

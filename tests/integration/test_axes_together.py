@@ -1,4 +1,4 @@
-"""Layouts beside whatever else a run has: each cell of the table in `docs/parallel.md`, run."""
+"""Every layout with everything else that a run may have: each cell of `axes.py`, run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import load
+from tests.integration import axes
 from tests.integration.runs import numbers, overrides
 from tests.integration.test_axes import with_experts
 from trainer import load_config, run
@@ -20,7 +20,6 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
-TABLE: Any = load("docs/axes.py")
 RECIPES = {"ppo": PPO, "detached": DETACHED, "sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 QUICK = [
     ("actor, reference, critic", "shard x tp"),
@@ -46,9 +45,9 @@ Numbers = list[dict[str, float]]
 
 def cells() -> list[Any]:
     found = []
-    for beside in TABLE.BESIDE:
-        for layout in TABLE.LAYOUTS:
-            is_quick = (beside, layout) in QUICK or TABLE.refusal(beside, layout)
+    for beside in axes.BESIDE:
+        for layout in axes.LAYOUTS:
+            is_quick = (beside, layout) in QUICK or axes.refusal(beside, layout)
             marks = [] if is_quick else [pytest.mark.slow]
             found.append(pytest.param(beside, layout, marks=marks, id=f"{beside}, {layout}"))
     return found
@@ -70,12 +69,12 @@ class Runs:
     def of_one(self, beside: str, model: str) -> Numbers:
         """The numbers of one process, once for all layouts."""
         if (beside, model) not in self.alone:
-            self.alone[beside, model] = self.two_steps(beside, TABLE.Layout(1, (), model))
+            self.alone[beside, model] = self.two_steps(beside, axes.Layout(1, (), model))
         return self.alone[beside, model]
 
     def two_steps(self, beside: str, layout: Any) -> Numbers:
         """On processes of this machine."""
-        what, model = TABLE.BESIDE[beside], self.models[layout.model]
+        what, model = axes.BESIDE[beside], self.models[layout.model]
         self.count += 1
         folder = self.folder / str(self.count)
         steps = ["trainer.backend=local", "trainer.total_training_steps=2"]
@@ -89,10 +88,10 @@ class Runs:
             steps = overrides(self.names["tiny"], folder, *steps)
         else:
             steps += [f"model.path={model}", f"trainer.default_local_dir={folder}", *ON_ROWS]
-        axes = [f"{s}.parallel.{axis}".lstrip(".") for s in what.sections for axis in layout.axes]
+        over_axes = [f"{s}.parallel.{a}".lstrip(".") for s in what.sections for a in layout.axes]
         names = {**self.names, "model": model, "num_ranks": layout.num_ranks}
         own = [setting.format(**names) for setting in what.settings]
-        run(load_config([*steps, *axes, *own], RECIPES[what.recipe]))
+        run(load_config([*steps, *over_axes, *own], RECIPES[what.recipe]))
         return numbers(folder)
 
 
@@ -105,8 +104,8 @@ def runs(tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
 def test_a_layout_beside_all_else_follows_one_process_or_is_refused(
     beside: str, layout: str, runs: Runs
 ) -> None:
-    over_ranks = TABLE.LAYOUTS[layout]
-    if words := TABLE.refusal(beside, layout):
+    over_ranks = axes.LAYOUTS[layout]
+    if words := axes.refusal(beside, layout):
         with pytest.raises(ConfigError, match=re.escape(words)):
             runs.two_steps(beside, over_ranks)
         return

@@ -1,7 +1,7 @@
-"""Which layouts go with what else a run may have: the cells of a table in `parallel.md`.
+"""Which layouts work with what else a run may have; `docs/parallel.md` says it in a sentence.
 
-`make_tables.py` writes it, `tests/integration/test_axes_together.py` runs every cell: one that
-works follows one process's numbers, one that is refused says its words before a process starts.
+`test_axes_together.py` runs every cell: one that works follows the numbers of one process, one that
+is rejected says its words before a process starts.
 """
 
 from __future__ import annotations
