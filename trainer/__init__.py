@@ -1,7 +1,7 @@
-"""The driver: the order of things. Names are imported on first use.
+"""The driver: recipes, their loop, and their configuration. Names are imported on first use.
 
-`trainer.ppo.stages` is PPO; `trainer.loop` is the loop that every recipe shares. `PPO`,
-`GRPO`, `Detached`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
+`trainer.ppo.stages` is PPO; `trainer.loop` is the loop that every recipe shares. `PPO`, `GRPO`,
+`Detached`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a command ends whose run fails: one line where we know what is wrong, else a traceback.
+"""End a command whose run fails: with one line for known errors, otherwise with a traceback.
 
-`verl-like ppo` and the other recipes' commands run inside `ending_in_words`; Hydra, which would
-frame every error with its own words, sees none of them.
+`verl-like ppo` and the other recipes' commands run inside `ending_in_words`. Hydra, which would
+wrap every error in its own words, sees none of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOES_ON = "the same command goes on from the last checkpoint, where there is one
 
 @contextmanager
 def ending_in_words(folder: str | Path = "") -> Iterator[None]:
-    """Within, an error ends the process, by SystemExit; `folder` is the run's, for a full disk."""
+    """End the process by SystemExit if the block raises; `folder` is named if its disk is full."""
     try:
         yield
     except RunStopped as stopped:
@@ -34,7 +34,7 @@ def ending_in_words(folder: str | Path = "") -> Iterator[None]:
         sys.exit(EXIT_OF_CTRL_C)
     except VerlLikeError as err:
         if isinstance(err, CallbackError):
-            _show(err.__cause__ or err)  # where in the user's own code
+            _show(err.__cause__ or err)  # the place in the user's code
         sys.exit(f"error: {printable(mask_text(_in_words(err)))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:
@@ -44,7 +44,7 @@ def ending_in_words(folder: str | Path = "") -> Iterator[None]:
 
 
 def _in_words(err: BaseException) -> str:
-    """The message, and a line of each note: why no other attempt was made, who else failed."""
+    """Return the message, and a line per note: why there was no retry, and other failures."""
     notes = (note.strip().partition("\n")[0] for note in getattr(err, "__notes__", []))
     return "\n  ".join([str(err), *notes])
 

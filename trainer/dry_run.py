@@ -1,7 +1,7 @@
-"""`trainer.dry_run=true` checks everything that a run checks before its first process, and stops.
+"""`trainer.dry_run=true` makes all checks of a run before its first process, and stops.
 
 It prints its lines under the plan. A run raises the same errors in the same words. Only the first
-rows of large files are read (`trainer.data.files.row_limit`), so that it takes seconds.
+rows of large files are read (`trainer.data.files.row_limit`), so a dry run takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALL_FOUND = "Nothing is wrong that shows before a process starts."
 
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
-    """Return lines about the job; raise an error for what cannot work."""
+    """Return lines about the job; raise for anything that cannot work."""
     _check_machines(config)
     lines = [devices_in_words(config)]
     for role in config.role_workers:
@@ -41,7 +41,7 @@ def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
 
 
 def _check_machines(config: RunConfig) -> None:
-    """Refuse several machines where processes start on this one alone."""
+    """Reject several machines for a backend that starts processes only on this one."""
     if config.trainer.backend == "local" and config.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
@@ -50,7 +50,7 @@ def _check_machines(config: RunConfig) -> None:
 
 
 def _check_folder(name: str) -> None:
-    """Refuse a run folder that cannot be written, without making it."""
+    """Raise if the run folder cannot be written, without creating it."""
     blocks = what_blocks(Path(name))
     if blocks is not None:
         raise ConfigError(

@@ -1,14 +1,14 @@
 """The hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
 
-`trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` calls objects,
-too: each hook of theirs right after the trainer's own, with the trainer as first argument. The
+`trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` also calls the
+hooks of objects: each hook right after the trainer's own, with the trainer as first argument. The
 observers of `trainer.roadside` are such objects, and are called first.
 
     class Best:
         def on_step_end(self, trainer, metrics): ...
 
-This is the order. The indented hooks come in every step. Those of a validation come wherever one is
-due, which may be before the first step:
+This is the order. The indented hooks come in every step. The hooks of a validation come whenever a
+validation is due, which may be before the first step:
 
     on_init_end
     on_train_begin
@@ -34,7 +34,7 @@ from verl_like.signatures import Call, call_of, check_method
 
 
 class Hooks:
-    """What happens when: override, and look at `self`."""
+    """The hooks of a run: override them, and read `self`."""
 
     run: Any
     """The record of the run (`trainer.record`)."""
@@ -59,53 +59,53 @@ class Hooks:
                 ) from error
 
     def on_init_end(self) -> None:
-        """Models are built, and have the weights with which the run begins."""
+        """Called when models are built and have the weights with which the run begins."""
 
     def on_train_begin(self) -> None:
-        """Before the first step, and before the validation that may precede it."""
+        """Called before the first step, and before the validation that may precede it."""
 
     def on_step_begin(self) -> None:
-        """`self.global_step` is the number of the step that begins."""
+        """Called before a step, whose number is `self.global_step`."""
 
     def on_stage_begin(self, stage: str, batch: DataProto | None) -> None:
-        """`batch` is what the stage gets; None for a stage that gets no batch."""
+        """Called before a stage with its input `batch`, or None for a stage without one."""
 
     def on_stage_end(self, stage: str, result: Any) -> None:
-        """`result` is what the stage has returned."""
+        """Called after a stage with its result."""
 
     def on_sample_begin(self) -> None:
-        """Before the samples of a step are made."""
+        """Called before the samples of a step are made."""
 
     def on_samples(self, batch: DataProto) -> None:
-        """`batch` are samples as they were generated; a step may generate several times."""
+        """Called with samples as they were generated; a step may generate several times."""
 
     def on_sample_end(self, batch: DataProto) -> None:
-        """`batch` are the samples, as they go into the score stage."""
+        """Called with the samples as they go into the score stage."""
 
     def on_filter(self, reason: str, batch: DataProto) -> None:
-        """`batch` is what the filter named `reason` has left of the step's samples."""
+        """Called with the samples that the filter named `reason` has left."""
 
     def on_update(self, batch: DataProto) -> None:
-        """The update of this batch has been launched; the driver waits for it after this hook."""
+        """Called when the update of this batch is launched, before the driver waits for it."""
 
     def on_validate_begin(self) -> None:
-        """Before a validation that is due."""
+        """Called before a validation."""
 
     def on_validate_end(self, metrics: dict[str, float]) -> None:
-        """`metrics` are those of the validation."""
+        """Called with the metrics of a validation."""
 
     def on_step_end(self, metrics: dict[str, float]) -> None:
-        """`metrics` are written next; what is added to them is written too."""
+        """Called with the metrics of a step before they are written; a hook may add some."""
 
     def on_save_end(self, folder: Path) -> None:
-        """The checkpoint in `folder` is committed: a resume finds it."""
+        """Called when the checkpoint in `folder` is committed, so a resume can find it."""
 
     def on_train_end(self) -> None:
-        """After the last step, or after the one that failed."""
+        """Called after the last step, or after a step that failed."""
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Reject objects without a hook, and methods that would never be called or could not be."""
+    """Reject objects without a hook, and methods that are no hooks or do not fit."""
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
     for callback in callbacks:
         name = f"the callback {type(callback).__qualname__}"

@@ -1,6 +1,6 @@
-"""The start of a run of any recipe: what can be refused is refused, then processes start.
+"""The start of a run of any recipe: all checks come first, then the processes start.
 
-`run(config)` makes a whole run, the one of a command and the one of `trainer.api` alike.
+`run(config)` makes a whole run, for commands and for `trainer.api`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def run(
     trainer_cls: type[Trainer] | None = None,
     callbacks: Sequence[object] = (),
 ) -> RunResult:
-    """A whole run: checks first, then data, then processes, then steps.
+    """Make a whole run: checks, then data, then processes, then steps.
 
-    With `trainer.dry_run` it ends before processes. `callbacks` have hooks (`trainer.hooks`).
+    With `trainer.dry_run` it ends before processes start. `callbacks` have hooks (`trainer.hooks`).
     """
     refuse_runs_inside()
     trainer_cls = trainer_cls or trainer_class(config)
@@ -67,7 +67,7 @@ def run(
             return RunResult.of(config, trainer_cls.role)
 
         stop = at_end.enter_context(StopSignals())
-        # a folder that this run cannot go on from is refused before anything is read
+        # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         nothing_left = ResumePoint(config).why_finished
         if nothing_left and trainer_cls.wrote_all(config):
@@ -99,7 +99,7 @@ def run(
 
 
 class Attempts:
-    """Steps until the end or a failure, and again; processes outlive a failure where they can."""
+    """Attempts to run the steps to the end; processes survive a failed attempt where possible."""
 
     def __init__(
         self,
@@ -114,13 +114,13 @@ class Attempts:
         self._observers, self._callbacks, self._stop = observers, callbacks, stop
         self._restarts = Restarts(config, stop)
         self._step = 0
-        """The last one that failed; 0: the run had not begun."""
+        """The step that failed last; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None
         self._trainer: Trainer | None = None
         self._failed_at = 0.0
 
     def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
-        """Start the processes that are not there, and train."""
+        """Start the missing processes, and train."""
         note_start(folder)
         if self._failed_at:
             self._trainer = None
@@ -148,7 +148,7 @@ class Attempts:
         return WorkerGroups(self.config, code)
 
     def go_on_after(self, error: VerlLikeError) -> None:
-        """Wait for another attempt, with the groups that can be kept; raise where there is none."""
+        """Prepare another attempt with the groups that survive; raise if none is possible."""
         self._stop.end(f"in step {self._step}, which lost a worker")
         self._restarts.wait_for_next(error, self._step)
         self.config = self._restarts.resuming(self.config)
@@ -176,7 +176,7 @@ class Attempts:
 
 @contextmanager
 def reproducible_arithmetic() -> Iterator[None]:
-    """One thread: sums come out alike whatever the machine, and the driver's share is small."""
+    """Compute with one thread, so sums are equal on any machine; the driver computes little."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -186,7 +186,7 @@ def reproducible_arithmetic() -> Iterator[None]:
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
-    """Print who runs where and what a step does, as wide as the terminal."""
+    """Print the placement and the parts of a step, as wide as the terminal."""
     width, trainer = terminal_width(), config.trainer
     brief = trainer.show == "brief" and not trainer.dry_run
     roles = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
@@ -208,10 +208,10 @@ def _what_is_left(trainer: TrainerConfig) -> str:
 
 
 def nominal_placement(config: RunConfig) -> Placement:
-    """The plan on the machines that the configuration names, without looking for them."""
+    """Return the plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
     cpus, card = float(os.cpu_count() or 1), devices_of(trainer).card or "device"
-    if trainer.pretend is not None:  # CPUs of machines that are not there: one for each process
+    if trainer.pretend is not None:  # CPUs of simulated machines: one per process
         cpus = float(trainer.n_gpus_per_node)
     kind = "CPU slot" if trainer.device == "cpu" else card
     nodes = [
@@ -222,7 +222,7 @@ def nominal_placement(config: RunConfig) -> Placement:
 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:
-    """The class at `trainer.cls`."""
+    """Return the class at `trainer.cls`."""
     cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
         own = type(config.trainer)().cls
@@ -234,7 +234,7 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
 
 
 def check_trainer(cls: type[Trainer]) -> None:
-    """Refuse hooks and stages that could not be called; with a `step` of its own, hooks alone."""
+    """Reject hooks and stages that do not fit their calls; with an own `step`, only hooks."""
     ours = (each for each in cls.__mro__ if each.__module__.startswith("trainer."))
     base = next(each for each in ours if issubclass(each, Trainer))
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]

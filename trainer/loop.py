@@ -1,4 +1,4 @@
-"""What a recipe says of itself, and the loop around its steps, which all recipes share.
+"""`Trainer`, the base class of recipes, and the loop around its steps, which all recipes share.
 
 A recipe (`trainer.ppo` is one) is a subclass of `Trainer`; `trainer.launch.run` drives it:
 
@@ -6,8 +6,8 @@ A recipe (`trainer.ppo` is one) is a subclass of `Trainer`; `trainer.launch.run`
     with WorkerGroups(config, MyTrainer.worker_code(config)) as groups:
         Loop(MyTrainer(Run(config, groups), *inputs)).run()
 
-A recipe has to define `total_steps` and `step`. Everything else has a default. Role names, batches
-and tokenizers are its own matter.
+A recipe must define `total_steps` and `step`. Everything else has a default. The loop knows no role
+names, batches or tokenizers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from workers.columns import select_reads
 
 Result = TypeVar("Result")
 STEP = "global_step"
-"""The field of a checkpoint's driver state that has the step."""
+"""The key of the step in a checkpoint's driver state."""
 
 
 class EndOfSamples(Exception):
-    """There is no data for the step that has begun: the run ends with the step before it."""
+    """There is no data for the step that has begun, so the run ends with the step before it."""
 
 
 class ToldToStop(Exception):
@@ -48,27 +48,27 @@ class ToldToStop(Exception):
 
 
 class Trainer(Hooks, ABC):
-    """A recipe: what it needs before a process starts, its step, and its state."""
+    """A recipe: its preparation before a process starts, its step, and its state."""
 
     stages: ClassVar[Sequence[str]] = ()
     """The stages of a step in their order, as `clock` names them; the report shows their shares."""
     concurrent_stages: ClassVar[Sequence[str]] = ()
-    """Stages that launch several calls at once: how much these overlapped becomes a metric."""
+    """Stages that launch several calls at once, whose overlap becomes a metric."""
     repeatable_stages: ClassVar[Sequence[str]] = ()
-    """Stages that run once more where they lost a group that was replaced."""
+    """Stages that run again after a lost group was replaced."""
     role: ClassVar[str] = ""
-    """The role whose model a run is about, if there is one: checkpoints export this model."""
+    """The role whose model the run trains, if any; checkpoints export this model."""
     call_labels: ClassVar[Mapping[str, str]] = {}
-    """Method -> the name of its time among the metrics, where that is not the method's name."""
+    """Method -> the name of its time among the metrics, if it differs from the method's name."""
     alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
-    """The metrics that raise an alarm, with their bands and messages."""
+    """The rules that raise alarms on metrics."""
     learns_from_samples: ClassVar[bool] = False
     """Whether a step trains on samples that it has generated, which the sample log follows."""
     origins: Any = None
     """Facts for the observers about samples that come from a queue (`trainer.detached.origins`)."""
 
     def __init__(self, run: Run) -> None:
-        """No model is loaded before the loop starts."""
+        """Load no model: the loop does that when it starts."""
         self.run: Run = run
         self.config: Any = run.config
         self.groups: WorkerGroups = run.groups
@@ -78,52 +78,52 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
-        """Reject code of the user's that would fail within a step; nothing is read yet."""
+        """Reject user code that would fail during a step; nothing is read yet."""
         check_callbacks(callbacks)
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """The constructor's arguments after the run, made before a process starts.
+        """Return the constructor's arguments after the run, made before a process starts.
 
-        What cannot work is rejected here. What must be closed goes on the stack `at_end`.
+        Raise for anything that cannot work. Push what must be closed on the stack `at_end`.
         """
         return ()
 
     @classmethod
     def settled(cls, config: Any) -> Any:
-        """Return the configuration with what only files and devices tell; `prepare` came before."""
+        """Return the configuration with values that depend on files and devices."""
         return config
 
     @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:
-        """Lines of a dry run about what `prepare` has made."""
+        """Return lines of a dry run about the inputs that `prepare` has made."""
         return []
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """Dotted paths in the configuration that worker processes import."""
+        """Return the dotted paths in the configuration that worker processes import."""
         return list(config.role_workers.values())
 
     @classmethod
     def leaves_model(cls, config: Any) -> bool:
-        """Whether the run trains a model that it can leave in its folder."""
+        """Return whether the run trains a model that it can save in its folder."""
         return bool(cls.role) and hasattr(worker_class(config, cls.role), "export_model")
 
     @classmethod
     def wrote_all(cls, config: Any) -> bool:
-        """Whether a run whose last step is saved has nothing to write after it."""
+        """Return whether a run whose last step is saved has nothing more to write."""
         return True
 
     @classmethod
     def describe(
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Paragraphs about a step, or few lines, printed under the placement before it starts."""
+        """Return paragraphs about a step (few lines if brief), printed under the placement."""
         return []
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """The few numbers of a step that the console shows; with none, the first of its metrics."""
+        """Return a step's numbers for the console; if empty, it shows the first metrics."""
         return ()
 
     # -------------------------------------------------------------------------------- the step
@@ -143,7 +143,7 @@ class Trainer(Hooks, ABC):
         return self.run.step
 
     def clock(self, stage: str) -> AbstractContextManager[None]:
-        """Wall time of a stage, as `timing_s/<stage>`; the calls that finish in it are its calls.
+        """Measure the wall time of a stage, `timing_s/<stage>`, and collect its calls.
 
         with self.clock("update"):
             ...
@@ -153,7 +153,7 @@ class Trainer(Hooks, ABC):
     def stage(
         self, name: str, stage: Callable[..., Result], batch: DataProto | None = None
     ) -> Result:
-        """Run a stage on the batch, if it gets one: timed, between its hooks."""
+        """Run a stage, with the batch if it takes one: timed, between its hooks."""
         inputs = () if batch is None else (batch,)
         with self.clock(name):
             self.call_hook("on_stage_begin", name, batch)
@@ -168,15 +168,15 @@ class Trainer(Hooks, ABC):
         return result
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """The stage that a finished call belongs to: by default the stage in which it ended."""
+        """Return the stage of a finished call, by default the stage in which it ended."""
         return ended_in
 
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
     ) -> Any:
-        """The future of a role's method, which gets the columns that it reads.
+        """Return the future of a role's method, which gets the columns that it reads.
 
-        `settings` travel in the batch's meta_info; `more` batches go as they are.
+        `settings` travel in the batch's meta_info; `more` batches are passed unchanged.
         """
         group = self.groups[role]
         sent = select_reads(batch, group.roles[role], method)
@@ -202,8 +202,9 @@ class Trainer(Hooks, ABC):
         return frozenset()
 
     def replace_lost(self, error: WorkerDiedError) -> None:
-        """Replace the groups that were lost in the middle of a step; their roles have the models of
-        their folders. Raises the error where that cannot be.
+        """Replace groups that were lost during a step; raise the error if that is not possible.
+
+        Their roles load the models of their folders.
         """
         if not any(map(self.run.can_replace, self.groups)):
             raise error
@@ -212,21 +213,21 @@ class Trainer(Hooks, ABC):
         init_new_roles(self)
 
     def saved_groups(self) -> dict[str, Any]:
-        """The groups whose roles have something to keep in a checkpoint."""
+        """Return the groups whose roles have state for a checkpoint."""
         return {role: self.groups[role] for role in self.groups}
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint that time or a signal asks for may be that of this step."""
+        """Whether a checkpoint that time or a signal asks for may be written after this step."""
         return True
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is anything to validate on."""
+        """Whether there is data to validate on."""
         return False
 
     def validation_metrics(self) -> Metrics:
-        """Metrics of one validation."""
+        """Return the metrics of one validation."""
         return {}
 
     def validation_is_due(self) -> bool:
@@ -241,35 +242,35 @@ class Trainer(Hooks, ABC):
         return bool(settings.test_freq > 0 and step % settings.test_freq == 0)
 
     def why_to_end(self) -> str:
-        """Why the run ends with this step though there are more; empty: it goes on."""
+        """Return why the run ends early with this step, or ""."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The recipe's own state on the driver, as JSON has it."""
+        """Return the recipe's own state on the driver, as JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; `global_step` is that step already."""
+        """Restore the state of `state_dict`; `global_step` has the restored step already."""
 
     def write_more(self, folder: Path) -> None:
-        """Write files of a checkpoint beside `state_dict`, which was called just before."""
+        """Write further files of a checkpoint; called right after `state_dict`."""
 
     def finish(self) -> None:
-        """Called once after the last step of a run that came to its end."""
+        """Called once after the last step of a completed run."""
 
     def close(self) -> None:
-        """End what the recipe has under way; called once, also after a failure."""
+        """End all background work of the recipe; called once, also after a failure."""
 
 
 def init_new_roles(trainer: Trainer) -> None:
-    """Build the models of the roles that have none, all at once."""
+    """Build the models of roles that have none, all at once."""
     groups, taken = trainer.groups, trainer.groups.take_new_roles()
     new = [role for role in groups if role in taken]
     gather(*(groups[role].init_model.remote(**trainer.init_arguments(role)) for role in new))
 
 
 class Loop:
-    """Steps, checkpoints, validations, tracking and the end of one attempt of a run."""
+    """One attempt of a run: steps, checkpoints, validations, tracking and the end."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.record = trainer, trainer.run
@@ -311,7 +312,7 @@ class Loop:
         trainer.call_hook("on_train_begin")
         if record.step == 0 and (scores := self._validate()):
             tracking.log(scores, 0)
-        timeline.add(record.take_calls())  # or the first step's times would begin with these
+        timeline.add(record.take_calls())  # so that they do not count in the first step
 
     def init_models(self) -> None:
         """Build the models of roles that have none; load a checkpoint if there is one."""
@@ -330,7 +331,7 @@ class Loop:
         trainer.before_steps()
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
-        """Run a step, save and log it; return why the run ends with it, if it does."""
+        """Run a step, save and log it; return why the run ends with it, or ""."""
         trainer, record = self.trainer, self.record
         record.step += 1
         record.groups.check_idle(f"the start of step {record.step}")
@@ -353,11 +354,11 @@ class Loop:
         finally:
             timeline.add(record.take_calls())
             tracking.log(metrics, record.step)
-        self._commit()  # only now: a resume finds the line of the step that it goes on from
+        self._commit()  # only now: a resume needs the line of the step that it starts from
         return reached
 
     def _step(self) -> Metrics:
-        """One step between its hooks, with its times by stage and by role."""
+        """Run one step between its hooks, and measure its times by stage and by role."""
         trainer, record = self.trainer, self.record
         record.timing = {}
         trainer.call_hook("on_step_begin")
@@ -370,7 +371,7 @@ class Loop:
         return metrics
 
     def _validate(self) -> Metrics:
-        """Metrics of a validation, if one is due after this step."""
+        """Return the metrics of a validation, if one is due after this step."""
         trainer = self.trainer
         if not trainer.validation_is_due():
             return {}
@@ -397,7 +398,7 @@ class Loop:
         return {"timing_s/save_checkpoint": record.timing["save_checkpoint"]}
 
     def _commit(self) -> None:
-        """Commit what was written, perhaps in the background."""
+        """Commit the written checkpoint, perhaps in the background."""
         for folder in self.record.checkpoints.commit():
             self.trainer.call_hook("on_save_end", folder)
 
@@ -420,7 +421,7 @@ class Loop:
         record.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
 
     def _leave_model(self) -> None:
-        """Put the trained model into the run folder if it is asked for, and print its path."""
+        """Save the trained model in the run folder if configured, and print its path."""
         trainer, record = self.trainer, self.record
         if not trainer.leaves_model(record.config):
             return

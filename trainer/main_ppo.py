@@ -10,7 +10,7 @@ from verl_like.terminal import fit, terminal_width
 
 
 def main() -> None:
-    """By the arguments of the process."""
+    """Run the command with the arguments of the process."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(fit((recipe.__doc__ or "").rstrip(), terminal_width()))
     else:

@@ -1,7 +1,7 @@
 """Memory of a run's roles on their devices: the table of the plan, and the check against devices.
 
-`workers.memory` counts what a role takes from the model that its class declares. A recipe says how
-many tokens the largest pass of each role has (`trainer.ppo.memory`, `trainer.rows.preflight`).
+`workers.memory` computes the memory of a role from the model that its class declares. A recipe
+determines the tokens of each role's largest pass (`trainer.ppo.memory`, `trainer.rows.preflight`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def axes_in_words(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[st
 def held_memory(
     config: RunConfig, role: str, held: HeldModel, device_type: str, largest: LargestPass
 ) -> RoleMemory:
-    """Return what a role with this model takes on each device of its pool."""
+    """Return the memory that a role with this model needs on each device of its pool."""
     pool, trainer = expand_roles(config.role_mapping)[role], config.trainer
     ranks = sum(config.resource_pool_spec[pool])
     saves = trainer.save_freq > 0 or trainer.save_every_minutes is not None
@@ -109,7 +109,7 @@ def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_byt
 
 
 def _room(usable: float, device_bytes: int) -> str:
-    """Describe the GiB of a device that may be planned with."""
+    """Describe the usable GiB of a device."""
     if usable == device_bytes:
         return f"{device_bytes / GIB:.1f}"
     return f"{usable / GIB:.1f} ({device_bytes / GIB:.1f} less a reserve)"

@@ -1,4 +1,4 @@
-"""The jobs of `--multirun`: one that fails does not end the others."""
+"""The jobs of `--multirun`: a job that fails does not end the others."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def run_jobs(
     load: Callable[[Sequence[str]], RunConfig],
     run: Callable[[RunConfig], object],
 ) -> None:
-    """Load and run the settings of each job, in a folder of its own below the run folder.
+    """Load and run the settings of each job, each in its own folder below the run folder.
 
-    An error that a job exits with is noted, a signal to stop ends all. At the end it is printed
-    what became of the jobs, and those that trained are compared; exit 1 if one failed.
+    An error that a job exits with is noted; a signal to stop ends all jobs. At the end the outcomes
+    are printed, and the jobs that trained are compared. Exit with 1 if a job failed.
     """
     folders, failures = [], []
     for number, job in enumerate(jobs):

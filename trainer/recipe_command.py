@@ -2,8 +2,8 @@
 
     run_command(SFT, ["data.train_files=x", ...])       # verl-like sft data.train_files=x ...
 
-Every recipe so has `--cfg job`, `--multirun` and `--config-dir` with YAML of the user's own.
-`verl-like eval` also gives settings that the user has not set.
+Every recipe has `--cfg job`, `--multirun` and `--config-dir` for the user's own YAML. `verl-like
+eval` also passes settings that the user has not set.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=RunConfig)
 COMPLETION = "(install|uninstall|query)=(bash|fish|zsh)"
-"""What Hydra's completion is asked for; it has a plugin for each of these shells."""
+"""Valid arguments of Hydra's completion, which has a plugin for each of these shells."""
 COMPLETION_USAGE = "install=SHELL, uninstall=SHELL or query=SHELL, with bash, fish or zsh"
 
 
 def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
-    """Run by the settings among the arguments, several times for a sweep, or show the keys.
+    """Run with the settings among the arguments, several times for a sweep, or print the keys.
 
-    `given` are settings below the user's, and get no notice where this run does not read them.
+    `given` are settings of lower priority, which get no notice if this run does not read them.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
         if not any(re.fullmatch(COMPLETION, argument) for argument in arguments):
@@ -76,7 +76,7 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
         outlive_the_reader()
         jobs = jobs_of(settings) if options.multirun else []
         for job in jobs:
-            known_settings(job, recipe)  # a mistyped key is refused before the first job
+            known_settings(job, recipe)  # rejects a mistyped key before the first job
     except ConfigError as err:
         sys.exit(f"error: {printable(str(err))}")
 
@@ -87,12 +87,12 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
 
 
 def is_setting(argument: str) -> bool:
-    """Whether it sets, adds or deletes (`~key`) a key; what starts with `-` is an option."""
+    """Return whether the argument sets, adds or deletes (`~key`) a key, and is not an option."""
     return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
 
 
 def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespace:
-    """The options; other words, such as `--epochs 3`, are refused."""
+    """Parse the options; reject other words, such as `--epochs 3`."""
     parser = argparse.ArgumentParser(f"verl-like {recipe.name}", add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--cfg", "-c", choices=("job", "all"), help="print the keys that the run reads, or all")
@@ -113,7 +113,7 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
 
 
 def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace) -> Sequence[str]:
-    """The settings in the YAML of another system's command."""
+    """Return the settings in the YAML of another system's command."""
     if recipe.settings_of_configuration is None:
         raise ConfigError(
             "--config-name names a file of the folder --config-dir=FOLDER, which is not given."
@@ -124,7 +124,7 @@ def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace)
 
 
 def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:
-    """The tree with the rules of its keys."""
+    """Print the tree with the rules of its keys."""
     known = known_settings(settings, recipe)
     tree = compose_tree(known, recipe)
     recipe.load_registries()  # the comments list the registered names
@@ -134,7 +134,7 @@ def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namesp
 
 
 def load_in_words(recipe: Recipe[C], settings: Sequence[str], given: Sequence[str]) -> C:
-    """The configuration; a refusal ends the process with its line."""
+    """Return the configuration; an invalid one ends the process with its error."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("trainer").setLevel(logging.INFO)
     with ending_in_words():
@@ -142,11 +142,11 @@ def load_in_words(recipe: Recipe[C], settings: Sequence[str], given: Sequence[st
 
 
 def run_in_words(config: RunConfig) -> RunResult:
-    """The whole run; an error ends the process with its line."""
+    """Make the whole run; an error ends the process with its message."""
     os.environ.setdefault(OWN_PROCESS, "1")
     with ending_in_words(config.trainer.default_local_dir):
         from trainer.launch import run
 
         if devices_of(config.trainer).type == "cpu":
-            keep_freed_memory()  # the driver's batches come from the same memory in every step
+            keep_freed_memory()  # the driver reuses memory for its batches
         return run(config)

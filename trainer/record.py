@@ -1,8 +1,6 @@
-"""The record of one run: what its loop and its stages hold, whatever it trains.
+"""The record of one run: the state that its loop and stages share, for every recipe.
 
-run = Run(config, groups)
-trainer = MyTrainer(run, *inputs)
-with run.clock("update"):
+run = Run(config, groups) trainer = MyTrainer(run, *inputs) with run.clock("update"):
     ...                               # run.timing["update"], and the calls that ended within
 """
 
@@ -38,7 +36,7 @@ class Run:
         stop: StopSignals | None = None,
         restarts: Restarts | None = None,
     ) -> None:
-        """`observers` are the roadside (`trainer.roadside`), `callbacks` the user's objects."""
+        """`observers` are the roadside's (`trainer.roadside`), `callbacks` the user's objects."""
         self.config, self.groups = config, groups
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)
@@ -68,11 +66,11 @@ class Run:
                 self.calls.append(call | {"stage": name, "step": self.step})
 
     def take_calls(self) -> list[dict[str, Any]]:
-        """The workers' calls since the last time, each with its stage and step."""
+        """Return the workers' calls since the last call of this, each with its stage and step."""
         calls, self.calls = self.calls, []
         return calls
 
     def can_replace(self, role: str) -> bool:
-        """Return whether this role's group can be replaced in the middle of a step."""
+        """Return whether this role's group can be replaced during a step."""
         is_replaceable = self.groups[role].transport.is_replaceable
         return is_replaceable and self.restarts.are_left(self.step)

@@ -1,9 +1,9 @@
-"""Whether a run that lost a worker goes on, how often, after which pause, and with what it keeps.
+"""Decide whether a run that lost a worker goes on, how often, after which pause, with which state.
 
-A lost group whose roles hold no state of their own (rollout, frozen readers) is replaced within the
-step by `replace_within_step`: the others keep what the step has made so far. After any other loss
-`bring_back` makes the groups whole for another attempt, which loads the last checkpoint. The
-numbers are those of an undisturbed run in any case.
+A lost group whose roles have no state of their own (rollout, frozen readers) is replaced within the
+step by `replace_within_step`; the other groups continue the step. After any other loss,
+`bring_back` restores the groups for another attempt, which loads the last checkpoint. The results
+equal those of an undisturbed run in any case.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from verl_like.files import json_line
 from verl_like.masking import mask_text
 
 LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
-"""A process that is gone or hangs, and weights that did not arrive: another attempt may do."""
+"""A process that is gone or hangs, and weights that did not arrive: another attempt may succeed."""
 POISON = 3
-"""So often a step may fail: then it is the step that kills its workers."""
+"""A step that fails this many times is taken to kill its workers."""
 FIRST_WAIT_S = 2.0
-"""Before a restart; each further one waits twice as long while no step after it succeeds."""
+"""The pause before a restart, which doubles with every restart that makes no progress."""
 FIRST_WORD_S, LOOK_AGAIN_S = 1.0, 1.0
-"""While a run waits for a node: the first line about it, and how often it looks."""
+"""While a run waits for a node: the time until the first message, and between checks."""
 TURN_S = 60.0
-"""So long the other processes may go on with what they are doing; then they count as lost, too."""
+"""Time for the other processes to finish their calls; after it they count as lost, too."""
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=RunConfig)
@@ -55,21 +55,19 @@ class Restarts:
     """The restarts of one run; `restarts.jsonl` of its folder has a line for each."""
 
     def __init__(self, config: RunConfig, stop: StopSignals | None = None) -> None:
-        """Where the run is told to `stop`, no pause is waited for."""
+        """A request to `stop` ends every pause."""
         self._config, self._made = config, 0
         self._stop = stop or StopSignals()
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
         self._failed_at = 0.0
         self._last_failed = self._furthest = self._in_a_row = 0
-        """The step that failed last, the furthest of them, and the restarts in which the run got no
-        further.
-        """
+        """The step that failed last, the furthest one, and the restarts without progress."""
 
     def begin(self, step: int, source: str) -> None:
-        """An attempt begins after `step`, with the state of `source`.
+        """Log that an attempt begins after `step`, with the state of `source`.
 
-        The record of a run that began earlier stays.
+        The record of earlier attempts stays.
         """
         if self._made:
             again = max(self._last_failed - 1 - step, 0)
@@ -82,9 +80,9 @@ class Restarts:
             self._record.unlink(missing_ok=True)
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
-        """Wait a moment before another attempt; raise the error where none is of use.
+        """Pause before another attempt; raise the error if there is no other attempt.
 
-        `step` is the one that failed; 0: the run had not begun.
+        `step` is the step that failed; 0: the run had not begun.
         """
         self._failures[step] += 1
         self._failed_at = time.monotonic()
@@ -106,10 +104,10 @@ class Restarts:
         self._pause(seconds)
 
     def when_there_is_room(self, start: Callable[[], Result], since: float) -> Result:
-        """What `start` gives, once the cluster has room for it: a node may come back, or another.
+        """Return the result of `start`, once the cluster has room for it, perhaps on another node.
 
-        NoRoomError: none has come within `watch.placement_s` after the failure, which was noticed
-        at `since`; or this is no restart. Where the run is told to stop, it stops.
+        Raise NoRoomError if there is no room within `watch.placement_s` after the failure, which
+        was noticed at `since`, or at once if this is no restart. A request to stop ends the wait.
         """
         if not self._made:
             return start()
@@ -121,11 +119,11 @@ class Restarts:
         return wait_for_room(start, self._config, "the restart", since, look_again)
 
     def are_left(self, step: int) -> bool:
-        """Whether there is another attempt if this step fails now."""
+        """Return whether there is another attempt if this step fails now."""
         return self._why_not(step, self._failures[step] + 1) is None
 
     def note_samples(self, step: int, kept: int, made_again: int) -> None:
-        """Of the samples that a lost group was making some are there, and the others come anew."""
+        """Log how many samples of a lost group survived, and how many are generated again."""
         logger.warning(
             "step %d: %d samples of the lost group are kept, %d are made again.",
             *(step, kept, made_again),
@@ -139,7 +137,7 @@ class Restarts:
         return changed(config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None})
 
     def _why_not(self, step: int, failures: int) -> str | None:
-        """Why there is no attempt after so many, where that is worth a word; None if there is."""
+        """Return why there is no further attempt, perhaps "", or None if there is one."""
         if step == 0:
             return ""
         if failures >= POISON and self._made:
@@ -162,12 +160,12 @@ class Restarts:
 def bring_back(
     groups: WorkerGroups, replaceable: frozenset[str], restarts: Restarts, since: float
 ) -> bool:
-    """Make the groups whole, with roles as at the start of the run; False: none can be kept.
+    """Restore the groups with roles as at the start of the run; return False if none survives.
 
-    Pools of `replaceable` roles alone stay as they are. Other living pools are constructed again in
-    their own processes, but for those that such a role shares: an engine may not be had twice in
-    one process. A pool whose node is lost moves to another, which is waited for while the rest
-    stays; the failure was noticed at `since`.
+    Pools that have only `replaceable` roles stay unchanged. Other living pools are constructed
+    again in their processes. If such a pool shares its processes with a replaceable role, it is
+    restarted, because one process may not be able to build an engine twice. A pool whose node is
+    lost moves to another node; `since` is when the failure was noticed.
     """
     lost, roles_of = groups.lost_pools(TURN_S), groups.roles_of_pools()
     if not lost or len(lost) == len(roles_of):
@@ -187,7 +185,7 @@ def bring_back(
                 else:
                     groups.construct_again(pool)
     except NoRoomError:
-        raise  # nor has the cluster room for all of them
+        raise  # a full restart would find no room either
     except (WorkerError, PlacementError) as error:
         logger.warning("the lost group cannot be brought back, so all are started anew: %s", error)
         return False
@@ -201,9 +199,9 @@ def replace_within_step(
     error: WorkerDiedError,
     step: int,
 ) -> None:
-    """Start lost groups of `replaceable` roles anew; they have no models yet.
+    """Restart lost groups of `replaceable` roles, without their models.
 
-    Where another role is lost, or none, the error is raised.
+    Raise the error if another role is lost, or none.
     """
     since, roles_of = time.monotonic(), groups.roles_of_pools()
     lost = {pool: roles_of[pool] for pool in groups.lost_pools(TURN_S)}
@@ -233,9 +231,10 @@ def wait_for_room(
     since: float,
     look_again: Callable[[], None],
 ) -> Result:
-    """What `start` gives, once the cluster has room for it, within `watch.placement_s` of `since`.
+    """Return the result of `start`, once the cluster has room for it.
 
-    `what` is waited for in messages. `look_again` lasts a moment, or raises what ends the wait.
+    Raise NoRoomError if that takes until `watch.placement_s` after `since`. `what` names the wait
+    in messages. `look_again` takes a moment, or raises to end the wait.
     """
     limit_s = Deadlines.of(config.watch).placement_s
     clock = WaitClock(what, limit_s, FIRST_WORD_S, since)

@@ -1,6 +1,7 @@
-"""The rules that stand at a field, checked: range, choices, what must not be empty.
+"""Check the rules that fields declare: range, choices, required values.
 
-Rules between fields are the recipe's (`Recipe.checks`), those between the run's own keys are here.
+A recipe has the rules between its fields (`Recipe.checks`); the rules between the keys of every run
+are here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check_fields(config: RunConfig) -> None:
 
 
 def _check_value(key: Key, value: Any) -> None:
-    """Reject a value that is missing, of no registry, not among the choices or out of range."""
+    """Reject a value that is missing, unregistered, not among the choices, or out of range."""
     rules, hint = key.rules, f", {key.rules.hint}." if key.rules.hint else "."
     if rules.required and not value:
         raise ConfigError(f"{key.name} is empty: {rules.required}.")
@@ -88,7 +89,7 @@ def _check_arguments(config: RunConfig, key: Key, arguments: Mapping[str, Any]) 
 
 
 def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
-    """Refuse a sharding that the ranks of the role's pool cannot have."""
+    """Reject a sharding that does not fit the ranks of the role's pool."""
     pool, ranks = _pool_of(config, role)
     if ranks == 0:
         return  # the placement says what is wrong with such a pool
@@ -99,13 +100,13 @@ def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
 
 
 def _pool_of(config: RunConfig, role: str) -> tuple[str, int]:
-    """The pool that a role is on, and its ranks."""
+    """Return a role's pool and its number of ranks."""
     pool = expand_roles(config.role_mapping).get(role, "")
     return pool, sum(config.resource_pool_spec.get(pool, []))
 
 
 def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
-    """Refuse axes that the role's model cannot be laid over."""
+    """Reject axes over which the role's model cannot be split."""
     _, ranks = _pool_of(config, role)
     if ranks == 0:
         return
@@ -116,7 +117,7 @@ def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
 
 
 def check_checkpoint_of(config: RunConfig, role: str, held: HeldModel) -> None:
-    """Reject a resume from a checkpoint of another model; the load rejects a damaged one."""
+    """Reject a resume from a checkpoint of another model; the load rejects a damaged checkpoint."""
     trainer = config.trainer
     if trainer.resume_mode != "resume_path" or trainer.resume_from_path is None:
         return  # a folder that a run resumes from by itself has the same settings
@@ -134,9 +135,10 @@ def check_passes(
     mini_batch: tuple[str, int],
     at_once: tuple[str, int | None],
 ) -> None:
-    """Refuse a mini-batch that keeps a role's ranks along pp idle: it has fewer passes than ranks.
+    """Reject a mini-batch with fewer passes than pp ranks, because ranks would be idle.
 
-    Rows in all and rows of a pass, with the keys that set them; None is a pass by tokens.
+    `mini_batch` is (key, rows of a mini-batch), `at_once` (key, rows of a pass); None is a pass by
+    tokens.
     """
     _, ranks = _pool_of(config, role)
     if ranks == 0 or (pp := (dims := dims_of(ranks, held.sharding)).pp) == 1:
@@ -157,7 +159,7 @@ def check_passes(
 
 
 def check_run(config: RunConfig) -> None:
-    """The rules between the keys that every run has."""
+    """Check the rules between the keys that every run has."""
     _check_resume(config)
     for pool, sizes in config.resource_pool_spec.items():
         ResourcePool.named(pool, sizes)
@@ -176,7 +178,7 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _check_pool_resources(config: RunConfig) -> None:
-    """`pool_resources` names pools of the run, with resources that go together."""
+    """Check that `pool_resources` names pools of the run, with resources that go together."""
     for pool, resources in config.pool_resources.items():
         pools = config.resource_pool_spec
         if pool not in pools:
@@ -197,7 +199,7 @@ def _check_pool_resources(config: RunConfig) -> None:
 
 
 def _check_chaos(config: RunConfig) -> None:
-    """Refuse to kill where no worker has a process of its own: the driver would die with it."""
+    """Reject killing workers if none has its own process, because the driver would die."""
     if config.faults.kill_worker == 0:
         return
     what, backend = f"chaos.kill_worker={config.faults.kill_worker:g}", config.trainer.backend

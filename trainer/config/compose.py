@@ -1,8 +1,8 @@
 """From settings to the checked configuration of a recipe: `load_config`.
 
-Hydra composes the recipe's YAML, the presets that are chosen and the user's own files; the settings
-are then put into that tree, so that a refusal names the setting. `as_object` makes it a dataclass,
-`settle` returns the run's read-only configuration, and the checks look at the whole.
+Hydra composes the recipe's YAML, the chosen presets and the user's files. The settings are then put
+into that tree, so that an error can name the setting. `as_object` makes it a dataclass, `settle`
+returns the run's read-only configuration, and the checks look at the whole.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _required(key: str, what: str) -> str:
 
 
 def _environment(name: str, *default: str | None) -> str | None:
-    """OmegaConf's `oc.env`; messages show the name in the value's place."""
+    """Resolve `oc.env` as OmegaConf does; messages show the variable's name, not its value."""
     if name in os.environ:
         show_by_name(os.environ[name], f"${{oc.env:{name}}}")
     value: str | None = oc.env(name, *default)
@@ -84,10 +84,10 @@ def load_config(
     recipe: Recipe[C],
     defaults: Sequence[str] = (),
 ) -> C:
-    """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration.
+    """Return a run's configuration from `key=value` strings, as on the command line, or a dict.
 
-    Names in a dict are dotted, or dicts within dicts. `defaults` are settings below these, and get
-    no notice where this run does not read them.
+    Names in a dict are dotted, or dicts within dicts. `defaults` are settings of lower priority,
+    which get no notice if this run does not read them.
     """
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
@@ -113,7 +113,7 @@ def checked_config(
 
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:
-    """The settings with keys and presets of ours; others are refused."""
+    """Return the settings with our keys and presets; reject unknown ones."""
     parsed = list(recipe.translate([_in_full(parse(setting)) for setting in settings]))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
     _refuse([refusal for refusal in refusals if refusal], recipe)
@@ -123,7 +123,7 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
 
 
 SHORT_FOR = {"environment": "environment.path", "tools": "environment.tools"}
-"""A section's name, where it is given a value -> the key that it stands for."""
+"""A section's name, if it is set to a value -> the key that it abbreviates."""
 
 
 def _in_full(setting: Override) -> Override:
@@ -134,7 +134,7 @@ def _in_full(setting: Override) -> Override:
 
 
 def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:
-    """Refuse a preset that there is not, several values for one key, and a section's deletion."""
+    """Reject an unknown preset, several values for one key, and the deletion of a section."""
     name, value = setting.key_or_group, setting.value()
     presets = recipe.preset_names(name)
     if setting.is_sweep_override():
@@ -156,7 +156,7 @@ def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:
 
 
 def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfig:
-    """The tree of known settings in the recipe's schema, not yet checked."""
+    """Return the tree of known settings in the recipe's schema, not yet checked."""
     chosen = [each for each in settings if _is_preset(each, recipe)]
     lines = tuple(each.input_line or "" for each in chosen)
     tree = copy.deepcopy(_tree_of_files(recipe, lines))
@@ -167,19 +167,19 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
 
 
 def _is_preset(setting: Override, recipe: Recipe[Any]) -> bool:
-    """Whether it is `algorithm=grpo`; `algorithm={...}` sets keys of the section of that name."""
+    """Return whether it is `algorithm=grpo`; `algorithm={...}` sets keys of that section."""
     return setting.key_or_group in recipe.groups and not isinstance(setting.value(), dict)
 
 
 @lru_cache(maxsize=64)
 def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
-    """What Hydra composes of the YAML files: the recipe's, of the presets, of the user."""
+    """Compose the YAML files with Hydra: the recipe's, the presets', the user's."""
     first, *others = (folder.resolve() for folder in recipe.folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
     for own_file in _own_files(recipe).values():
         refuse_many_aliases(own_file)
-    register(recipe, schema={})  # the keys of all files are looked at together, not one by one
+    register(recipe, schema={})  # so that unknown keys of all files are reported together
     try:
         with initialize_config_dir(str(first), version_base="1.3"):
             composed = compose(recipe.config_name, overrides=[path, *presets])
@@ -208,24 +208,24 @@ def _refuse(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
 
 
 def _named_by(key: str, recipe: Recipe[Any]) -> str:
-    """The user's files with a key of that last word, as the beginning of a refusal."""
+    """Return the start of an error: the user's files that contain the last word of the key."""
     word = re.compile(rf"^[^#]*\b{re.escape(key.rpartition('.')[2])}['\"]?\s*:", re.MULTILINE)
     found = [name for name, file in _own_files(recipe).items() if word.search(file.read_text())]
     return f"In {' or '.join(map(repr, found))}: " if found else ""
 
 
 def _own_files(recipe: Recipe[Any]) -> dict[str, Path]:
-    """The user's files by their names in `--config-name` and `defaults`."""
+    """Return the user's files by their names in `--config-name` and `defaults`."""
     folder = recipe.own_folder
     files = folder.rglob("*.yaml") if folder else ()
     return {str(file.relative_to(folder).with_suffix("")): file for file in files if folder}
 
 
 def register(recipe: Recipe[Any], schema: Any) -> None:
-    """Let Hydra find the schema and the placement presets that the recipe's YAML names.
+    """Register the schema and the placement presets with Hydra, for the recipe's YAML.
 
-    The store has one recipe at a time: presets of recipes share their names, and Hydra copies all
-    that is stored each time that it composes.
+    The store has one recipe at a time: presets of recipes share their names, and Hydra copies the
+    whole store on each composition.
     """
     store = ConfigStore.instance()
     for name in [name for name in store.repo if name.endswith("_schema.yaml")]:
@@ -241,7 +241,7 @@ def register(recipe: Recipe[Any], schema: Any) -> None:
 
 
 def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
-    """Put one setting into the tree; a deleted key has the schema's default again."""
+    """Put one setting into the tree; a deleted key gets the schema's default again."""
     name, value, known = setting.key_or_group, setting.value(), keys_by_name(recipe.schema)
     if setting.is_delete():
         if name in known:
@@ -260,7 +260,7 @@ def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
         is_list = True
     if is_list and isinstance(value, str | int):
         value = [value]
-    if section_of_name is not None:  # OmegaConf makes these sections of whole values alone
+    if section_of_name is not None:  # OmegaConf builds these sections only from whole values
         for part in reversed(name.removeprefix(f"{section_of_name.name}.").split(".")):
             value = {part: value}
         name = section_of_name.name
@@ -271,7 +271,7 @@ def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
 
 
 def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
-    """A tree as the recipe's dataclass, which nobody has checked."""
+    """Return a tree as the recipe's dataclass, unchecked."""
     recipe.load_registries()
     try:
         config = OmegaConf.to_object(tree)
@@ -285,13 +285,13 @@ def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
 
 
 def left_out_of(tree: DictConfig, keys: Sequence[str], recipe: Recipe[Any]) -> set[str]:
-    """Keys of a composed tree that its run does not read; none while that cannot be told.
+    """Return the keys of a composed tree that its run does not read; none if that is unknown.
 
-    Conditions look at the user's own losses and estimators, which are imported for that.
+    Conditions may import the user's losses and estimators.
     """
-    with redirect_stdout(sys.stderr):  # what they print is no part of a tree on stdout
+    with redirect_stdout(sys.stderr):  # keeps their prints out of the tree on stdout
         try:
             config, _ = settle(recipe, as_object(tree, recipe), keys)
             return keys_left_out(config)
-        except Exception:  # noqa: BLE001 - an import of theirs may raise anything: the run says it
+        except Exception:  # noqa: BLE001 - user code may raise anything, which the run reports
             return set()

@@ -1,4 +1,4 @@
-"""The devices that a run counts with: those of this machine, or those that it pretends to have."""
+"""The devices that a run plans with: this machine's, or those of `trainer.pretend`."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ GIB_OF_CARDS = {
     "B200": 178,
     "MI300X": 191,
 }
-"""What a driver leaves of a card's memory, in whole GiB."""
+"""Usable memory of a GPU under its driver, in whole GiB."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of each machine, as far as they are known."""
+    """The devices of each machine, as far as known."""
 
     type: str
     """cuda or cpu."""
     num_gpus: int | None
     """GPUs of a machine, used or not; None without any."""
     card: str = ""
-    """The GPU that is pretended."""
+    """The simulated GPU."""
     gib: float | None = None
     """Its memory."""
 
     @property
     def bytes(self) -> int | None:
-        """Memory of a GPU that the run uses, if it is known."""
+        """Memory of a GPU that the run uses, or None if unknown."""
         if self.gib is not None:
             return int(self.gib * 2**30)
         if self.type == "cpu" or self.num_gpus is None:
@@ -63,7 +63,7 @@ class Devices:
 
 
 def devices_of(trainer: TrainerConfig) -> Devices:
-    """The GPUs of this machine or those of `trainer.pretend`, unless the run is on CPUs."""
+    """Return the GPUs of this machine or of `trainer.pretend`, or CPUs if the run uses them."""
     if trainer.pretend is not None:
         number, card = _parsed(trainer.pretend)
         return Devices("cuda", number, card, _gib_of(trainer.pretend, card))
@@ -96,7 +96,7 @@ def with_pretended(config: C, keys: Collection[str]) -> C:
 
 
 def _parsed(pretend: str) -> tuple[int, str]:
-    """(number, card) of 8xH100."""
+    """Return (number, name) of a text such as 8xH100."""
     found = re.fullmatch(r"(\d+) ?x ?(.+)", pretend.strip())
     if found is None or int(found[1]) == 0:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _gib_of(pretend: str, card: str) -> float:
 
 
 def _plain(card: str) -> str:
-    """The name without maker, signs and an 80GB that is the usual size."""
+    """Return the GPU's name without vendor and punctuation, and without 80GB, the usual size."""
     name = re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", card.lower())
     return name.removesuffix("80gb") or name
 
@@ -131,10 +131,10 @@ def check_offload(
     sections: Mapping[str, tuple[str, Any]],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """On CPUs there is one memory: what the user wants moved out of it stays, so it is refused.
+    """Reject offloading on CPUs, whose only memory is the host's.
 
-    `sections`: the section of each strategy -> (strategy, its `fsdp_config`); `elsewhere` are the
-    sections of those whose `fsdp_config` is in another one.
+    `sections`: the section of each strategy -> (strategy, its `fsdp_config`). `elsewhere` maps
+    sections whose `fsdp_config` is in another section to that section.
     """
     if devices_of(trainer).type != "cpu" or trainer.nnodes > 1:
         return  # the driver's machine says nothing about those of a cluster

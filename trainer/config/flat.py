@@ -1,4 +1,4 @@
-"""A configuration as dotted keys with values, as one number for all of them, and as YAML."""
+"""A configuration as dotted keys with values, as one hash, and as YAML."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from verl_like.errors import ConfigError
 from verl_like.masking import masked
 
 MAYBE_A_NUMBER = tuple("+-.0123456789")
-"""How texts begin that OmegaConf could take for numbers: it knows more of them than PyYAML."""
+"""First characters of texts that OmegaConf could read as numbers: it accepts more than PyYAML."""
 YES_AND_NO = ("y", "Y", "n", "N")
-"""Which other readers take for true and false."""
+"""Texts that other readers parse as true and false."""
 NAMES_OF_A_RUN = frozenset(
     {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"}
 )
 
 
 MOST_VALUES = 100_000
-"""Of a YAML file with its aliases written out: a file of ten lines can stand for billions."""
+"""The most values of a YAML file with expanded aliases: ten lines can expand to billions."""
 
 
 def refuse_many_aliases(file: Path) -> None:
-    """Refuse YAML whose aliases make more than `MOST_VALUES` of its values, or have no end."""
+    """Reject YAML whose aliases expand to more than `MOST_VALUES` values, or infinitely."""
     text = file.read_text(encoding="utf-8")
     if "*" not in text:
         return
@@ -38,7 +38,7 @@ def refuse_many_aliases(file: Path) -> None:
 
     def size(node: Any) -> float:
         if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # for one that holds itself
+            sizes[id(node)] = math.inf  # for a node that contains itself
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
             pairs = (each if isinstance(each, tuple) else (each,) for each in inner)
             sizes[id(node)] = 1 + sum(size(each) for pair in pairs for each in pair)
@@ -47,7 +47,7 @@ def refuse_many_aliases(file: Path) -> None:
     try:
         many = size(yaml.compose(text, Loader=yaml.SafeLoader)) > MOST_VALUES
     except yaml.YAMLError:
-        return  # who reads it says what is wrong
+        return  # its reader reports the error
     except RecursionError:
         many = True
     if many:
@@ -58,12 +58,12 @@ def refuse_many_aliases(file: Path) -> None:
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value of a configuration, as JSON has it."""
+    """Return a configuration as dotted key -> value, in JSON's types."""
     return flatten(masked(json.loads(json.dumps(dataclasses.asdict(config), default=str))))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Dotted key -> value of dicts within dicts."""
+    """Return nested dicts as dotted key -> value."""
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -78,10 +78,10 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """A number that configurations of equal values share, whatever they were made from.
+    """Return a hash that configurations of equal values share.
 
-    What the run is called and where its folder is do not count. Twelve hexadecimal digits;
-    `config.yaml` of the run folder begins with them.
+    The name of the run and its folder do not count. The hash has twelve hexadecimal digits;
+    `config.yaml` of the run folder begins with it.
     """
     flat = flat_config(config)
     counted = {key: value for key, value in flat.items() if key not in NAMES_OF_A_RUN}
@@ -90,7 +90,7 @@ def config_hash(config: RunConfig) -> str:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes texts that could be read as numbers."""
+    """A dumper that quotes texts which could be read as numbers."""
 
 
 def _text(dumper: Any, text: str) -> Any:
@@ -102,9 +102,9 @@ _Dumper.add_representer(str, _text)
 
 
 def in_yaml(values: Mapping[str, Any]) -> str:
-    """Dicts, lists, numbers, texts, true, false and null, in their order, a key a line.
+    """Return dicts, lists, numbers, texts, true, false and null as YAML, one key per line.
 
-    OmegaConf reads them back as they were; its own `to_yaml` takes twenty times as long.
+    OmegaConf reads it back unchanged; its own `to_yaml` takes twenty times as long.
     """
     written: str = yaml.dump(
         values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False

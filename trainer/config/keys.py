@@ -18,7 +18,7 @@ from verl_like.config_key import KeyRules, When, arguments_of, rules_of
 from verl_like.registry import Registry, registry_of
 
 _keys_of: dict[type, Mapping[str, Key]] = {}
-"""Schema -> its keys, found once."""
+"""Schema -> its keys, as a cache."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Key:
     name: str
     """Dotted, from the root of the schema."""
     kind: Any
-    """Its type; of a section, the dataclass."""
+    """Its type; for a section, the dataclass."""
     rules: KeyRules
 
     @cached_property
     def is_section(self) -> bool:
-        """Whether it holds keys of the schema."""
+        """Whether it has keys of the schema below it."""
         return dataclasses.is_dataclass(self.kind)
 
     @cached_property
     def takes_any(self) -> bool:
-        """Whether the user puts names of their own below it, as in `role_mapping`."""
+        """Whether users name their own keys below it, as in `role_mapping`."""
         return typing.get_origin(self.kind) is dict
 
     @cached_property
@@ -50,13 +50,13 @@ class Key:
 
     @cached_property
     def is_optional(self) -> bool:
-        """Whether null is a value."""
+        """Whether null is allowed."""
         union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)
         return union and type(None) in typing.get_args(self.kind)
 
     @property
     def allowed(self) -> str:
-        """The values that it may have, in words; "" if nobody has said."""
+        """The allowed values in words; "" if nothing is declared."""
         rules = self.rules
         names = [key.name for key in leaf_keys(rules.options)] if rules.options else ()
         words = self.range or ", ".join(rules.choices or names) or rules.allows
@@ -71,7 +71,7 @@ class Key:
 
     @property
     def range(self) -> str:
-        """The numbers that it may be, in words; "" if it has no range."""
+        """The allowed numbers in words; "" without a range."""
         rules = self.rules
         if rules.at_least is not None and rules.at_most is not None:
             return f"from {rules.at_least:g} to {rules.at_most:g}"
@@ -88,7 +88,7 @@ class Key:
         return " and ".join(words)
 
     def has_in_range(self, number: float) -> bool:
-        """Whether it may be that number."""
+        """Return whether the number is allowed."""
         rules = self.rules
         return number == rules.or_exactly or not (
             (rules.above is not None and number <= rules.above)
@@ -112,12 +112,12 @@ class Key:
 
 
 def config_keys(schema: type) -> tuple[Key, ...]:
-    """Every key of a schema, sections included, in the order of declaration."""
+    """Return every key of a schema, sections included, in the order of declaration."""
     return tuple(keys_by_name(schema).values())
 
 
 def keys_by_name(schema: type) -> Mapping[str, Key]:
-    """Dotted name -> the key or section."""
+    """Return dotted name -> key or section."""
     if schema not in _keys_of:
         keys = {key.name: key for key in _keys_below(schema, "")}
         never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
@@ -147,7 +147,7 @@ def _never_read(key: Key, reason: str) -> Key:
 
 
 def named_keys(schema: type) -> dict[str, Key]:
-    """Dotted name -> the key, section or option that a setting may name."""
+    """Return dotted name -> key, section or option, for all names that a setting may use."""
     keys = dict(keys_by_name(schema))
     for key in [*keys.values()]:
         for option in config_keys(key.rules.options) if key.rules.options else ():
@@ -157,7 +157,7 @@ def named_keys(schema: type) -> dict[str, Key]:
 
 
 def leaf_keys(schema: type) -> list[Key]:
-    """The keys of a schema that have a value, without the sections."""
+    """Return the keys of a schema without its sections."""
     return [key for key in config_keys(schema) if not key.is_section]
 
 
@@ -182,9 +182,9 @@ def field_docs(schema: type, prefix: str = "") -> dict[str, str]:
 
 
 def path_to(schema: type, name: str) -> list[Key]:
-    """The sections around a dotted key, the outermost first, and the key itself.
+    """Return the sections around a dotted key, the outermost first, and the key.
 
-    A name of the user's own, such as `role_mapping.judge`, ends with the key that takes it.
+    For a user's name, such as `role_mapping.judge`, the last is the key that takes it.
     """
     known, words = keys_by_name(schema), name.split(".")
     around = (".".join(words[:number]) for number in range(1, len(words) + 1))
@@ -203,14 +203,14 @@ def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:
 
 
 def entry_of(config: Any, key: Key) -> tuple[Registry[Any], Any]:
-    """The registry and the entry in it whose arguments this key has (`KeyRules.arguments_of`)."""
+    """Return the registry and its entry whose arguments this key sets (`KeyRules.arguments_of`)."""
     named_by = _named_by(type(config), key)
     registry = registry_of(named_by.rules.registry)
     return registry, registry.look_up(read(config, named_by.name))
 
 
 def known_arguments(schema: type) -> list[Key]:
-    """The arguments of all entries of registries, which have been imported, as keys."""
+    """Return the arguments of all registered entries that have been imported, as keys."""
     return [
         argument
         for key in config_keys(schema)
@@ -225,7 +225,7 @@ def _named_by(schema: type, key: Key) -> Key:
 
 
 def argument_keys(key: Key, *entries: Any) -> dict[str, Key]:
-    """Name of an argument of these entries -> it as a key below `key`."""
+    """Return the arguments of these entries as keys below `key`, by name."""
     return {
         name: Key(f"{key.name}.{name}", argument.kind, argument.rules)
         for entry in entries
@@ -234,12 +234,12 @@ def argument_keys(key: Key, *entries: Any) -> dict[str, Key]:
 
 
 def may_change_on_resume(schema: type, name: str) -> bool:
-    """Whether a resumed run may have another value: the key, or a section around it, says so."""
+    """Return whether a resumed run may change the key, by itself or a section around it."""
     return any(key.rules.may_change_on_resume for key in path_to(schema, name))
 
 
 def keys_that_differ(schema: type, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What a run was started with and is resumed with, of the keys of both that may not change."""
+    """Describe the keys that a resumed run has changed although they may not change."""
     return [
         f"{key} was {before[key]!r}, is {value!r}"
         for key, value in now.items()
@@ -248,7 +248,7 @@ def keys_that_differ(schema: type, before: Mapping[str, Any], now: Mapping[str, 
 
 
 def read(config: Any, name: str) -> Any:
-    """The value at a dotted key; at "" the configuration itself."""
+    """Return the value at a dotted key; "" is the configuration itself."""
     for part in name.split(".") if name else ():
         config = getattr(config, part)
     return config

@@ -1,9 +1,9 @@
-"""The roles of a run and the sizes of their pools, decided from the configuration alone.
+"""The roles of a run and the sizes of their pools, derived only from the configuration.
 
-A preset (`placement=split`) names pools and roles. What the user says of them comes before it; its
-pools share out the devices that the user's own pools leave, so that giving a role a pool of its own
-is one pool more and no other one made smaller by hand. `verl_like.placement` then checks the pools
-against the nodes that there are.
+A preset (`placement=split`) names pools and roles. The user's settings take precedence, and the
+preset's pools share the devices that the user's pools leave. So if you give a role its own pool,
+you need not shrink another pool by hand. `verl_like.placement` then checks the pools against the
+existing nodes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from verl_like.registry import load_object
 
 C = TypeVar("C", bound=RunConfig)
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
-"""In float32 with its gradient and two moments, and in bfloat16."""
+"""In float32 with gradient and two moments, and in bfloat16."""
 
 
 def roles_of(recipe: Recipe[Any]) -> list[str]:
-    """The roles of a recipe's own: all that its presets place, aliases written out."""
+    """Return all roles that a recipe's presets place, with aliases expanded."""
     found: dict[str, str] = {}
     for pools in recipe.placements.values():
         for pool, roles in pools.items():
@@ -36,9 +36,9 @@ def roles_of(recipe: Recipe[Any]) -> list[str]:
 
 
 def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
-    """The mapping without a preset's word on the roles that the user has `named`.
+    """Return the mapping without the preset's entries for roles that the user has `named`.
 
-    `rollout` of theirs leaves `actor` of a preset's `actor_rollout`.
+    The user's `rollout` reduces a preset's `actor_rollout` to `actor`.
     """
     own = {role for name in named if name in role_mapping for role in roles_named(name)}
     settled: dict[str, str] = {}
@@ -52,7 +52,7 @@ def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> 
 
 
 def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C, list[str]]:
-    """Return the configuration with the roles and pools of this run only, and notices to show.
+    """Return the configuration with only this run's roles and pools, and notices to show.
 
     `keys` are the user's. A pool that the user names and no role uses is an error; a preset's pool
     without roles is left out.
@@ -69,7 +69,7 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
         config = changed(config, {"trainer.n_gpus_per_node": slots})
     shares = share_devices(config, weights)
     spec = config.resource_pool_spec | shares
-    if shares and config.trainer.nnodes > 1:  # the plan gives the first pools the first nodes
+    if shares and config.trainer.nnodes > 1:  # the plan assigns nodes in the order of pools
         spec = {pool: spec[pool] for pool in spec if pool not in shares} | shares
     config = changed(config, {"resource_pool_spec": spec})
     named_pools = names_below("resource_pool_spec", keys)
@@ -88,7 +88,7 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
 
 
 def _slots_taken(config: RunConfig, used: Collection[str]) -> int:
-    """Return the devices of a node; on the CPUs of one machine, as many as the pools take."""
+    """Return the devices per node; on the CPUs of one machine, as many as the pools need."""
     spec, trainer = config.resource_pool_spec, config.trainer
     taken = sum(max(spec[pool], default=0) or 1 for pool in used if pool in spec)
     if trainer.nnodes == 1 and devices_of(trainer).type == "cpu":
@@ -97,10 +97,10 @@ def _slots_taken(config: RunConfig, used: Collection[str]) -> int:
 
 
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the sizes of a preset's pools, which have none: their shares by `weights`.
+    """Return the sizes of a preset's pools, which share the free devices by `weights`.
 
-    Nodes are shared out if there is at least one for each pool, otherwise the devices of every
-    node are.
+    Whole nodes are shared if there is at least one per pool; otherwise the devices of every node
+    are shared.
     """
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
     own = {pool: sizes for pool, sizes in spec.items() if sizes}
@@ -123,9 +123,9 @@ def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, li
 
 
 def _weight_bytes(config: RunConfig) -> dict[str, int]:
-    """Pool of a preset -> what a weight of its models takes, whether this run has them or not.
+    """Return pool of a preset -> bytes per weight of its models, active in this run or not.
 
-    A class of the user's own counts as one that trains.
+    A user's class counts as a trained model.
     """
     pools = [pool for pool, sizes in config.resource_pool_spec.items() if not sizes]
     found = dict.fromkeys(pools, BYTES_OF_A_WEIGHT["frozen"])
@@ -139,7 +139,7 @@ def _weight_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
-    """Each has one; each one more goes where there is least by weight, to the first of equals."""
+    """Give each one, and each further one to the smallest by weight, or to the first of equals."""
     shares = [1] * len(weights)
     for _ in range(total - len(shares)):
         shares[min(range(len(shares)), key=lambda i: shares[i] / weights[i])] += 1
@@ -147,7 +147,7 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def _left_on_nodes(config: RunConfig, own: Mapping[str, Sequence[int]]) -> list[int]:
-    """Devices of every node that the user's own pools leave, each on the first node with room."""
+    """Return the devices of every node that the user's pools leave, placed first-fit."""
     left = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
     for pool, per_node in own.items():
         taken: list[int] = []
@@ -163,7 +163,7 @@ def _left_on_nodes(config: RunConfig, own: Mapping[str, Sequence[int]]) -> list[
 
 
 def _devices_of(config: RunConfig, pool: str, count: int) -> int:
-    """Devices that so many processes take: none of the GPUs where they are kept off them."""
+    """Return the devices that `count` processes take: no GPU if the pool is kept off them."""
     resources = config.pool_resources.get(pool)
     if resources is None or config.trainer.device == "cpu":
         return count
@@ -175,7 +175,7 @@ def _devices_of(config: RunConfig, pool: str, count: int) -> int:
 def _too_few(
     config: RunConfig, pools: Sequence[str], own: Mapping[str, Sequence[int]]
 ) -> ConfigError:
-    """The refusal of a preset with more pools than devices, and what works instead."""
+    """Return the error for a preset with more pools than devices, and the alternatives."""
     num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
     for pool, per_node in own.items():
         if len(per_node) > num_nodes:
@@ -198,7 +198,7 @@ def _too_few(
 
 
 def names_below(section: str, keys: Collection[str]) -> set[str]:
-    """The names of their own that the user set in a section such as `resource_pool_spec`."""
+    """Return the names that the user set in a section such as `resource_pool_spec`."""
     prefix = f"{section}."
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 

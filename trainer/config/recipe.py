@@ -1,4 +1,4 @@
-"""A recipe as the configuration sees it: its schema, its YAML, its roles, its rules between fields.
+"""A recipe as the configuration sees it: its schema, YAML, roles, and rules between fields.
 
     SFT = Recipe(
         name="sft", schema=SFTConfig, config_dir=Path(__file__).parent, config_name="sft_trainer",
@@ -6,8 +6,8 @@
     )
     config = load_config(["data.train_files=x"], SFT)
 
-The YAML begins with `defaults: [sft_schema, placement: colocate, _self_]`. What a recipe knows of
-its algorithm it hands over as callables: nothing in `trainer.config` knows one.
+The YAML begins with `defaults: [sft_schema, placement: colocate, _self_]`. A recipe passes
+knowledge of its algorithm as callables: `trainer.config` knows no algorithm.
 """
 
 from __future__ import annotations
@@ -25,49 +25,50 @@ from verl_like.errors import ConfigError
 
 C = TypeVar("C", bound=RunConfig)
 Placements = Mapping[str, Mapping[str, Sequence[str]]]
-"""Preset -> pool -> the roles that it puts there."""
+"""Preset -> pool -> its roles."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
-    """What composing and checking a configuration needs to know of a recipe."""
+    """The facts about a recipe that are needed to compose and check a configuration."""
 
     name: str
     """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""
     schema: type[C]
     """The dataclass of its configuration."""
     config_dir: Path
-    """Folder of its YAML; files in `placement/` there are presets beside those of `placements`."""
+    """Folder of its YAML; files in `placement/` there are presets in addition to `placements`."""
     config_name: str
     """Name of its YAML, without the ending."""
     placements: Placements
-    """What `placement=<preset>` stands for."""
+    """The pools and roles of each `placement=<preset>`."""
     inactive_roles: Callable[[Any], Mapping[str, str]] = lambda config: {}
     """Roles of the recipe that a configuration does not need -> why."""
     extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = lambda config: {}
-    """Further roles of a configuration -> dotted path of the class, and the role whose pool they
-    share unless they are mapped.
+    """Further roles of a configuration -> dotted path of the class, and another role.
+
+    They share the pool of that role unless they are mapped.
     """
     complete: Callable[[C, Collection[str]], tuple[C, Sequence[str]]] = lambda config, keys: (
         config,
         (),
     )
-    """Returns the configuration with what follows from the whole of it, and notices to show.
+    """Returns the configuration with values derived from the whole of it, and notices to show.
 
     It gets the keys that the user set, and runs before the checks.
     """
     registries: Sequence[str] = ()
-    """The modules that register the names which keys may have; they may import torch."""
+    """The modules that register names for keys; they may import torch."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = lambda settings: settings
-    """Writes the keys of another system in ours, before settings are looked at."""
+    """Translates another system's keys into ours, before settings are checked."""
     settings_of_configuration: Callable[[str, str], Sequence[str]] | None = None
     """Reads the settings in another system's YAML, from its `--config-name` and `--config-path`."""
     shares_presets_of: Path | None = None
-    """Folder of another recipe whose groups of presets it has, too."""
+    """Folder of another recipe whose groups of presets it shares."""
     own_folder: Path | None = None
-    """Folder of the user's YAML: presets, and files that extend the recipe's or stand for them."""
+    """Folder of the user's YAML: presets, and files that extend or replace the recipe's."""
 
     def load_registries(self) -> None:
         """Import the modules of `registries`."""
@@ -76,21 +77,21 @@ class Recipe(Generic[C]):
 
     @property
     def groups(self) -> list[str]:
-        """The groups of presets: `placement`, and every folder of YAML beside the recipe's own."""
+        """The groups of presets: `placement`, and every folder of YAML next to the recipe's own."""
         files = (path for folder in self._own_and_shared for path in folder.glob("*/*.yaml"))
         return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
-        """What `<group>=` may stand for: the files of that folder, of `placement` the mapping too.
+        """Return the presets of a group: its folder's files and, for `placement`, the mapping's.
 
-        Empty where there is no such group.
+        It is empty if there is no such group.
         """
         files = [path.stem for folder in self.folders for path in folder.glob(f"{group}/*.yaml")]
         return sorted({*files, *(self.placements if group == "placement" else ())})
 
     @property
     def folders(self) -> list[Path]:
-        """Where YAML is looked for, first where the file is that a run begins with."""
+        """The folders to search for YAML; the folder with the run's main file comes first."""
         if self.own_folder is None:
             return self._own_and_shared
         is_main = (self.own_folder / self.config_name).with_suffix(".yaml").is_file()
@@ -102,16 +103,16 @@ class Recipe(Generic[C]):
         return [self.config_dir, *([self.shares_presets_of] if self.shares_presets_of else [])]
 
     def with_files_of(self, folder: Path, main: str | None) -> Recipe[C]:
-        """The recipe with YAML of the user's own, and the file there that a run begins with."""
+        """Return the recipe with a folder of the user's YAML and, optionally, a main file in it."""
         if not folder.is_dir():
             raise ConfigError(f"--config-dir: the folder '{folder}' not found.")
         return replace(self, own_folder=folder, config_name=main or self.config_name)
 
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:
-    """The presets of a recipe whose `placement=split` puts roles on these pools.
+    """Return the presets of a recipe whose `placement=split` puts roles on these pools.
 
-    `colocate` puts all of them on one pool, `standalone` each on its own.
+    `colocate` puts all of them on one pool, `standalone` puts each on its own.
     """
     roles = [role for pool_roles in split.values() for role in pool_roles]
     return {

@@ -1,4 +1,4 @@
-"""What is wrong with a setting that names no key, or has no value of its key: in words."""
+"""Error texts for settings with an unknown key or an invalid value."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.config.recipe import Recipe
 from verl_like.errors import nearest
 
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text"}
-"""Type of a key -> its values."""
+"""Type of a key -> its values in words."""
 
 
 def wrong_file(err: HydraException, files: Sequence[str]) -> str:
-    """What Hydra refuses of YAML files; `files` are the names of the user's own."""
+    """Describe an error of Hydra in YAML files; `files` are the names of the user's files."""
     if isinstance(err, MissingConfigException) and err.missing_cfg_file:
         return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, files)}"
     return f"{err}: {_first_line(err.__cause__)}" if err.__cause__ else str(err)
 
 
 def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
-    """A value that is not of its key's type, and what the key takes."""
+    """Describe a value of the wrong type, and the values that the key takes."""
     if isinstance(err, ConfigKeyError) and err.full_key:
         return _no_key(err, recipe)
     setting = setting.lstrip("+")
@@ -39,7 +39,7 @@ def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) 
 
 
 def _first_line(err: BaseException) -> str:
-    """OmegaConf's words; the lines that follow are its own names of things."""
+    """Return OmegaConf's message; its other lines use OmegaConf's internal names."""
     return str(err).partition("\n")[0]
 
 
@@ -55,7 +55,7 @@ def _no_key(err: ConfigKeyError, recipe: Recipe[Any]) -> str:
 
 
 def takes(key: Key) -> str:
-    """What a key takes, with its range; "" where its type says all."""
+    """Describe the values that a key takes, with its range; "" if its type says enough."""
     kinds = [KINDS[kind] for kind in (key.kind, *typing.get_args(key.kind)) if kind in KINDS]
     allowed = key.allowed
     if key.range and kinds:
@@ -64,7 +64,7 @@ def takes(key: Key) -> str:
 
 
 def unknown_key(name: str, recipe: Recipe[Any]) -> str:
-    """A refusal of a setting's key; "" where there is one of that name."""
+    """Return the error for an unknown key of a setting, or ""."""
     if name in named_keys(recipe.schema) or name in recipe.groups:
         return ""
     section = key_of_own_name(name, recipe.schema)
@@ -90,13 +90,13 @@ def _has(section: str, names: Sequence[str]) -> str:
 
 
 def key_of_own_name(name: str, schema: type) -> Key | None:
-    """The key below which users name things, as `role_mapping` of `role_mapping.judge`."""
+    """Return the key below which users name things: `role_mapping` for `role_mapping.judge`."""
     keys = (key for key in config_keys(schema) if key.takes_any)
     return next((key for key in keys if name.startswith(f"{key.name}.")), None)
 
 
 def no_such_key(name: str, recipe: Recipe[Any]) -> str:
-    """A refusal of a key, with those that it may have been meant for."""
+    """Return the error for an unknown key, with suggestions."""
     pools = {pool for preset in recipe.placements.values() for pool in preset}
     if name in pools:
         hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
@@ -116,7 +116,7 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
 
 
 def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:
-    """The key that a name goes on from, as `rewards` in `rewards.name`, which holds a value."""
+    """Return the key with a value that a name continues, such as `rewards` in `rewards.name`."""
     known = keys_by_name(recipe.schema)
     while "." in name:
         name = name.rpartition(".")[0]
@@ -127,9 +127,7 @@ def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:
 
 
 def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
-    """The key with verl's name, else those with the same last word, else the nearest one or group
-    of presets.
-    """
+    """Suggest the key with this name in verl, keys with the same last word, or the nearest name."""
     ours = [key.name for key in keys if name and key.rules.verl == name]
     if ours:
         return f" Here it is {ours[0]!r}."

@@ -1,8 +1,8 @@
-"""What the configuration of every recipe has: the run, its cluster, its pools and roles.
+"""The part of the configuration that every recipe has: the run, its cluster, its pools and roles.
 
-A recipe extends `RunConfig` with sections of its own (PPO's are in `trainer.ppo.config`). The
-dataclasses are the home of every default and, by `key`, of every rule of one field; a YAML file
-holds only what refers to another key.
+A recipe extends `RunConfig` with its own sections (PPO's are in `trainer.ppo.config`). The
+dataclasses declare every default and, by `key`, every rule of one field; a YAML file contains only
+values that refer to another key.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NAME_A_FOLDER = "name the folder that the run writes into"
 
 
 def check_tracker(tracker: Any, subject: str) -> None:
-    """Refuse what does not make a tracker, and what is made without its two methods."""
+    """Reject an object that cannot make a tracker, or a tracker class without its two methods."""
     check_call(tracker, subject, Call("config", "total_steps"))
     if isinstance(tracker, type):
         check_tracker_methods(tracker, subject)
 
 
 def check_tracker_methods(tracker: Any, subject: str) -> None:
-    """Refuse a class, or an object, without a tracker's methods."""
+    """Reject a class or an object without a tracker's methods."""
     for name, call in (("write", Call("metrics", "step")), ("close", Call())):
         if not hasattr(tracker, name):
             raise ConfigError(
@@ -48,7 +48,7 @@ def check_tracker_methods(tracker: Any, subject: str) -> None:
 
 
 TRACKERS: Registry[Any] = Registry("tracker", check_tracker)
-"""What `trainer.logger` may name: built-in ones, and functions (config, total_steps) -> tracker."""
+"""Names for `trainer.logger`: built-in trackers, and functions (config, total_steps) -> tracker."""
 for _built_in in ("console", "tensorboard", "wandb"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
 
@@ -137,7 +137,7 @@ class TrainerConfig(Section):
     """Trackers, in addition to metrics.jsonl."""
 
     def num_steps(self, in_epochs: Callable[[int], int]) -> int:
-        """Steps of the whole run, where `in_epochs` gives those of so many passes."""
+        """Return the steps of the whole run; `in_epochs` maps a number of epochs to steps."""
         if self.total_training_steps is None:
             return in_epochs(self.total_epochs or 1)
         if self.total_epochs is None:
@@ -202,7 +202,7 @@ class ChaosConfig(Section):
 
     @property
     def has_faults(self) -> bool:
-        """Whether a run is to be tried at all."""
+        """Whether any fault is configured."""
         return max(self.kill_worker, self.delay) > 0
 
 
@@ -211,7 +211,7 @@ class RunConfig(Section):
     """The sections and keys of every recipe."""
 
     never_read: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Why this recipe does not read keys of the sections that it shares -> these keys."""
+    """Reason -> keys of shared sections that this recipe does not read."""
 
     trainer: TrainerConfig = key(factory=TrainerConfig)
     """The run."""
@@ -253,26 +253,26 @@ class RunConfig(Section):
 
     @property
     def child_pools(self) -> frozenset[str]:
-        """Pools that `backend=local` makes of child processes even where they have one process.
+        """Pools that `backend=local` runs as child processes even if they have one process.
 
-        Other pools of one run in the driver's own thread. A recipe whose roles work while the
-        driver does something else overrides this.
+        Other pools of one process run in the driver's own thread. A recipe whose roles work while
+        the driver does something else overrides this.
         """
         return frozenset()
 
     def has_own_processes(self, pool: str, world_size: int) -> bool:
-        """Whether the pool has processes of its own, apart from the driver's."""
+        """Return whether the pool has processes apart from the driver's."""
         return not self.is_inline(pool, world_size)
 
     def is_inline(self, pool: str, world_size: int) -> bool:
-        """Whether a pool is the driver's own thread, which waits for each of its calls."""
+        """Return whether a pool runs in the driver's own thread, which waits for every call."""
         of_one = world_size == 1 and pool not in self.child_pools
         return self.trainer.backend == "local" and of_one
 
     def of_role(self, role: str) -> RunConfig:
-        """The configuration that this role's workers get; a recipe's may differ between roles."""
+        """Return the configuration for this role's workers, which a recipe may vary by role."""
         return self
 
     def kind_of(self, role: str) -> str:
-        """The role that this one is another of, where a recipe has several that do the same."""
+        """Return the role that this one is a copy of, if a recipe has several of a kind."""
         return role

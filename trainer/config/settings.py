@@ -1,4 +1,4 @@
-"""Settings, `key=value` as on the command line: read by Hydra's parser, written from keywords.
+"""Settings, `key=value` as on the command line: parsed by Hydra, and written from keywords.
 
 settings = flat_settings(PPOConfig, {"data": {"train_batch_size": 8}, "algorithm": "grpo"})
 overrides_of(settings)          # ["data.train_batch_size=8", "algorithm=grpo"]
@@ -22,13 +22,13 @@ from trainer.config.keys import config_keys
 from verl_like.errors import ConfigError
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*", re.ASCII)
-"""Texts that the parser reads as they are, unless they are `WORDS`."""
+"""Texts that the parser reads without quotes, unless they are `WORDS`."""
 WORDS = {"true", "false", "null", "inf", "nan"}
 
 
 @lru_cache(maxsize=4096)
 def parse(setting: str) -> Override:
-    """A setting with its `key_or_group`, and its `value()`."""
+    """Parse a setting into its `key_or_group` and `value()`."""
     try:
         (parsed,) = OverridesParser.create().parse_overrides([setting])
     except HydraException as err:
@@ -42,7 +42,7 @@ def parse(setting: str) -> Override:
 
 
 def keys_of(settings: Iterable[Override]) -> list[str]:
-    """The dotted keys that are set, added or deleted, also inside `section={key: value}`."""
+    """Return the dotted keys that are set, added or deleted, also inside `section={key: value}`."""
     found = []
     for setting in settings:
         found += keys_in(setting.key_or_group, setting.value())
@@ -50,7 +50,7 @@ def keys_of(settings: Iterable[Override]) -> list[str]:
 
 
 def keys_set(settings: Iterable[Override]) -> list[str]:
-    """The dotted keys that have a value of these settings: a `~key` takes back what is before."""
+    """Return the dotted keys that these settings set; a `~key` undoes earlier ones."""
     found: dict[str, None] = {}
     for setting in settings:
         if setting.is_delete():
@@ -61,7 +61,7 @@ def keys_set(settings: Iterable[Override]) -> list[str]:
 
 
 def keys_in(key: str, value: Any) -> list[str]:
-    """The dotted keys of dicts within dicts, below `key`."""
+    """Return the dotted keys of nested dicts below `key`."""
     if not isinstance(value, dict) or not value:
         return [key]
 
@@ -72,7 +72,7 @@ def keys_in(key: str, value: Any) -> list[str]:
 
 
 def jobs_of(settings: Sequence[str]) -> list[list[str]]:
-    """The settings of each job of a sweep: every choice of `seed=1,2` with every other one."""
+    """Return the settings of each job of a sweep: all combinations of choices like `seed=1,2`."""
     choices = []
     for setting in settings:
         parsed = parse(setting)
@@ -85,9 +85,9 @@ def jobs_of(settings: Sequence[str]) -> list[list[str]]:
 
 
 def flat_settings(schema: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value; the dict of a section holds keys, any other dict is a value.
+    """Return dotted key -> value; the dict of a section has keys, any other dict is a value.
 
-    A name may be dotted itself: `**{"optim.lr": 1e-5}`.
+    A name may be dotted: `**{"optim.lr": 1e-5}`.
     """
     sections = {key.name for key in config_keys(schema) if key.is_section}
     settings: dict[str, Any] = {}
@@ -109,12 +109,12 @@ def _flatten(
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
-    """The settings as `key=value` strings."""
+    """Return the settings as `key=value` strings."""
     return [f"{key}={as_text(value, key)}" for key, value in settings.items()]
 
 
 def as_text(value: Any, key: str) -> str:
-    """A value as the parser reads it; what the command line has no form for is refused."""
+    """Return a value as the parser reads it; raise if the command line cannot express it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def as_text(value: Any, key: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In quotes, where something else would be read."""
+    """Quote a text if the parser would read it differently."""
     if PLAIN_TEXT.fullmatch(text) and text.lower() not in WORDS:
         return text
     return QuotedString(text, Quote.single).with_quotes()

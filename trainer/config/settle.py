@@ -1,10 +1,10 @@
-"""From a composed configuration to the one of a run: `settle`, a pure function.
+"""From a composed configuration to a run's configuration: `settle`, a pure function.
 
     config, notices = settle(recipe, composed, keys)
 
-Each step takes a configuration and returns another one. The result is read-only: nothing writes
-into it. What only files and devices tell, such as how large passes may be, is settled in the same
-way when the run starts (`Trainer.settled`).
+Each step takes a configuration and returns another. The result is read-only. Values that depend on
+files and devices, such as the largest passes, are settled in the same way when the run starts
+(`Trainer.settled`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ C = TypeVar("C", bound=RunConfig)
 def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
     """Return the read-only configuration of the run, and notices to show.
 
-    `keys` are those that the user set. One that this run does not read gets a notice, and its
-    default value: it cannot have an effect in a place that forgot to ask. Roles that cannot work
-    are errors.
+    `keys` are those that the user set. A key that this run does not read gets a notice and its
+    default value, so that it cannot have an effect anywhere. Roles that cannot work are errors.
     """
     unused: dict[str, list[str]] = {}
     left = set(keys)
@@ -57,7 +56,7 @@ def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, 
 
 
 def _without(config: C, keys: Collection[str]) -> C:
-    """Return the configuration with the defaults of these keys, without these arguments."""
+    """Return the configuration with the defaults of these keys, and without these arguments."""
     schema, default = type(config), type(config)()
     for name in keys:
         for key in path_to(schema, name)[-1:]:
@@ -70,7 +69,7 @@ def _without(config: C, keys: Collection[str]) -> C:
 
 
 def _with_engine(config: C) -> tuple[C, list[str]]:
-    """Choose the engine of a recipe that generates, where the user left it open."""
+    """Choose the engine of a recipe that generates, unless the user has chosen it."""
     policy = getattr(config, "actor_rollout_ref", None)
     rollout = getattr(policy, "rollout", None)
     if not isinstance(rollout, RolloutConfig):

@@ -1,4 +1,4 @@
-"""A composed configuration as YAML, each key with its rules: what `--cfg job` and `all` print."""
+"""A composed configuration as YAML, each key with its rules, for `--cfg job` and `--cfg all`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def annotated_yaml(
 ) -> str:
     """Return the tree in the order of its composition, with the rules of each field as a comment.
 
-    Keys that are `left_out` are counted at the end. With `meanings`, the line above a key says what
-    it means.
+    `left_out` keys are only counted at the end. With `meanings`, the line above a key has its
+    meaning.
     """
     keys = {key.name: key for key in config_keys(schema)}
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
@@ -52,7 +52,7 @@ def _lines(
             continue
 
         first, *rest = OmegaConf.to_yaml({name: value}).splitlines()
-        if rest and comment:  # a value over several lines: nothing may stand behind the first
+        if rest and comment:  # a block value allows no comment on its first line
             yield f"{indent}{comment.strip()}"
             comment = ""
         yield f"{indent}{first}{comment}"

@@ -1,8 +1,9 @@
 """Keys that are valid, but that this run does not read.
 
-A key says at its field when it is read (`read_when`). A condition of a section covers all its keys.
-A key that the user set and that this run does not read is a notice, never an error: people switch
-estimators and keep their scripts. `--cfg job` prints only the keys that the run reads.
+A key declares at its field when it is read (`read_when`). A condition of a section covers all its
+keys. A key that the user set and that this run does not read is a notice, never an error, because
+people switch estimators and keep their scripts. `--cfg job` prints only the keys that the run
+reads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer.config.schema import RunConfig
 
 
 def unused_among(config: RunConfig, keys: Collection[str]) -> dict[str, list[str]]:
-    """Return reason -> those of the user's `keys` that this run does not read."""
+    """Return reason -> the user's `keys` that this run does not read."""
     unused: dict[str, list[str]] = {}
     for key in keys:
         reason = why_unused(config, key)
@@ -55,7 +56,7 @@ def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
 
 
 def why_unused(config: RunConfig, name: str) -> str | None:
-    """Return what is missing for the run to read the key `name`; None if it reads the key."""
+    """Return why the run does not read the key `name`, or None if it does."""
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
             continue  # `critic={}` sets no key

@@ -1,9 +1,9 @@
-"""Which modules of the user's a run needs.
+"""Find the user's modules that a run needs.
 
-What it names by a dotted path is imported in the worker processes (worker classes, policy losses,
-optimizers): Ray sends it to other nodes. Estimators, reward functions and trainers run beside the
-driver and stay there. What files of theirs import decides a run's numbers as they do: checkpoints
-have digests of it.
+Objects that workers use (worker classes, policy losses, optimizers) are named by a dotted path and
+imported in the worker processes, so Ray sends them to other nodes. Estimators, reward functions and
+trainers run in the driver's process. The files that they import also affect a run's numbers, so
+checkpoints have digests of these files.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 OWN_PACKAGES = ("verl_like", "workers", "trainer")
 INSTALLED = frozenset(["site-packages", "dist-packages"])
-"""Names of folders of installed packages, whatever Python they are of."""
+"""Folder names of installed packages, for any Python version."""
 
 
 def modules_of_the_user(object_paths: Iterable[str]) -> list[str]:
-    """Files and folders, each once, that hold the user's code behind these paths of objects.
+    """Return the files and folders, without duplicates, of the user's code at these object paths.
 
-    Installed packages are left out, and so are registered names and `file.py:name`: every node
-    reads that file where the path says.
+    Installed packages and registered names are left out. So is `file.py:name`, because every node
+    reads that file at its path.
     """
     modules = [path.rpartition(":")[0] or path for path in object_paths if {".", ":"} & set(path)]
     packages = dict.fromkeys(
@@ -39,7 +39,7 @@ def modules_of_the_user(object_paths: Iterable[str]) -> list[str]:
 
 
 def place_of(module: str) -> Path | None:
-    """The file of a module or the folder of a package; None if it is installed or not there."""
+    """Return a module's file or a package's folder; None if it is installed or missing."""
     spec = importlib.util.find_spec(module)
     if spec is None:
         return None
@@ -53,9 +53,9 @@ def place_of(module: str) -> Path | None:
 
 
 def imported_files(file: Path) -> list[Path]:
-    """The files of the user's modules that a Python file imports, and those that these do.
+    """Return the files of the user's modules that a Python file imports, also indirectly.
 
-    They are found by reading them, also imports within functions; nothing is run.
+    They are found by parsing, including imports inside functions; nothing is executed.
     """
     found: set[Path] = set()
     ahead = [file.resolve()]
@@ -67,10 +67,10 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _imported_by(file: Path) -> Iterator[Path]:
-    """The files of the modules that it imports, and of the packages around them."""
+    """Yield the files of the modules that a file imports, and of the packages around them."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # whoever loads it says so
+    except (OSError, SyntaxError, ValueError):  # loading it reports the error
         return
     for node in ast.walk(tree):
         names, level = [], 0
@@ -90,9 +90,10 @@ def _imported_by(file: Path) -> Iterator[Path]:
 
 
 def _root_of(module: str, importer: Path) -> Path | None:
-    """The folder of a module of the user's; None of others.
+    """Return the folder of a user's module, and None for other modules.
 
-    One that is on no path is looked for beside its importer, which may add that folder itself.
+    A module that is not on the import path is expected next to its importer, which may add that
+    folder itself.
     """
     if module in OWN_PACKAGES or module in sys.stdlib_module_names:
         return None

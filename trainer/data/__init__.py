@@ -1,1 +1,1 @@
-"""Prompts from files to batches, and how many of them each part of a step takes."""
+"""Prompts, texts and pairs: from files to batches."""

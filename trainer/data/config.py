@@ -1,7 +1,4 @@
-"""The section `data`: files of prompts, how many go into a step, how long they may be.
-
-And when a run validates on them.
-"""
+"""The section `data`: files of prompts, prompts per step, their lengths, and when to validate."""
 
 from __future__ import annotations
 

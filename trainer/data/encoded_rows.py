@@ -50,10 +50,10 @@ def encode_rows(
     on_bad_row: str | None,
     limit: int | None = None,
 ) -> tuple[list[EncodedRow], int]:
-    """Return what `encode` makes of the rows in order, and how many were skipped.
+    """Return the results of `encode` for the rows in order, and the number of skipped rows.
 
-    The configuration's `key` names the files. Large ones are read and tokenized once; `kind` tells
-    their entry from others of the same files. With `on_bad_row` skip a bad row is left out,
+    The configuration's `key` names the files. Large files are read and tokenized once; `kind`
+    distinguishes cache entries of the same files. With `on_bad_row` skip a bad row is left out,
     otherwise it stops the run. A recipe without the key `data.on_bad_row` passes None.
     """
     names = names_of(files)
@@ -137,7 +137,7 @@ def cut_rows(
 ) -> tuple[list[EncodedRow], str]:
     """Return rows with sides of at most `max_length` tokens, and `story` with the counts.
 
-    A row that then teaches nothing is dropped; `lost` says in words what it lacks.
+    A row that then has nothing to learn from is dropped; `lost` names what it lacks.
     """
     kept: list[EncodedRow] = []
     num_cut = 0

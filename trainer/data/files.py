@@ -182,7 +182,7 @@ def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterato
 
 
 def is_num_games(files: Any) -> bool:
-    """Return whether it is a number of rows without a prompt: the environment says everything."""
+    """Return whether `files` is a number of rows without a prompt, for an environment."""
     return type(files) is int
 
 
@@ -269,7 +269,7 @@ def filled_columns(row: Row) -> str:
 
 
 def listing(folder: Path) -> str:
-    """Return what a folder holds, for messages."""
+    """Return the content of a folder for messages."""
     if not folder.is_dir():
         return "nothing: the folder is not there"
     names = sorted(entry.name for entry in folder.iterdir())

@@ -144,6 +144,6 @@ def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
 def labelled_batch(
     rows: Sequence[LabelledRow], uids: Sequence[str], pad_token_id: int
 ) -> DataProto:
-    """Return responses, and which of them are `desirable`."""
+    """Return a batch of responses with the column `desirable`."""
     batch = lm_batch([row.response for row in rows], uids, pad_token_id)
     return write_columns(batch, desirable=torch.tensor([row.desirable for row in rows]))

@@ -189,7 +189,7 @@ class PromptSet:
 
 
 class PromptRun(Protocol):
-    """What a loader reads of a run's configuration."""
+    """The part of a run's configuration that a loader reads."""
 
     @property
     def data(self) -> DataConfig:

@@ -1,1 +1,1 @@
-"""From a placement to running worker groups."""
+"""Start worker groups from a placement."""

@@ -1,7 +1,6 @@
-"""The nodes of a run, what its pools need of them, and the devices of this machine.
+"""The nodes of a run, the needs of its pools, and the devices of this machine.
 
-All of it is found out before the pools are planned, and anew when a pool of a run on Ray is
-restarted that has lost a node.
+They are read before the pools are planned, and again when Ray restarts a pool that has lost a node.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from verl_like.placement.pools import Node, ProcessNeeds
 
 
 def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
-    """What a process of every pool takes: `pool_resources`, else what the run's keys say."""
+    """Return what a process of every pool takes, by `pool_resources` or the run's keys."""
     needs = {}
     for pool in config.resource_pool_spec:
         own = config.pool_resources.get(pool, PoolResources())
@@ -32,15 +31,15 @@ def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
 
 
 def _device_of_nodes(config: RunConfig) -> str:
-    """Whether GPUs are looked for: `trainer.device`, or what any pool asks for."""
+    """Return the devices to look for on nodes, by `trainer.device` and the pools' devices."""
     devices = {need.device for need in needs_of_pools(config).values()} or {config.trainer.device}
     return next(device for device in ("cuda", "auto", "cpu") if device in devices)
 
 
 def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
-    """This machine, or the nodes of the Ray cluster, which is joined or started.
+    """Return this machine, or the nodes of the Ray cluster, which is joined or started.
 
-    `worker_code` are the dotted paths that workers import.
+    `worker_code` has the dotted paths that workers import.
     """
     trainer = config.trainer
     if trainer.backend != "ray":
@@ -55,7 +54,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
 
 
 def living_nodes(config: RunConfig) -> list[Node]:
-    """The nodes of the Ray cluster that answer: Ray itself may take half a minute to miss one."""
+    """Return the nodes of the Ray cluster that answer; Ray notices a dead node only after 30 s."""
     from verl_like.backends.ray.cluster import cluster_nodes, why_gone
 
     has_gpus = _device_of_nodes(config) != "cpu"
@@ -64,9 +63,10 @@ def living_nodes(config: RunConfig) -> list[Node]:
 
 
 def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Placement:
-    """The plan with this pool on nodes that live; the same one where none of its own is lost.
+    """Return the plan with this pool on living nodes, or the same plan if it has lost none.
 
-    NoRoomError: another node would do. PlacementError: there is room if all pools are planned anew.
+    Raise NoRoomError if another node would help, and PlacementError if the pools would fit when
+    planned again from scratch.
     """
     if config.trainer.backend != "ray":
         return placement
@@ -88,7 +88,7 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
 
 
 def plan_on(config: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """The pools and roles of the configuration on these nodes."""
+    """Return the plan of the configuration's pools and roles on these nodes."""
     spec, needs = config.resource_pool_spec, needs_of_pools(config)
     return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)
 
@@ -105,14 +105,14 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
 
 
 def joined_cluster(config: RunConfig) -> str | None:
-    """The address of a cluster that others have started."""
+    """Return the address of an existing cluster to join, or None."""
     return config.ray.address or os.environ.get("RAY_ADDRESS")
 
 
 def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
-    """Let a Ray cluster of the run's own start beside what the driver still has to do.
+    """Start the run's own Ray cluster in a thread while the driver prepares the run.
 
-    `find_nodes` waits for it. A start that fails is tried again there, which says why.
+    `find_nodes` waits for it. If the start fails, `find_nodes` tries again and reports the error.
     """
     trainer = config.trainer
     if trainer.backend != "ray" or trainer.dry_run or joined_cluster(config):
@@ -124,11 +124,11 @@ def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
 
     thread = threading.Thread(target=start, name="cluster", daemon=True)
     thread.start()
-    at_end.callback(thread.join)  # whatever happens until then, it ends in order
+    at_end.callback(thread.join)  # waits for the start even after an error
 
 
 def require_shared_folder(config: RunConfig, placement: Placement) -> None:
-    """Where there is more than one node, all of them must see the run folder."""
+    """Check that all nodes see the run folder, if there is more than one."""
     by_key = {node.key: node for plan in placement.pools.values() for node in plan.nodes}
     if len(by_key) > 1:
         from verl_like.backends.ray import shared_folder
@@ -138,7 +138,7 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
 
 
 def devices_in_words(config: RunConfig) -> str:
-    """The devices of this machine; refused if they are not what the configuration asks for."""
+    """Describe the devices of this machine; raise if they do not suit the configuration."""
     trainer, joins = config.trainer, joined_cluster(config)
     if trainer.pretend is not None:
         kind = _devices_here(config)
@@ -171,7 +171,7 @@ def _devices_here(config: RunConfig) -> str:
 
 
 def _no_gpu(config: RunConfig, why: str) -> PlacementError:
-    """The refusal of `device=cuda`, by the key that says so."""
+    """Return the error for `device=cuda` without GPUs, which names the key."""
     pools = [pool for pool, own in config.pool_resources.items() if own.device == "cuda"]
     in_all = config.trainer.device == "cuda"
     asks = "trainer.device" if in_all else f"pool_resources.{pools[0]}.device"

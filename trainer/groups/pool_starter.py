@@ -1,6 +1,6 @@
-"""The processes of one pool, started on the backend that the configuration names.
+"""Start the processes of one pool on the configured backend.
 
-Every pool at the start of a run, and one again when it is restarted.
+The run starts every pool this way, and restarts one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class PoolStarter:
-    """Starts pools of a plan; on Ray it keeps their places until they are released."""
+    """Starts pools of a plan; on Ray it reserves their places until they are released."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
-        """A pool that this backend cannot have is refused."""
+        """Raise if this backend cannot run one of the pools."""
         self.config, self.placement = config, placement
         self.limits = Deadlines.of(config.watch)
         self._neighbours: dict[str, Worker] = {}
@@ -42,11 +42,11 @@ class PoolStarter:
                 )
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
-        """Whether the pool has processes of its own, apart from the driver's."""
+        """Return whether the pool has processes apart from the driver's."""
         return self.config.has_own_processes(plan.name, plan.world_size)
 
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
-        """The group of all roles of a pool, in the order of `classes`."""
+        """Start a pool and return the group of its roles, in the order of `classes`."""
         trainer = self.config.trainer
         made = {r: ClassWithInitArgs(c, self.config.of_role(r)) for r, c in classes.items()}
         recipe = create_colocated_worker_cls(made)
@@ -65,7 +65,7 @@ class PoolStarter:
         return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
 
     def check_restart(self, plan: PoolPlan) -> None:
-        """Refuse a restart of a pool that has no process to start."""
+        """Raise for a pool that has no process to restart."""
         if not self.has_own_processes(plan):
             raise PlacementError(
                 f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
@@ -73,17 +73,17 @@ class PoolStarter:
             )
 
     def leave(self, pool: str) -> None:
-        """Give a pool's places on the cluster back; its next start is on those of its plan."""
+        """Release a pool's places on the cluster; its next start uses the places of its plan."""
         if pool in self._ray_pools:
             self._ray_pools.pop(pool).release()
 
     def release(self) -> None:
-        """Give the places on the cluster back; the groups on them have ended."""
+        """Release the places on the cluster, after the groups on them have ended."""
         for pool in self._ray_pools.values():
             pool.release()
 
     def _ray_pool(self, plan: PoolPlan) -> RayResourcePool:
-        """The places of a pool: a restart takes those that it had, unless it has left them."""
+        """Return the places of a pool: for a restart the same ones, unless they were released."""
         from verl_like.backends.ray import RayResourcePool
 
         if plan.name not in self._ray_pools:
@@ -101,9 +101,9 @@ class PoolStarter:
 
 
 def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
-    """Make these calls in a thread each, and wait for all.
+    """Run these calls in a thread each, and wait for all.
 
-    The first one's error is raised then, with the others in its notes.
+    If some fail, the first error is raised with the others in its notes.
     """
     errors: dict[int, BaseException] = {}
 

@@ -1,12 +1,12 @@
-"""From a placement to running worker groups: roles, backends, and the life of the processes.
+"""From a placement to running worker groups: roles, backends, and the lifetime of the processes.
 
     with WorkerGroups(config) as groups:
         print(groups.placement)
         groups["student"].init_model()
 
-Roles are strings. Those of a recipe have their classes in its YAML, in the order in which they are
-constructed. One of your own needs `role_workers.<role>=<dotted path>` and
-`role_mapping.<role>=<pool>`, nothing here.
+Roles are strings. A recipe's YAML has the classes of its roles, in the order in which they are
+constructed. Your own role needs `role_workers.<role>=<dotted path>` and
+`role_mapping.<role>=<pool>`, and no change here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def worker_class(config: RunConfig, role: str) -> type[Worker]:
-    """The class that plays a role: the user's own, or that of the recipe's YAML."""
+    """Return the class of a role: the user's, or the one in the recipe's YAML."""
     path = config.role_workers.get(role)
     if not path:
         raise ConfigError(
@@ -59,9 +59,9 @@ class WorkerGroups:
     def __init__(self, config: RunConfig, worker_code: Sequence[str] | None = None) -> None:
         """Check the whole placement and import every class; only then start processes.
 
-        `worker_code` are the dotted paths that workers import; by default their classes alone.
-        Pools with processes of their own start at once. Before them, those of the driver's own
-        thread start one by one: there a role may find neighbours from other pools.
+        `worker_code` has the dotted paths that workers import, by default their classes. Pools with
+        their own processes start concurrently. Pools in the driver's thread start before them one
+        by one, because their roles may find siblings from other pools.
         """
         self.config = config
         self._life, self._is_over = threading.Lock(), False
@@ -80,7 +80,7 @@ class WorkerGroups:
         self._start_all()
 
     def _start_all(self) -> None:
-        """Start every pool, or leave no process behind."""
+        """Start every pool; on an error, leave no process behind."""
         one_by_one: list[Callable[[], None]] = []
         at_once: list[Callable[[], None]] = []
         for plan in self.placement.pools.values():
@@ -99,18 +99,18 @@ class WorkerGroups:
         self._fused = {name: self._fused[name] for name in self.placement.pools}
         for name, group in self._fused.items():
             self._groups.update(group.spawn(self._roles(name)))
-        # whoever calls one role after the other meets them in the order in which they are
-        # constructed, whatever that of the pools: one may compute with another's module
+        # callers iterate over roles in the order in which they are constructed, whatever the
+        # order of the pools, because a role may compute with another's module
         self._groups = {role: self._groups[role] for role in self._in_order(self._groups)}
         self._new_roles.update(self._groups)
         self._watch_each_other()
 
     def restart(self, pool: str) -> None:
-        """Start the processes of one pool anew, on the places that it had; other pools go on.
+        """Restart the processes of one pool on its places, while other pools go on.
 
-        In the place of a node that is lost it takes another one, or raises `NoRoomError`. What is
-        left of its processes is ended: calls that wait for them fail. The roles are constructed, no
-        more, and `groups[role]` is another group from now on.
+        A lost node is replaced by another, or `NoRoomError` is raised. The pool's remaining
+        processes are ended, so calls that wait for them fail. The roles are only constructed, and
+        `groups[role]` is a new group from now on.
         """
         if pool not in self.placement.pools:
             hint = nearest(pool, self.placement.pools)
@@ -134,8 +134,8 @@ class WorkerGroups:
             self.may_be_replaced(self._replaceable)
 
     def _leave_lost_nodes(self, pool: str) -> bool:
-        """Plan a pool that has lost a node on others; whether that has changed anything."""
-        with self._planning:  # of two pools that move, the second one sees where the first goes
+        """Plan a pool that has lost a node on other nodes; return whether the plan has changed."""
+        with self._planning:  # so a second pool that moves knows where the first went
             before = self.placement
             self.placement = without_lost_nodes(self.config, before, pool)
         if self.placement.pools[pool] == before.pools[pool]:
@@ -146,45 +146,45 @@ class WorkerGroups:
         return True
 
     def note_placement(self) -> None:
-        """Write `placement.txt` of the run folder: who is where."""
+        """Write the placement to `placement.txt` of the run folder."""
         folder = Path(self.config.trainer.default_local_dir)
         write_whole(folder / "placement.txt", f"{self.placement}\n")
 
     def construct_again(self, pool: str) -> None:
-        """Construct the roles of a pool anew, in the processes that it has: they hold nothing."""
+        """Construct the roles of a pool again in its processes, without their models."""
         self._fused[pool].transport.construct_again()
         self._new_roles.update(self._roles(pool))
 
     def take_new_roles(self) -> set[str]:
-        """The roles that were constructed since the last time, and have no model yet."""
+        """Return the roles constructed since the last call, which have no model yet."""
         taken, self._new_roles = self._new_roles, set()
         return taken
 
     def may_be_replaced(self, roles: frozenset[str]) -> None:
-        """While others work, the loss of a pool that has none but these roles can wait."""
+        """Let the loss of a pool that has only these roles wait while other pools work."""
         self._replaceable = roles
         for pools in self.pools_by_processes():
             can = all(roles.issuperset(self._roles(pool)) for pool in pools)
             self._fused[pools[0]].transport.is_replaceable = can
 
     def roles_of_pools(self) -> dict[str, list[str]]:
-        """Pool -> its roles, in the order in which they are constructed."""
+        """Return pool -> its roles, in the order in which they are constructed."""
         return {pool: self._roles(pool) for pool in self._fused}
 
     def pools_by_processes(self) -> list[list[str]]:
-        """The pools, those together whose roles live in the same processes."""
+        """Return the pools, grouped by the processes that they share."""
         found: dict[int, list[str]] = {}
         for pool, group in self._fused.items():
             found.setdefault(group.transport.process_key, []).append(pool)
         return list(found.values())
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
-        """Pools with a process that is gone, or does not answer in its turn in time; and why.
+        """Return pools with a process that is gone, or does not answer in its turn in time -> why.
 
-        Afterwards the others have nothing under way.
+        Afterwards the other pools have no call in progress.
         """
         for group in self._fused.values():
-            group.transport.companions = []  # each is asked for itself
+            group.transport.companions = []  # every pool is checked by its own call
         until, lost, asked = time.monotonic() + seconds, {}, {}
         for pool in self._fused:
             try:
@@ -200,9 +200,9 @@ class WorkerGroups:
         return {pool: lost[pool] for pool in self._fused if pool in lost}
 
     def _watch_each_other(self) -> None:
-        """While one pool is waited for, the loss of another that the run needs is noticed.
+        """Make a wait for one pool notice the loss of another pool that the run needs.
 
-        Pools that work beside the driver are not among these: the recipe looks after them.
+        Pools that work concurrently with the driver are excluded: the recipe watches them.
         """
         needed: dict[int, Transport] = {}
         for name, group in self._fused.items():
@@ -213,16 +213,16 @@ class WorkerGroups:
         self._needed = list(needed.values())
 
     def check_idle(self, what: str) -> None:
-        """Raise if a pool that the run needs is lost, while `what` is waited for beside them."""
+        """Raise if a pool that the run needs is lost while `what` is waited for."""
         for transport in self._needed:
             transport.check_idle(what)
 
     def _roles(self, pool: str) -> list[str]:
-        """The roles of a pool in the order in which they are constructed."""
+        """Return the roles of a pool in the order in which they are constructed."""
         return self._in_order(self.placement.pools[pool].roles)
 
     def _in_order(self, roles: Iterable[str]) -> list[str]:
-        """The order of `role_workers`."""
+        """Sort roles by the order of `role_workers`."""
         order = [*self.config.role_workers, *self._classes]
         return sorted(roles, key=order.index)
 
@@ -233,7 +233,7 @@ class WorkerGroups:
             if not self._is_over:
                 self._fused[plan.name] = group
                 return
-        group.shutdown()  # the run ended while this pool was on its way
+        group.shutdown()  # the run ended while this pool started
 
     def __getitem__(self, role: str) -> Any:
         if role not in self._groups:
@@ -256,7 +256,7 @@ class WorkerGroups:
         self.shutdown()
 
     def take_calls(self) -> list[dict[str, Any]]:
-        """The calls finished since the last time, of every pool, for the timeline."""
+        """Return the calls of every pool finished since the last call, for the timeline."""
         records = []
         for pool, group in list(self._fused.items()):
             for header in group.transport.take_finished():
@@ -265,7 +265,7 @@ class WorkerGroups:
         return records
 
     def shutdown(self) -> None:
-        """End every process and give its place back."""
+        """End every process and release its place."""
         with self._life:
             self._is_over = True
         for group in self._fused.values():

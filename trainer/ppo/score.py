@@ -76,7 +76,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
 
 
 def measures_reference(config: PPOConfig, step: int) -> bool:
-    """Whether this step tells how far an int8 reference is off: before the actor has moved."""
+    """Return whether this step measures an int8 reference's error: the first, if configured."""
     return (
         step == 1
         and "ref" in config.role_mapping

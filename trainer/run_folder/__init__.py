@@ -1,1 +1,1 @@
-"""A run's folder and what is written there: checkpoints, metrics, timeline, progress."""
+"""A run's folder and its files: checkpoints, metrics, timeline, progress."""

@@ -3,22 +3,22 @@
     <run folder>/
       latest_checkpointed_iteration.txt   number of the newest step, for people and for verl's tools
       global_step_N/
-        commit.json                       sizes and checksums; written last: else there is none
-        trainer.json, random.json           what the driver goes on with, and its random state
-        actor/, critic/, rollout/, ...    one folder a role, written by `Worker.save_checkpoint`
-      model/                              the trained model, after the last step; a marker is in it
+        commit.json                       sizes and checksums; written last, so it marks completion
+        trainer.json, random.json         the driver's state and its random state
+        actor/, critic/, rollout/, ...    one folder per role, written by `Worker.save_checkpoint`
+      model/                              the trained model, after the last step, with a marker
 
-A trainer drives it so:
+A trainer calls it like this:
 
     checkpoints = Checkpoints(config)
-    state = checkpoints.resume.load(groups)     # where the run goes on: trainer.run_folder.resume
+    state = checkpoints.resume.load(groups)     # the state to resume: trainer.run_folder.resume
     if checkpoints.is_due(step, total_steps):
         checkpoints.write(step, groups, state)
-    ...                                   # the step's line of metrics: what is committed has it
-    checkpoints.commit()                  # at once, or when what is left is written (async_save)
+    ...                                   # the step's metrics, before its checkpoint is committed
+    checkpoints.commit()                  # at once, or when all files are written (async_save)
     ...
     checkpoints.finish()                  # the last one is committed
-    checkpoints.close()                   # nothing is under way any more, however the run ended
+    checkpoints.close()                   # ends all writing, however the run ended
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
 AFTER_LOSS_S = 10.0
-"""What the writing of a checkpoint gets to end when a worker is lost: it may be the writer."""
+"""Time for a checkpoint to be written after a worker is lost, which may be the writer."""
 DROP_S = 5.0
-"""What the writing gets to hear that it is to hurry, or to end."""
+"""Time for the writers to receive a request to hurry or to stop."""
 POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
@@ -62,22 +62,22 @@ class Checkpoints:
     """Writes the checkpoints of one run folder."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Find the point to resume from; `ResumePoint` rejects what this run cannot go on from."""
+        """Find the checkpoint to resume; `ResumePoint` rejects one that does not fit this run."""
         self.resume = ResumePoint(config)
         self.trainer, self.folder = config.trainer, self.resume.folder
         self._written: int | None = None
-        """The step of the checkpoint that is to be committed."""
+        """The step of the checkpoint that is not committed yet."""
         self._unwritten: dict[str, Any] = {}
-        """Groups by role, whose workers have copied what they have to write."""
+        """Groups by role whose workers have copied their state and still have to write it."""
         self._writing: dict[str, Any] | None = None
-        """The futures of their writing, while the steps go on."""
+        """The futures of the background writing."""
         self._committed: list[Path] = []
-        """Since `commit` was last asked."""
+        """Folders committed since the last call of `commit`."""
         self._longest_s = Deadlines.of(config.watch).call_s
         self._began = self._saved_at = time.monotonic()
 
     def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
-        """Whether `trainer.save_freq` or `save_every_minutes` asks for a checkpoint after it."""
+        """Return whether `trainer.save_freq` or `save_every_minutes` asks for a checkpoint now."""
         every = self.trainer.save_freq
         if every > 0 and (step % every == 0 or step == total_steps):
             return True
@@ -87,7 +87,7 @@ class Checkpoints:
 
     @property
     def are_written(self) -> bool:
-        """Whether this run writes any: one that is stopped then leaves one behind."""
+        """Whether this run writes checkpoints, which a stopped run then does at its end."""
         return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
 
     def write(
@@ -97,9 +97,9 @@ class Checkpoints:
         state: dict[str, Any],
         write_more: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`.
+        """Write all roles and the driver's `state`; `commit` makes it a checkpoint.
 
-        `write_more` puts further files into the folder. The checkpoint before is committed first.
+        `write_more` adds files to the folder. The previous checkpoint is committed first.
         """
         self.finish()
         part, roles = self._part(step), list(groups)
@@ -116,7 +116,7 @@ class Checkpoints:
         self._written = step
 
     def write_model(self, step: int, group: Any) -> Path:
-        """Put the trained model of `group` into `model/` of the run folder."""
+        """Write the trained model of `group` to `model/` of the run folder."""
         folder, part = self.folder / MODEL, self.folder / f"{MODEL}.part"
         with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
@@ -126,10 +126,10 @@ class Checkpoints:
         return folder
 
     def commit(self) -> list[Path]:
-        """Give what was written, if anything was, its name: `global_step_<step>`.
+        """Rename what was written to `global_step_<step>`, and return newly committed folders.
 
-        Where files are left to write, workers do that beside the steps, and a later call names the
-        checkpoint, or raises what failed. Gives those that are committed since the last time.
+        If files remain to be written, workers write them in the background, and a later call
+        renames the folder or raises their error.
         """
         if self._written is not None and self._writing is None:
             self._saved_at = time.monotonic()
@@ -145,7 +145,7 @@ class Checkpoints:
         return all(future.done() for future in (self._writing or {}).values())
 
     def finish(self) -> None:
-        """Wait until what is written is committed; raises what failed. Older ones may go then."""
+        """Wait until the checkpoint is committed, or raise its error; remove old checkpoints."""
         step, writing = self._written, self._writing
         if step is None or writing is None:
             return
@@ -164,15 +164,16 @@ class Checkpoints:
         self._committed.append(folder)
 
     def _hurry(self, is_wanted: bool) -> None:
-        """Have the workers that write hurry, or end."""
+        """Tell the workers that write to hurry, or to stop."""
         for group in self._unwritten.values():
-            with suppress(VerlLikeError):  # whoever is gone writes nothing
+            with suppress(VerlLikeError):  # a lost worker writes nothing
                 group.hurry_checkpoint.remote(is_wanted).get(timeout=DROP_S)
 
     def close(self) -> None:
-        """End what is being written, if the run ends by an error or a signal.
+        """End the writing of a checkpoint when the run ends by an error or a signal.
 
-        It is committed, if it can be; not where a second signal ends the run at once.
+        The checkpoint is committed if possible, except after a second signal, which ends the run at
+        once.
         """
         step, error = self._written, sys.exception()
         if step is None or self._writing is None:
@@ -211,7 +212,7 @@ class Checkpoints:
 
 
 def _room_in(folder: Path) -> str:
-    """What is free there: a disk may have no room for another file, though it has bytes."""
+    """Describe the free space: a disk with free bytes may have no inode for another file."""
     if not folder.exists():
         return "0 MiB"
     room = os.statvfs(folder)

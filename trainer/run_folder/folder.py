@@ -1,21 +1,21 @@
-"""The run folder (`trainer.default_local_dir`), and what is written into it when a run starts.
+"""The run folder (`trainer.default_local_dir`), and the files written when a run starts.
 
 <run folder>/
-  run.lock           whose the folder is, while it runs     (`FolderLock`)
+  run.lock           the owner of the folder, while it runs (`FolderLock`)
   config.yaml        the configuration, resolved            (`open_run_folder`)
   starts.jsonl       commands, hosts, package versions      (`note_start`)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
-  placement.txt      which role runs where                  (trainer.launch, at start)
-  metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
+  placement.txt      the roles of every node                (trainer.launch, at start)
+  metrics.jsonl      a line per step                        (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
-  timeline.json      what every worker did when             (trainer.run_folder.timeline)
-  chaos.jsonl        faults on purpose, if there are any    (trainer.roadside.fault_injection)
-  restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)
+  timeline.json      the calls of every worker              (trainer.run_folder.timeline)
+  chaos.jsonl        injected faults, if there are any      (trainer.roadside.fault_injection)
+  restarts.jsonl     lost and replaced workers, if any      (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
-  batches/N/         what went into its stages, if asked for (trainer.roadside.saved_batches)
-  validation/N.jsonl those of the validation after step N   (a recipe with samples)
+  batches/N/         the inputs of its stages, if saved     (trainer.roadside.saved_batches)
+  validation/N.jsonl samples of the validation after step N (a recipe with samples)
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ logger = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """One run at a time in a run folder: `run.lock`, which says whose the folder is.
+    """A lock that allows one run at a time in a run folder: `run.lock`, which names the owner.
 
-        with FolderLock(folder) as lock:     # takes it, if the folder is there already
+        with FolderLock(folder) as lock:     # locks the folder if it exists
             ...
-            lock.take()                      # once it is
+            lock.take()                      # once it exists
 
-    The operating system gives the lock back when its process ends, however it ends: what a killed
-    run left is taken over. Where a file system has no locks, the run goes on without, and says so.
+    The operating system releases the lock when its process ends, however it ends, so a new run
+    takes over the folder of a killed run. If a file system has no locks, the run continues with a
+    warning.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -77,20 +78,20 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> FolderLock:
-        """Refuses a folder in which another run is at work."""
+        """Lock an existing folder; raise if another run uses it."""
         if self.path.parent.is_dir():
             self.take()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give it back; the file stays, empty, so that nobody locks one that another takes away."""
+        """Release the lock; the empty file stays, because another run may be opening it."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
 
     def take(self) -> None:
-        """Take the lock of a folder that is there, unless it is ours already."""
+        """Lock an existing folder, unless this object holds the lock already."""
         if self._descriptor is not None:
             return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -126,7 +127,7 @@ def _owner(path: Path) -> str:
 
 def note_start(folder: Path) -> None:
     """Add a line to `starts.jsonl`: when, where, by which command and with which packages."""
-    line = {  # orig_argv: a command's main takes words out of argv
+    line = {  # orig_argv: a command's main removes words from argv
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "command": mask_text(shlex.join(sys.orig_argv)),
@@ -138,7 +139,7 @@ def note_start(folder: Path) -> None:
 
 @cache
 def installed_versions() -> dict[str, str]:
-    """Of those of `PACKAGES` that are installed."""
+    """Return the versions of the installed `PACKAGES`."""
     found = {}
     for name in PACKAGES:
         try:
@@ -149,7 +150,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def saved_tree(folder: Path) -> Any:
-    """What a run wrote of its configuration when it started."""
+    """Return the configuration that a run saved when it started."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_FILE}.")
@@ -161,7 +162,7 @@ def saved_tree(folder: Path) -> Any:
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
-    """What a run wrote of its configuration, as dotted key -> value."""
+    """Return the configuration that a run saved, as dotted key -> value."""
     return flatten(OmegaConf.to_container(saved_tree(folder)))
 
 
@@ -186,9 +187,9 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
 
 
 def _refuse_other_run(folder: Path, config: RunConfig) -> None:
-    """Refuse to overwrite the metrics of a run of another configuration.
+    """Raise if the folder has metrics of a run with another configuration.
 
-    A folder with a checkpoint is for `trainer.run_folder.resume` to judge.
+    A folder with a checkpoint is checked by `trainer.run_folder.resume`.
     """
     metrics, saved = folder / "metrics.jsonl", folder / CONFIG_FILE
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()

@@ -1,7 +1,7 @@
-"""What a run computes from beside its configuration: the contents of the files that this names.
+"""Digests of the files that a run computes from: those that its configuration names.
 
-A checkpoint's marker has a digest of each, and a resumed run that finds others is refused: data,
-model folders, code of rewards with the user's modules that it imports.
+A checkpoint's marker has a digest of each: data, model folders, and code of rewards with the user's
+modules that it imports. A resumed run with other contents is rejected.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from trainer.config.keys import may_change_on_resume
 from trainer.config.user_modules import imported_files
 
 NAMES_OF_FILES = re.compile(r"(^|.*_)(path|file|files)$")
-"""The last words of keys whose values may be files, folders or modules."""
+"""Last words of keys whose values may be files, folders or modules."""
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 WHOLE_BYTES = 64 << 20
-"""Files up to this size are read whole; of larger ones (weights) so many blocks are, spread over
-them.
-"""
+"""Files up to this size are read whole. Larger files (weights) are sampled in evenly spaced
+blocks."""
 NUM_BLOCKS = 16
 BLOCK_BYTES = 1 << 20
 
 
 def digests_of_inputs(schema: type, config: Mapping[str, Any]) -> dict[str, str]:
-    """`key: file` -> digest of its contents, for what decides the numbers of a run.
+    """Return `key: file` -> digest of its contents, for all files that affect a run's numbers.
 
-    `config` maps dotted keys to values. Names of a hub's models and data sets have no digest.
+    `config` maps dotted keys to values. Names of models and data sets on a hub have no digest.
     """
     found = {}
     for key, value in config.items():
@@ -49,7 +48,7 @@ def digests_of_inputs(schema: type, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _file_names(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(key, name) of every string that may name a file, also in lists of sections."""
+    """Yield (key, name) for every string that may name a file, also in lists of sections."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _file_names(f"{key}.{name}", inner)
@@ -61,7 +60,7 @@ def _file_names(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _path_of(name: str) -> Path | None:
-    """The file or folder of that name, or the file of the module."""
+    """Return the file or folder of that name, or the file of the module."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -69,13 +68,13 @@ def _path_of(name: str) -> Path | None:
         return None
     try:
         spec = find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # what cannot be imported is refused by name
+    except (ImportError, ValueError, AttributeError):  # the import itself reports the error
         return None
     return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
 
 
 def digest(path: Path) -> str:
-    """Of a file's contents, or of a folder's files and their names; hidden ones are left out."""
+    """Return a digest of a file, or of a folder's file names and contents without hidden files."""
     whole = hashlib.blake2b(digest_size=16)
     if path.is_file():
         _add(path, whole)

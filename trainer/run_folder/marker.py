@@ -1,7 +1,7 @@
-"""The committed checkpoints of a run folder: their marker `commit.json`, and which of them stay.
+"""The committed checkpoints of a run folder: their marker `commit.json`, and their removal.
 
-The marker is over all roles: written last, read first. Whatever the file holds, what comes back is
-of the form that is written, or the error says what is wrong.
+The marker covers all roles; it is written last and read first. Reading it returns data of the
+expected form, or raises an error that says what is wrong.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from workers.training.manifest import MANIFEST, refuse_missing
 
 MARKER = "commit.json"
 MODEL = "model"
-"""Folder of the trained model that a run leaves, in the run folder."""
+"""Folder of the final trained model, in the run folder."""
 STEP_FOLDER = r"global_step_(\d+)"
 FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions": dict}
 
 
 def committed(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run folder that were completed, in order."""
+    """Return the steps of the completed checkpoints in a run folder, in order."""
     found = (
         re.fullmatch(STEP_FOLDER, path.parent.name)
         for path in folder.glob(f"global_step_*/{MARKER}")
@@ -43,12 +43,12 @@ def committed(folder: Path) -> list[int]:
 
 
 def named(steps: list[int]) -> str:
-    """The folders of these steps, for a message."""
+    """Return the folder names of these steps, for a message."""
     return ", ".join(f"global_step_{step}" for step in steps) or "none"
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's commit marker says."""
+    """Return the content of a checkpoint's commit marker."""
     path = folder / MARKER
     try:
         marker = read_json_object(path)
@@ -72,7 +72,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def marker_of_model(run: Path) -> dict[str, Any] | None:
-    """What the marker says of the model that a run left, unless a checkpoint is newer."""
+    """Return the marker of a run's final model, or None if a checkpoint is newer."""
     if not (run / MODEL / MARKER).is_file():
         return None
     marker = read_marker(run / MODEL)
@@ -80,9 +80,9 @@ def marker_of_model(run: Path) -> dict[str, Any] | None:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Refuse a checkpoint that lacks a file, or has another in its place.
+    """Raise if a file of a checkpoint is missing or changed.
 
-    Of the shards, which their ranks read, names and sizes are looked at alone.
+    The shards, which their ranks read, are checked only by name and size.
     """
     for name, written in read_marker(folder)["files"].items():
         if fault := file_fault(folder / name, written):
@@ -92,10 +92,10 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str, str]) -> None:
-    """Mark what is in `part` as complete: all its files are there.
+    """Mark the files in `part` as complete.
 
-    It vouches for the driver's files and every role's top ones, of which its manifest vouches for
-    what lies deeper.
+    The marker covers the driver's files and every role's top-level files. A role's manifest covers
+    its deeper files.
     """
     paths = [path for path in sorted(part.glob("*")) + sorted(part.glob("*/*")) if path.is_file()]
     marker = {
@@ -109,18 +109,18 @@ def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str
 
 
 def drop_old(folder: Path, keep: int | None) -> None:
-    """Delete those of the run folder's checkpoints that are neither new nor best."""
+    """Delete checkpoints of the run folder that are neither among the newest nor the best."""
     for step in steps_to_drop(folder, committed(folder), keep):
         checkpoint = folder / f"global_step_{step}"
         old = checkpoint.with_name(checkpoint.name + ".old")
-        checkpoint.replace(old)  # half a folder must never carry the name of a whole one
+        checkpoint.replace(old)  # a half-deleted folder must never have a checkpoint's name
         shutil.rmtree(old, ignore_errors=True)
 
 
 def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
-    """The committed steps whose checkpoints do not stay, oldest first.
+    """Return the steps of the checkpoints to delete, oldest first.
 
-    The newest `keep` stay, and that of the best validation, the later of equals.
+    The newest `keep` stay, and so does the best by validation, or the later of equals.
     """
     if keep is None:
         return []
@@ -132,9 +132,9 @@ def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[
 
 
 def validation_score(line: Mapping[str, Any]) -> float | None:
-    """One number for the validation in a line of metrics, larger for a better one.
+    """Return one number for the validation in a line of metrics; larger is better.
 
-    That is the mean of `val-core/...`, or, where a recipe validates by losses alone, less theirs.
+    It is the mean of `val-core/...`, or minus the mean loss if a recipe validates only by losses.
     """
     numbers = {name: x for name, x in line.items() if isinstance(x, int | float)}
     losses = [x for name, x in numbers.items() if name.startswith("val") and name.endswith("loss")]

@@ -1,4 +1,4 @@
-"""One number for each metric of a step, out of those of its ranks and mini-batches."""
+"""Reduce the metrics of ranks and mini-batches to one number per name and step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """One number for each name, from a list of them (one per mini-batch, say).
+    """Return one number for each name, from a list of numbers (such as one per mini-batch).
 
-    The rule: a name whose last word is max or min (`…/max`, `…_max`), and verl's two memory peaks,
-    take that extreme; every other name takes the mean. Words in the middle of a name decide
-    nothing.
+    A name whose last word is max or min (`…/max`, `…_max`), and verl's two memory peaks, take that
+    extreme; every other name takes the mean. Words in the middle of a name do not count.
     """
     return {name: _one_number(name, values) for name, values in metrics.items()}
 
 
 def _one_number(name: str, values: Any) -> float:
     if type(values) is list and len(values) == 1 and type(values[0]) is float:
-        return values[0]  # that of a lone rank, as most are
+        return values[0]  # the usual case: one rank
     numbers = np.asarray([float(value) for value in np.atleast_1d(values)], dtype=np.float64)
     if not numbers.size:
         raise BatchError("a metric with no values cannot be reduced; leave its name out.")

@@ -1,7 +1,7 @@
-"""The console of a run in a notebook: one place that shows the last step, refreshed in turn.
+"""The console of a run in a notebook: one output that shows the last step, and is refreshed.
 
-IPython is never imported first: a kernel has imported it, and where there is none nothing of this
-is used.
+IPython is never imported here first: a notebook's kernel has imported it, and elsewhere nothing of
+this module is used.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from html import escape
 from typing import Any
 
 REFRESH_S = 0.25
-"""Seconds between two refreshes at least."""
+"""The shortest time between two refreshes, in seconds."""
 NUMBER = re.compile(r"(?<!\S)(?:[-+]?\d[\d.]*(?:e[-+]?\d+)?|[-+]?inf|nan)(?!\S)")
 WIDTH, HEIGHT, MOST_POINTS = 240, 28, 240
 
 
 def is_in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class NotebookConsole:
-    """A bar of steps, and under it a row for each number: its name, its curve, its last value.
+    """A bar of steps, and a row for each number: its name, its curve, its last value.
 
-    `numbers_of` gives those of a step in words, such as "reward 0.5".
+    `numbers_of` returns the numbers of a step in words, such as "reward 0.5".
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NotebookConsole:
         self._handle: Any = None
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the numbers of a step, unless the last refresh is too young."""
+        """Show the numbers of a step, unless the last refresh was too recent."""
         self._step = step
         self._first_step = step if self._first_step is None else self._first_step
         for text in self._numbers_of(metrics):
@@ -87,7 +87,7 @@ class NotebookConsole:
         )
 
     def _left(self) -> str:
-        """The time to the end, as the steps that this run has made took."""
+        """Return the estimated time to the end, from the steps so far."""
         made = self._step - (self._first_step or 0)
         if not made or self._step >= self._total:
             return ""
@@ -96,7 +96,7 @@ class NotebookConsole:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """A line of the values as SVG, in the colour of the text; what is not finite is left out."""
+    """Return a line of the values as SVG, in the text's colour; non-finite values are left out."""
     every = len(values) // MOST_POINTS + 1
     points = [(at, value) for at, value in enumerate(values) if math.isfinite(value)][::every]
     low, high = min((v for _, v in points), default=0.0), max((v for _, v in points), default=0.0)

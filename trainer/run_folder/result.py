@@ -1,4 +1,4 @@
-"""What a finished run gives back: its numbers, its model, its samples, and where its files are."""
+"""The result of a finished run: its metrics, its model, its samples, and its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 EXPORT = "huggingface"
 """Folder of a role's checkpoint that `from_pretrained` loads."""
 MOST_NUMBERS = 6
-"""Numbers that a result prints."""
+"""The number of metrics that a result prints."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,13 +35,13 @@ class RunResult:
     config_hash: str
     """The first line of the folder's `config.yaml`; equal for equal configurations."""
     metrics: list[dict[str, float]]
-    """The lines of `metrics.jsonl`: a step's numbers, with its number as `step`."""
+    """The lines of `metrics.jsonl`: a step's metrics, with its number as `step`."""
     model_folder: Path | None
-    """The trained model for `from_pretrained`, else the newest export; None if there is none."""
+    """The final model for `from_pretrained`, or the newest export; None if there is neither."""
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:
-        """Read from the run folder; the export is that of `role`."""
+        """Read the result from the run folder; an export is of `role`."""
         folder = Path(config.trainer.default_local_dir)
         metrics = _read_metrics(folder / "metrics.jsonl")
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
@@ -51,7 +51,7 @@ class RunResult:
         return cls(folder, config_hash(config), metrics, model_folder)
 
     def __repr__(self) -> str:
-        """At most ten lines: what was learned, from the first to the last value, and the files."""
+        """Return at most ten lines: the first and last value of each metric, and the files."""
         last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "no step"
         lines = [f"{last} in {self.folder}"]
         for name, values in self._watched()[:MOST_NUMBERS]:
@@ -60,7 +60,7 @@ class RunResult:
         return "\n".join([*lines, f"  {'report':<24} {self.report}"])
 
     def _watched(self) -> list[tuple[str, list[float]]]:
-        """The first metric of each figure of the report, and its values."""
+        """Return the first metric of each figure of the report, with its values."""
         known = dict.fromkeys(name for line in self.metrics for name in line)
         watched: dict[str, list[float]] = {}
         for panel in panels_of(self.metrics):
@@ -74,12 +74,12 @@ class RunResult:
 
     @property
     def report(self) -> Path:
-        """The page about the run."""
+        """The HTML report of the run."""
         return self.folder / REPORT_FILE
 
     @cached_property
     def model(self) -> Any:
-        """The trained model, loaded when it is first asked for."""
+        """The trained model, loaded on first access."""
         import transformers
 
         from workers.models.hf_config import read_hf_config
@@ -91,7 +91,7 @@ class RunResult:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The trained model's."""
+        """The trained model's tokenizer."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._model_left(), trust_remote_code=False)
@@ -105,7 +105,7 @@ class RunResult:
         return self.model_folder
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
-        """The samples of a step, of the last one by default: `input`, `output`, `score`, ..."""
+        """Return the samples of a step, by default the last one: `input`, `output`, `score`, ..."""
         files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}
         if not files:
             raise ConfigError(f"the run in {self.folder} has drawn no samples.")
@@ -117,7 +117,7 @@ class RunResult:
         return json_objects(files[max(files) if step is None else step])[0]
 
     def plot(self, *names: str) -> Curves:
-        """Curves for a notebook: those of the report, or of these metrics (`val-core/*`)."""
+        """Return curves for a notebook: the report's, or of these metrics (`val-core/*`)."""
         panels = [Panel(name, "", (name,)) for name in names] or panels_of(self.metrics)
         drawn = {panel.title: curves(self.metrics, panel) for panel in panels}
         known = list(dict.fromkeys(name for line in self.metrics for name in line))
@@ -127,7 +127,7 @@ class RunResult:
         return Curves({title: svg for title, svg in drawn.items() if svg}, self.report)
 
     def to_pandas(self) -> Any:
-        """The metrics as a `DataFrame`: a row for each step, which is the index."""
+        """Return the metrics as a `DataFrame` with a row per step, indexed by step."""
         try:
             import pandas
         except ImportError as error:
@@ -137,7 +137,7 @@ class RunResult:
 
 @dataclass(frozen=True, repr=False)
 class Curves:
-    """Figures that a notebook shows."""
+    """Figures for a notebook."""
 
     figures: dict[str, str]
     """Title -> SVG."""
@@ -155,7 +155,7 @@ class Curves:
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of steps; what is half a line, or another's, is left out with a warning."""
+    """Return the lines of steps; incomplete and other lines are left out with a warning."""
     objects, num_broken = json_objects(path)
     found = [row for row in objects if "step" in row]
     num_lines = len(objects) + num_broken

@@ -1,8 +1,8 @@
-"""Where a run goes on: the newest whole checkpoint of its folder, or the one that the user names.
+"""Find the checkpoint to resume: the newest whole one of the folder, or one that the user names.
 
-resume = ResumePoint(config)          # rejects a folder that this run cannot go on from
-resume.cut_back()                     # what came after the committed step is made again
-state = resume.load(groups)           # None: there is nothing to go on from
+resume = ResumePoint(config)          # rejects a folder that this run cannot resume
+resume.cut_back()                     # removes everything after the committed step state =
+resume.load(groups)           # None: there is nothing to resume
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from verl_like.process.random_state import load_random_state
 
 LATEST = "latest_checkpointed_iteration.txt"
 MOST = 2**53
-"""The most that a count may be: from there on JSON does not keep whole numbers apart."""
+"""The largest count: beyond it, JSON numbers are not exact."""
 WANDB_ID = "wandb_run_id.txt"
-"""The file with the id of the W&B run, in which a resumed run continues."""
+"""The file with the id of the W&B run, which a resumed run continues."""
 IS_LAST = "is_last_step"
-"""In the driver's state of a checkpoint: no step of that run comes after it."""
+"""The key of the driver's state that marks the run's last step."""
 OF_STEPS = ("rollouts", "validation", "batches")
 """Folders of a run with a file or a folder for each step."""
 logger = logging.getLogger(__name__)
 
 
 class ResumePoint:
-    """The checkpoint that a run goes on from, if there is one."""
+    """The checkpoint that a run resumes from, if there is one."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Find what `trainer.resume_mode` goes on from; reject what this configuration cannot."""
+        """Find the checkpoint of `trainer.resume_mode`; reject one of another configuration."""
         self.trainer = config.trainer
         self.folder = Path(config.trainer.default_local_dir).resolve()
         self.schema = type(config)
         self.config = flat_config(config)
         self.damaged: dict[Path, str] = {}
-        """Newer checkpoints of the folder that cannot be gone on from, and why."""
+        """Newer checkpoints of the folder that are damaged, and why."""
         find = {"auto": self._auto, "disable": self._disable, "resume_path": self._resume_path}
         self.start: Path | None = find[config.trainer.resume_mode]()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
@@ -61,12 +61,12 @@ class ResumePoint:
 
     @property
     def goes_on_here(self) -> bool:
-        """Whether the run goes on from a checkpoint of its own folder: its earlier lines stay."""
+        """Whether the run resumes from its own folder, whose earlier lines then stay."""
         return self.start is not None and self.start.parent == self.folder
 
     @property
     def why_finished(self) -> str:
-        """A message that this very run has had its last step; "" where it has not.
+        """A message if this same run has finished its last step, otherwise "".
 
         A run with another setting, such as a length, is started: it may have steps left.
         """
@@ -79,7 +79,7 @@ class ResumePoint:
         try:
             state = read_json_object(self.start / "trainer.json")
         except (OSError, ValueError):
-            return ""  # the resume says what is wrong with it
+            return ""  # the resume reports the error
         if not state.get(IS_LAST):
             return ""
         return (
@@ -90,9 +90,9 @@ class ResumePoint:
 
     @contextmanager
     def naming_what_does_not_load(self) -> Iterator[None]:
-        """While the driver's state is taken over, which `load` gave.
+        """Name the checkpoint in errors of loading the driver's state.
 
-        Nothing is set aside: the state may be whole, and a trainer of the user's own at fault.
+        Nothing is set aside: the state may be whole, and a user's trainer may be at fault.
         """
         try:
             yield
@@ -106,9 +106,9 @@ class ResumePoint:
             ) from error
 
     def load(self, groups: Any) -> dict[str, Any] | None:
-        """Load every role's state of the chosen checkpoint; gives the driver's, if any.
+        """Load every role's state of the chosen checkpoint; return the driver's state, or None.
 
-        One that turns out damaged when it is read makes room for the newest before it.
+        If the checkpoint turns out to be damaged, the newest whole one before it is loaded.
         """
         while self.start is not None:
             try:
@@ -135,9 +135,9 @@ class ResumePoint:
         return state
 
     def cut_back(self) -> None:
-        """Take away what an interrupted run left after the committed step.
+        """Remove what an interrupted run left after the committed step.
 
-        That is unfinished folders, metrics and samples. Damaged checkpoints are set aside.
+        This covers unfinished folders, metrics and samples. Damaged checkpoints are set aside.
         """
         for folder, why in self.damaged.items():
             self._set_aside(folder, why)
@@ -154,10 +154,10 @@ class ResumePoint:
         for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
+        _ = self.inputs  # computed now, when the run reads the files, not at the first checkpoint
 
     def _set_aside(self, folder: Path, why: str) -> None:
-        """A damaged checkpoint keeps its files under a name that no resume takes."""
+        """Rename a damaged checkpoint so that no resume uses it."""
         if not folder.is_dir():
             return
         aside = folder.with_name(folder.name + ".damaged")
@@ -167,7 +167,7 @@ class ResumePoint:
         write_whole(self.folder / LATEST, str(self.start_step))
 
     def _auto(self) -> Path | None:
-        """The folder's newest whole checkpoint, if this configuration wrote it."""
+        """Return the folder's newest whole checkpoint, if this configuration wrote it."""
         newest = self._newest_whole()
         differing = [] if newest is None else self._differing(newest)
         if differing:
@@ -179,7 +179,7 @@ class ResumePoint:
         return newest
 
     def _newest_whole(self) -> Path | None:
-        """The folder's newest checkpoint with every file; the newer ones become `damaged`."""
+        """Return the folder's newest checkpoint with all files; note newer ones as `damaged`."""
         steps = committed(self.folder)
         for step in reversed(steps):
             if self._is_whole(step):
@@ -235,7 +235,7 @@ class ResumePoint:
         return folder not in self.damaged
 
     def _differing(self, folder: Path) -> list[str]:
-        """Keys that decide what is computed, and contents of files, that are not as they were."""
+        """Describe keys that affect the results, and contents of files, that have changed."""
         marker = read_marker(folder)
         saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
         differing = keys_that_differ(self.schema, saved, self.config)
@@ -251,7 +251,7 @@ class ResumePoint:
         return differing
 
     def _instead(self) -> str:
-        """What to do about a damaged checkpoint that the user has named."""
+        """Advise on a damaged checkpoint that the user has named."""
         start = Path(self.trainer.resume_from_path or "").resolve()
         steps = [step for step in committed(start.parent) if start.name != f"global_step_{step}"]
         if not steps:
@@ -265,7 +265,10 @@ class ResumePoint:
 
 
 def _refuse_lies(state: dict[str, Any], step: int) -> None:
-    """A ValueError unless a run can have written it after that step: counts and finite numbers."""
+    """Raise ValueError unless a run can have written the state after that step.
+
+    Counts and numbers must be valid and finite.
+    """
     if state.get("global_step", step) != step:
         raise ValueError(f"global_step is {state['global_step']!r:.40} in the one of step {step}")
     for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
@@ -276,7 +279,7 @@ def _refuse_lies(state: dict[str, Any], step: int) -> None:
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
-    """Each number in it, with the key that it stands under."""
+    """Yield each number in a value, with its key."""
     if isinstance(value, int | float):
         yield name, value
     elif isinstance(value, dict):
@@ -288,6 +291,6 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
 
 
 def _is_of(line: dict[str, Any], last: int) -> bool:
-    """Whether it is a line of metrics of a step up to the last one."""
+    """Return whether a line of metrics belongs to a step up to `last`."""
     step = line.get("step")
     return isinstance(step, int) and 0 <= step <= last

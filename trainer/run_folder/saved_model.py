@@ -1,10 +1,10 @@
-"""The trained model of a run: where it is, which role's, and what it was trained with.
+"""Find the trained model of a run: its folder, its role, and its training configuration.
 
-`verl-like export`, `eval` and `chat` find it here, by a run folder, a checkpoint, or a role's
-folder in one:
+`verl-like export`, `eval` and `chat` find it by a run folder, a checkpoint, or a role's folder in a
+checkpoint:
 
-    saved = find_saved_model("runs/letters")        # of the last step, the policy
-    saved.export(Path("out"))                       # what `from_pretrained` loads
+    saved = find_saved_model("runs/letters")        # the policy after the last step
+    saved.export(Path("out"))                       # a folder for `from_pretrained`
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from workers.config import ModelConfig
 from workers.training.manifest import MANIFEST, read_manifest
 
 SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
-"""Where a configuration may have the model of a role, the first that is there."""
+"""Sections where a configuration may have the model of a role; the first existing one counts."""
 COPIED = ("path", "random_init_seed", "dtype", "lora_rank", "lora_alpha", "target_modules")
-"""The keys of the model that decide what its weights are; others say how passes compute."""
+"""Keys of the model that determine its weights; others only affect how passes compute."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A trained role in a checkpoint, or the model that a run left."""
+    """A trained role in a checkpoint, or the final model of a run."""
 
     run: Path
     """The run folder."""
@@ -48,7 +48,7 @@ class SavedModel:
     """Dotted key -> value of the run that wrote it."""
 
     def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
-        """Write the folder `out`, for `from_pretrained` or peft, as `export_checkpoint` says."""
+        """Write the folder `out` for `from_pretrained` or peft, as `export_checkpoint` does."""
         if self.folder.name == MODEL:
             refuse_damaged(self.folder)
             for name in read_marker(self.folder)["files"]:
@@ -68,7 +68,7 @@ class SavedModel:
         )
 
     def loadable(self, scratch: Path) -> Path:
-        """The folder that the run exported, else an export into `scratch`."""
+        """Return the folder that the run exported, or export into `scratch` and return that."""
         for exported in (self.folder / EXPORT, self.folder):
             if (exported / "config.json").is_file():
                 return exported
@@ -79,10 +79,10 @@ class SavedModel:
 def find_saved_model(
     path: str | Path, role: str = "", base: str = "", *, in_checkpoint: bool = False
 ) -> SavedModel:
-    """The model of `role` (empty: the policy, or the only one) in what is at `path`.
+    """Return the model of `role` at `path`; without a role, the policy or the only model.
 
-    Of a run folder it is that of the last step, where the run left it, else of the newest
-    checkpoint. `base` stands for the model that it was trained from, where that is elsewhere now.
+    For a run folder it is the final model of the run, or the newest checkpoint's. `base` replaces
+    the path of the model that it was trained from, if that model has moved.
     """
     if not in_checkpoint and (left := _model_left(Path(path), role, base)):
         return left
@@ -101,7 +101,7 @@ def find_saved_model(
 
 
 def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
-    """The model that the run of this folder left, where it is of that role and the newest."""
+    """Return the final model of the run folder, if it is of that role and the newest."""
     marker = marker_of_model(run)
     if marker is None:
         return None
@@ -113,7 +113,7 @@ def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, str]:
-    """(the `global_step_N` folder, the role) that a path means; no role is an empty name."""
+    """Return (the `global_step_N` folder, the role) of a path; the role may be ""."""
     if (path / MARKER).is_file():
         return path, ""
     if (path / MANIFEST).is_file() and (path.parent / MARKER).is_file():
@@ -132,7 +132,7 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
 
 
 def trained_roles(checkpoint: Path) -> list[str]:
-    """The roles whose weights a checkpoint holds."""
+    """Return the roles whose weights are in a checkpoint."""
     folders = [manifest.parent for manifest in sorted(checkpoint.glob(f"*/{MANIFEST}"))]
     return [folder.name for folder in folders if "model" in read_manifest(folder)["contents"]]
 
@@ -149,7 +149,7 @@ def _usual_role(checkpoint: Path, roles: list[str]) -> str:
 
 
 def _model_config(config: Mapping[str, Any], role: str, base: str) -> ModelConfig:
-    """What the role's model was built from."""
+    """Return the configuration that the role's model was built from."""
     sections = [section.format(role=role) for section in SECTIONS]
     found = next((section for section in sections if f"{section}.path" in config), None)
     if found is None:

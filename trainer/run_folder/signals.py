@@ -1,14 +1,14 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop: the step is finished, and saved, first.
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step is saved.
 
     with StopSignals() as stop:        # around a run
-        with stop.held():              # within, the first signal is only noted
+        with stop.held():              # inside, the first signal is only noted
             while not stop.received:
                 ...
-        stop.end("after step 7")       # raises `RunStopped` if there was one
+        stop.end("after step 7")       # raises `RunStopped` if there was a signal
 
-A second signal, or one outside `held`, raises `RunStopped` where the program stands; a third one
-does what it did before the run. The same signal again within a second is no further one: who sends
-it to a group of processes sends it to a script, too, which hands it on.
+A second signal, or a signal outside `held`, raises `RunStopped` at once. A third signal has its
+usual effect. The same signal again within a second does not count: a sender that signals a process
+group also signals a script, which passes it on.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Of schedulers, of Ctrl-C, of a terminal that is closed, and that which Slurm can be told to send
-ahead of a job's end."""
+"""Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm on request before the end
+of a job."""
 SAME_S = 1.0
-"""The same signal within so many seconds is the one before, on another way."""
+"""The same signal within this time counts as a repetition."""
 EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
-"""What shells expect of a program that a signal ended: 128 and the signal's number."""
+"""Exit codes that shells expect after a signal: 128 plus the signal's number."""
 STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
 
 
 class RunStopped(KeyboardInterrupt):
-    """A run was asked to stop; the message says where it stands."""
+    """A run was asked to stop; the message says after which step."""
 
     def __init__(self, number: int, where: str) -> None:
         super().__init__(f"Stopped by {signal.Signals(number).name} {where}")
@@ -41,11 +41,11 @@ class RunStopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """The signals of one run. Only the main thread gets any: elsewhere this does nothing."""
+    """The signals of one run. Outside the main thread, which gets all signals, it does nothing."""
 
     def __init__(self) -> None:
         self.received = 0
-        """Number of the signal that was noted, or 0."""
+        """Number of the noted signal, or 0."""
         self._holds = self._has_raised = False
         self._before: dict[signal.Signals, Any] = {}
         self._last, self._last_at = 0, 0.0
@@ -64,7 +64,7 @@ class StopSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, the first signal is only noted."""
+        """Only note the first signal inside the block."""
         before, self._holds = self._holds, True
         try:
             yield
@@ -72,7 +72,7 @@ class StopSignals:
             self._holds = before
 
     def end(self, where: str) -> None:
-        """Raise `RunStopped` if a signal was noted; `where` the run stands is for its message."""
+        """Raise `RunStopped` if a signal was noted; `where` is for its message."""
         if self.received:
             raise RunStopped(self.received, where)
 
@@ -97,7 +97,7 @@ class StopSignals:
 
 
 def _say(text: str) -> None:
-    """Past Python's streams, which the signal may have interrupted."""
+    """Write to stderr without Python's streams, which the signal may have interrupted."""
     with suppress(OSError):  # a terminal that was closed
         os.write(2, f"\n{text}\n".encode())
 

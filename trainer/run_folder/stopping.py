@@ -1,4 +1,4 @@
-"""The goals of a run (`trainer.stop_at`): it ends with the step that reaches one."""
+"""The goals of a run (`trainer.stop_at`): the run ends with the step that reaches one of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from verl_like.errors import ConfigError, nearest
 
 
 def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
-    """The first goal that is reached, in words; empty where none is.
+    """Describe the first goal that is reached, or return "".
 
-    Metrics of a validation may be absent from a step, others must be there.
+    Validation metrics may be missing from a step; other metrics must exist.
     """
     for name, goal in goals.items():
         if name not in metrics and not name.startswith("val"):

@@ -1,8 +1,8 @@
-"""`timeline.json`: what every worker did when, for Perfetto or chrome://tracing.
+"""`timeline.json`: the calls of every worker over time, for Perfetto or chrome://tracing.
 
-The trainer hands over the calls of every step, each with the stage in which it was made. The file
-is whole JSON after every step, and a resumed run goes on in it. The same calls give `timing_s/...`
-and the overlap ratios of a step.
+The trainer passes the calls of every step, each with its stage. The file is valid JSON after every
+step, and a resumed run continues it. The same calls yield `timing_s/...` and the overlap ratios of
+a step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from verl_like.files import parse_json
 logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
-"""Whole microseconds and no blanks: a run has many thousands of these lines."""
+"""Whole microseconds and no blanks, because a run has many thousands of these lines."""
 FACTS = ("cpu_s", "step", "stage", "busy_s", "num_answers")
-"""What an event says of its call beside its time, method and lane."""
+"""The facts about a call in its event, besides time, method and lane."""
 FACTS_OF_LANE = ("role", "rank", "pid")
-"""What a lane's name comes with: here `pid` is the worker's process; elsewhere in a trace, a pool.
-"""
+"""The facts about a lane in the event that names it. Here `pid` is the worker's process; elsewhere
+in a trace it is a pool."""
 
 Event = dict[str, Any]
 Record = Mapping[str, Any]
@@ -34,15 +34,15 @@ Record = Mapping[str, Any]
 
 
 class Timeline:
-    """The trace file. A lane group per pool, in it a lane per role and rank, in it the calls.
+    """The trace file: a lane group per pool, a lane per role and rank, and its calls.
 
-    What a lane's calls have in common is said once, with its name.
+    Facts that a lane's calls share are written once, with its name.
     """
 
     def __init__(self, path: str | Path, resume: bool = False, stages: Sequence[str] = ()) -> None:
-        """Begin the file anew, or go on in the one that is there.
+        """Begin the file, or continue an existing one.
 
-        `stages` are the parts of a step, which the file says to whoever reads the run folder.
+        `stages` are the parts of a step, for readers of the run folder.
         """
         self.path = Path(path)
         self._pools: dict[str, int] = {}
@@ -65,9 +65,9 @@ class Timeline:
         self._is_empty = False
 
     def _events(self, record: Record) -> list[Event]:
-        """The call's event, after those that name its pool and its lane if they are new.
+        """Return the call's event, after events that name its pool and lane if they are new.
 
-        A lane is named again when another process goes on in it.
+        A lane is named again when another process continues it.
         """
         events: list[Event] = []
         pool, name = record["pool"], f"{record['role']}-{record['rank']}"
@@ -92,7 +92,7 @@ class Timeline:
         return [*events, {"ph": "X", "name": record["method"], **lane, **times, "args": args}]
 
     def _goes_on(self) -> bool:
-        """Whether the file is one to go on in; another, or half of one, is set aside."""
+        """Return whether the file can be continued; a damaged file is set aside."""
         try:
             self._read_names()
         except (ValueError, KeyError, TypeError) as error:
@@ -107,7 +107,7 @@ class Timeline:
         return True
 
     def _read_names(self) -> None:
-        """Pools and lanes of the run that is gone on with; its calls are not looked at."""
+        """Read the pools and lanes of an existing file, without its calls."""
         last = b""
         with self.path.open("rb") as file:
             if parse_json(file.readline() + b"]}")["traceEvents"]:
@@ -130,14 +130,15 @@ def call_timings(
     concurrent: Sequence[str] = (),
     labels: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """`timing_s/...` of a step's stages and calls, and how much the calls overlapped.
+    """Return `timing_s/...` of a step's stages and calls, and how much the calls overlapped.
 
-    A method's time is that in which a rank at least was at it. Its name is the method's, or what
-    `labels` says instead; where a method has a stage's name, the time is the stage's.
+    A method's time is the time in which at least one rank was running it. Its name is the method's,
+    or its entry in `labels`. If a method has a stage's name, the stage's time counts.
 
-    `perf/overlap_ratio` is the time in which roles were busy, added up, over the wall time from the
-    first start to the last end, in the stages `concurrent`: 1 when they took turns, 2 when two of
-    them ran side by side throughout. `perf/overlap_ratio_<stage>` is that of one stage.
+    `perf/overlap_ratio` covers the stages `concurrent`. It is the sum of the times in which roles
+    were busy, divided by the wall time from the first start to the last end: 1 if they took turns,
+    2 if two of them ran at the same time throughout. `perf/overlap_ratio_<stage>` is the ratio of
+    one stage.
     """
     records = list(records)
     seconds = call_seconds(records, labels) | dict(stages)
@@ -160,13 +161,13 @@ def call_timings(
 def call_seconds(
     records: Iterable[Record], labels: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """Seconds in which a rank at least was at each method, by its name or its label."""
+    """Return the seconds in which at least one rank was running each method, by name or label."""
     busy = _busy_seconds(records, "method")
     return {(labels or {}).get(method, method): seconds for method, seconds in busy.items()}
 
 
 def _busy_seconds(records: Iterable[Record], *keys: str) -> dict[Any, float]:
-    """Of the calls that agree in `keys`: how long at least one of them was running."""
+    """Return how long at least one call was running, by the values of `keys`."""
     busy: dict[Any, float] = defaultdict(float)
     ended: dict[Any, float] = {}
     key_of = itemgetter(*keys)

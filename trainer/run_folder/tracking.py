@@ -1,11 +1,11 @@
-"""Where a step's numbers go. A run opens one `Tracking`:
+"""The destinations of a step's metrics. A run opens one `Tracking`:
 
     with make_tracking(config, total_steps, headline) as tracking:
         tracking.log({"train/loss": 0.5}, step=1)
 
-A tracker is a class with `write(metrics, step)` and `close()`; one that has
-`write_samples(name, rows, step)`, too, gets tables of samples. `trainer.logger` names built-in
-ones, those registered in `TRACKERS`, and others by their dotted path.
+A tracker is a class with `write(metrics, step)` and `close()`. If it also has `write_samples(name,
+rows, step)`, it gets tables of samples. `trainer.logger` names built-in trackers, those registered
+in `TRACKERS`, and others by their dotted path.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from verl_like.masking import masked
 
 logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
-"""How the names of numbers begin that do not say what a step learned."""
+"""Prefixes of metrics that do not show what a step learned."""
 MOST_NUMBERS = 3
 EVERY_S = 1.0
-"""Seconds between two lines of the console, except for those that must not be missed."""
+"""Seconds between two lines of the console, except for lines that must not be missed."""
 MOST_SAMPLES = 16
 """Rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
-"""Short beside the bar, so that the first number is seen on a terminal of 40 columns, too."""
+"""A short text, so that the first number is visible on a terminal of 40 columns."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
-"""The few numbers of a step that a person watches, in words; empty where the recipe has none."""
+"""The few numbers of a step that people watch, in words; empty if the recipe has none."""
 
 
 class Tracker(Protocol):
-    """What writes metrics somewhere."""
+    """Writes metrics somewhere."""
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """The numbers of one step."""
+        """Write the metrics of one step."""
 
     def close(self) -> None:
-        """After the last step, or after the one that failed."""
+        """Called after the last step, or after a step that failed."""
 
 
 Rows = Sequence[Mapping[str, Any]]
-"""Samples as a line of `validation/N.jsonl` or `rollouts/N.jsonl` has them."""
+"""Samples like the lines of `validation/N.jsonl` or `rollouts/N.jsonl`."""
 
 
 class JsonLines:
-    """`metrics.jsonl`: a line a step, on disk when `write` returns.
+    """`metrics.jsonl`: a line per step, which is on disk when `write` returns.
 
-    Numbers have every digit, times those of microseconds.
+    Numbers have all digits; times have microseconds.
     """
 
     def __init__(self, folder: str | Path):
-        """Go on with the file in `folder`; what is not there is made."""
+        """Continue the file in `folder`, or create both."""
         self._path = Path(folder) / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch()
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a line, to what has that name now: a resume may have cut the file back."""
+        """Append a line to the file of that name, which a resume may have replaced."""
         numbers = {  # no clock has more digits
             name: round(value, 6) if name.startswith("timing_") else value
             for name, value in metrics.items()
@@ -82,10 +82,10 @@ class JsonLines:
 
 
 class Console:
-    """A live bar on a terminal; elsewhere a line for each step, at most one in a second.
+    """A live bar on a terminal; otherwise a line per step, at most one per second.
 
-    The first step, the last one, and every validation have their lines. A line shows what the
-    recipe's `headline` picks of a step, or its first numbers, and the time left.
+    The first step, the last step, and every validation always have lines. A line shows the recipe's
+    `headline` of a step, or its first metrics, and the time left.
     """
 
     def __init__(self, total_steps: int, headline: Headline, stream: TextIO | None = None):
@@ -96,7 +96,7 @@ class Console:
         self._first_step: int | None = None
         self._printed = -math.inf
         self._waiting: list[str] = []
-        """The lines of the last step, if they are not printed yet."""
+        """The lines of the last step that are not printed yet."""
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
@@ -143,13 +143,13 @@ class Console:
 
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
-    """What a person watches of a step, in words."""
+    """Return the numbers of a step that people watch, in words."""
     own = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
     return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in own]
 
 
 def scores_of(metrics: Mapping[str, float]) -> list[str]:
-    """The scores of a validation, in words."""
+    """Return the scores of a validation, in words."""
     return [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith("val-core/")]
 
 
@@ -177,7 +177,7 @@ class TensorBoard:
 
 
 def _in_markdown(cell: Any) -> str:
-    """A cell of a table: one line, in which nothing is markup."""
+    """Return a table cell on one line, with all markup escaped."""
     text = html.escape(str(cell)).replace("\n", "<br>")
     return re.sub(r"([\\`*_{}\[\]|#~$!])", r"\\\1", text)
 
@@ -185,14 +185,14 @@ def _in_markdown(cell: Any) -> str:
 class WandB:
     """A Weights & Biases run, with the configuration.
 
-    A resumed run goes on in the one that the run folder names.
+    A resumed run continues the W&B run that the run folder names.
     """
 
     def __init__(self, config: RunConfig, total_steps: int):
         import wandb
 
         trainer = config.trainer
-        # `ResumePoint.cut_back` has taken it away where the run begins anew
+        # `ResumePoint.cut_back` has deleted it if the run starts from the beginning
         name = Path(trainer.default_local_dir) / WANDB_ID
         try:
             self._run = wandb.init(
@@ -222,7 +222,7 @@ class WandB:
         self._run.log({f"samples/{name}": table}, step=step)
 
     def close(self) -> None:
-        """Finish the run: what is not sent yet is sent."""
+        """Finish the run: send everything that is not sent yet."""
         self._run.finish()
 
 
@@ -231,7 +231,7 @@ BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB}
 
 
 def make_console(total_steps: int, headline: Headline) -> Tracker:
-    """The console of a terminal, or of a notebook."""
+    """Return the console for a terminal or a notebook."""
     if not is_in_notebook():
         return Console(total_steps, headline)
     return NotebookConsole(
@@ -241,9 +241,9 @@ def make_console(total_steps: int, headline: Headline) -> Tracker:
 
 @dataclass(frozen=True)
 class Tracking:
-    """Writes a step's metrics to every tracker, and tables of samples to those that take them.
+    """Writes a step's metrics to every tracker, and tables of samples to trackers that take them.
 
-    Of each validation, and of the rollouts of steps 1, 2, 4, 8, ... and the last.
+    The tables are of each validation, and of the rollouts of steps 1, 2, 4, 8, ... and the last.
     """
 
     trackers: Sequence[Any]
@@ -266,7 +266,7 @@ class Tracking:
 
 
 def some_samples(path: Path) -> Rows:
-    """The best sample of a step, the worst, and others spread between; none without the file."""
+    """Return the best sample of a step, the worst, and some between; none without the file."""
     rows, _ = json_objects(path)
     return spread(sorted(rows, key=lambda row: -float(row["score"])), MOST_SAMPLES)
 
@@ -275,9 +275,9 @@ def some_samples(path: Path) -> Rows:
 def make_tracking(
     config: RunConfig, total_steps: int, headline: Headline = lambda metrics: ()
 ) -> Iterator[Tracking]:
-    """metrics.jsonl and what `trainer.logger` names; the console shows the `headline` of a step.
+    """Open metrics.jsonl and the trackers of `trainer.logger`; the console shows the `headline`.
 
-    What is not installed is left out with a warning.
+    A tracker that is not installed is left out with a warning.
     """
     trackers: list[Any] = [JsonLines(config.trainer.default_local_dir)]
     with ExitStack() as at_end:
